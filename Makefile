@@ -1,0 +1,51 @@
+# `make help` lists the targets.
+
+PYTHON ?= python3
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check bench clean
+
+# Idle OpenMP threads sleep instead of spinning: trainer and agent share the cores of one machine.
+demo test test-all bench: export OMP_WAIT_POLICY = passive
+
+help:  ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PYTHON=python3.x chooses the Python that .venv is made with (3.10 or newer, default python3)."
+
+setup: $(STAMP)  ## Make .venv and install everything into it (only when something changed)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("memckpt needs Python 3.10 or newer, this is " + sys.version.split()[0] + ": set PYTHON=python3.x")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	    echo "setup: making $(VENV) with $$($(PYTHON) --version)"; \
+	    $(PYTHON) -m venv --clear $(VENV); }
+	@echo "setup: installing memckpt and its dependencies into $(VENV) (takes minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup  ## Kill a training run and see it resume
+	$(BIN)/python -m examples.demo
+
+test: setup  ## Run the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup  ## Run all tests
+	$(BIN)/python -m pytest
+
+check: setup  ## Lint, formatting, types, and which package may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-logo
+
+bench: setup  ## Run the benchmarks
+	$(BIN)/python -m benchmarks.run_all
+
+clean:  ## Remove build products and caches (.venv stays)
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

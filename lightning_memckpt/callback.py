@@ -1,0 +1,93 @@
+"""The Lightning callback: translates hooks, holds no policy."""
+
+from __future__ import annotations
+
+import os
+
+import lightning.pytorch as pl
+
+from lightning_memckpt import engine
+from lightning_memckpt.engine import Resume
+from lightning_memckpt.internals import check_version
+from lightning_memckpt.messages import inform, show_by_default
+from lightning_memckpt.notes import refuse
+from lightning_memckpt.protection import Protection
+from memckpt.config import MemckptConfig, check_resume
+
+# Tests put a stand-in for the engine here.
+_attach: engine.Attach = engine.attach
+_is_encodable = engine.is_encodable
+
+
+class MemCheckpoint(pl.Callback):
+    """Protects every optimizer step of `trainer.fit`, and resumes at the very step after any crash.
+
+    Start the same script again and training continues behind the last step that was taken: weights, optimizer,
+    schedulers, data order, RNG, logged epoch averages and callbacks are, bit for bit, those of a run that was
+    never interrupted. Nothing has to be passed to `fit`; where in the list of callbacks it stands does not
+    matter. What cannot be repeated is said before training starts.
+
+    Works on a single device and with DDP. It does not replace ModelCheckpoint: files to keep are still its work.
+
+    Args:
+        run_dir: names the run; a directory for what has to be on disk, the same at every start.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"``
+            starts anew; an int continues at that `global_step`.
+        config: how the run is protected.
+
+    Raises:
+        ValueError: `resume` is none of these.
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], *, resume: Resume = "auto", config: MemckptConfig | None = None
+    ) -> None:
+        self.run_dir = os.fspath(run_dir)
+        self.resume: Resume = check_resume(resume)
+        self.config = config if config is not None else MemckptConfig()
+        self._protection: Protection | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Take hold of the strategy, before it is set up."""
+        if stage != "fit":
+            return
+        check_version()
+        refuse(trainer, MemCheckpoint)
+        show_by_default()
+        if trainer.fast_dev_run:  # type: ignore[attr-defined, unused-ignore]
+            inform("not active: fast_dev_run neither saves nor resumes")
+            return
+        protection = Protection(
+            trainer,
+            pl_module,
+            self,
+            attach=_attach,
+            encodable=_is_encodable,
+            run_dir=self.run_dir,
+            resume=self.resume,
+            config=self.config,
+        )
+        protection.install()
+        self._protection = protection
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A resumed epoch is an ordinary one from here on."""
+        if self._protection is not None:
+            self._protection.finish_epoch()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Training broke off: what is held stays held."""
+        self._close(finished=False)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Training ended as it should; Lightning calls this only then."""
+        if stage == "fit":
+            self._close(finished=True)
+
+    def _close(self, *, finished: bool) -> None:
+        protection, self._protection = self._protection, None
+        if protection is not None:
+            protection.close(finished=finished)
+

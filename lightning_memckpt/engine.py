@@ -1,0 +1,85 @@
+"""The part of the engine's public face that this adapter uses, spelled out for type checkers and for tests.
+
+`attach` and `is_encodable` are looked up when they are called, so that a test may put a stand-in there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+import memckpt
+from memckpt.config import MemckptConfig
+
+Resume = str | int
+
+
+class Held(Protocol):
+    """What an earlier process left behind."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def record(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def rank_state(self) -> Mapping[str, Any]: ...
+
+
+class RestoreReport(Protocol):
+    """How a restore went."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def steps_lost(self) -> int: ...
+
+
+class Session(Protocol):
+    """One rank's connection to the engine, for one fit."""
+
+    @property
+    def held(self) -> Held | None: ...
+    def provide(self, name: str, capture: Callable[[], Any]) -> None: ...
+    def restore_tensors(self) -> RestoreReport | None: ...
+    def restore_rng(self) -> None: ...
+    def commit(self, *, step: int, gradients_pending: bool | None) -> bool: ...
+    def metrics(self) -> dict[str, float]: ...
+    def describe(self) -> str: ...
+    def close(self, finished: bool) -> None: ...
+
+
+class Attach(Protocol):
+    """`memckpt.attach`."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        run_dir: str,
+        resume: Resume,
+        config: MemckptConfig,
+        data_parallel: nn.Module | None,
+        extra_modules: dict[str, nn.Module],
+    ) -> Session: ...
+
+
+def attach(*args: Any, **kwargs: Any) -> Session:
+    """Connect to the engine."""
+    session: Session = memckpt.attach(*args, **kwargs)  # type: ignore[attr-defined, unused-ignore]
+    return session
+
+
+def is_encodable(value: Any) -> list[str]:
+    """The paths in `value` that cannot be stored; empty if it is fine."""
+    paths: list[str] = memckpt.is_encodable(value)  # type: ignore[attr-defined, unused-ignore]
+    return paths

@@ -1,0 +1,256 @@
+"""Every private name of Lightning that this package relies on, in one place.
+
+The public hooks cannot express a resume behind the last optimizer step, so some of Lightning's inner state has
+to be read and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning
+that has renamed one is refused by name, instead of resuming wrongly.
+
+Lightning 2.4 and older lack the restart stages this depends on, which is why 2.5 is the oldest version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+OLDEST_LIGHTNING = (2, 5)
+
+_MISSING = object()
+
+#: Looked up from the trainer, each with what it is needed for.
+_REQUIRED: tuple[tuple[str, str], ...] = (
+    ("_checkpoint_connector._loaded_checkpoint", "a checkpoint passed by the user must not overwrite newer state"),
+    ("_logger_connector._first_loop_iter", "decides whether the next self.log() starts a new aggregate"),
+    ("_logger_connector._current_fx", "decides the same"),
+    ("_logger_connector.metrics", "the step's metrics, before Lightning has merged them"),
+    ("_logger_connector._callback_metrics", "callback_metrics hands out this dictionary"),
+    ("_logger_connector._logged_metrics", "logged_metrics hands out this dictionary"),
+    ("_logger_connector._progress_bar_metrics", "progress_bar_metrics hands out this dictionary"),
+    ("fit_loop._data_fetcher", "argument of _should_check_val_fx; holds batches fetched ahead"),
+    ("fit_loop._can_stop_early", "whether should_stop takes effect"),
+    ("fit_loop._last_train_dl_reload_epoch", "when the training loaders are reloaded next"),
+    ("fit_loop.epoch_loop._batches_that_stepped", "the step on the loggers' axis"),
+    ("fit_loop.epoch_loop._results", "epoch aggregates of self.log(); in no checkpoint"),
+    ("fit_loop.epoch_loop._should_accumulate", "whether a batch ends with an optimizer step"),
+    ("fit_loop.epoch_loop._is_training_done", "whether a batch is the last one of its epoch"),
+    ("fit_loop.epoch_loop._should_check_val_fx", "whether a validation follows a batch"),
+    ("fit_loop.epoch_loop.val_loop._has_run", "lets an epoch that is over end without another fetch"),
+    ("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "when the validation loaders are reloaded next"),
+    ("fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader", "the loggers' axis for validation steps"),
+)
+
+#: The entries of the loops' state dictionary that `loops` edits.
+LOOP_STATE_KEYS = (
+    "state_dict",
+    "epoch_progress",
+    "epoch_loop.state_dict",
+    "epoch_loop.batch_progress",
+    "epoch_loop.val_loop.batch_progress",
+)
+
+#: Fields that a callback's own state_dict() leaves out although its behaviour depends on them.
+_CALLBACK_FIELDS: tuple[tuple[type[pl.Callback], tuple[str, ...]], ...] = (
+    (
+        ModelCheckpoint,
+        ("current_score", "_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation"),
+    ),
+)
+
+
+def lightning_version() -> tuple[int, ...]:
+    """The installed Lightning's release, as numbers; ``2.6.0.dev0`` counts as 2.6."""
+    numbers: list[int] = []
+    for part in lightning.__version__.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def check_version() -> None:
+    """Refuse a Lightning that is too old.
+
+    Raises:
+        MisconfigurationException: it is.
+    """
+    if lightning_version() < OLDEST_LIGHTNING:
+        oldest = ".".join(map(str, OLDEST_LIGHTNING))
+        raise MisconfigurationException(
+            f"MemCheckpoint needs lightning>={oldest}, found {lightning.__version__}: its training loop cannot be "
+            f"re-entered exactly. Upgrade with `pip install 'lightning>={oldest}'`."
+        )
+
+
+def callback_fields(callback: pl.Callback) -> dict[str, Any]:
+    """Values of the fields that `callback` needs and does not put into its state_dict()."""
+    return {
+        name: getattr(callback, name)
+        for kind, names in _CALLBACK_FIELDS
+        if isinstance(callback, kind)
+        for name in names
+        if hasattr(callback, name)
+    }
+
+
+def set_callback_fields(callback: pl.Callback, fields: Mapping[str, Any]) -> None:
+    """Put back what :func:`callback_fields` returned; names that this version does not have are skipped."""
+    for name, value in fields.items():
+        if hasattr(callback, name):
+            setattr(callback, name, value)
+
+
+def saves_by_wall_clock(callback: ModelCheckpoint) -> bool:
+    """Whether the time that has passed decides when it saves."""
+    return getattr(callback, "_train_time_interval", None) is not None
+
+
+class TrainerInternals:
+    """Typed access to the private state of one trainer's fit loop."""
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer: Any = trainer
+
+    def verify(self) -> None:
+        """Make sure that every private name is there.
+
+        Raises:
+            MisconfigurationException: one is missing; the message names it.
+        """
+        for path, reason in _REQUIRED:
+            self._lookup(path, reason)
+        state = self.loop_state()
+        for key in LOOP_STATE_KEYS:
+            if key not in state:
+                raise self._unsupported(f"the loops' state entry {key!r}", "the place to resume at")
+
+    def _lookup(self, path: str, reason: str) -> Any:
+        value = self._trainer
+        for name in path.split("."):
+            # A property may raise before training has begun; that it is there is all we ask now.
+            if hasattr(type(value), name) and name == path.rsplit(".", 1)[-1]:
+                return None
+            value = getattr(value, name, _MISSING)
+            if value is _MISSING:
+                raise self._unsupported(f"trainer.{path}", reason)
+        return value
+
+    @staticmethod
+    def _unsupported(what: str, reason: str) -> MisconfigurationException:
+        return MisconfigurationException(
+            f"MemCheckpoint relies on {what} ({reason}), which lightning {lightning.__version__} does not have. "
+            "Use a version that lightning-memckpt was released for, or a newer lightning-memckpt."
+        )
+
+    @property
+    def fit_loop(self) -> Any:
+        return self._trainer.fit_loop
+
+    @property
+    def epoch_loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop
+
+    @property
+    def val_loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop.val_loop
+
+    def loop_state(self) -> dict[str, Any]:
+        """The fit loop's state dictionary without the loaders' part, made of fresh dictionaries.
+
+        `fit_loop.state_dict()` would also call each loader's own state_dict(), which has side effects in
+        torchdata's StatefulDataLoader; loader positions are captured elsewhere.
+        """
+        fit_loop = self.fit_loop
+        state: dict[str, Any] = {"state_dict": {}, "epoch_progress": fit_loop.epoch_progress.state_dict()}
+        fit_loop.epoch_loop.state_dict(state, "epoch_loop.")
+        return state
+
+    def should_accumulate(self) -> bool:
+        """Whether the batch that just ended leaves its gradients to a later one."""
+        return bool(self.epoch_loop._should_accumulate())
+
+    def epoch_is_over(self) -> bool:
+        """Whether no batch of this epoch follows."""
+        return bool(self.epoch_loop._is_training_done) or self.is_stopping()
+
+    def validation_follows(self) -> bool:
+        """Whether Lightning validates after the batch that just ended."""
+        return bool(self.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher))
+
+    def is_stopping(self) -> bool:
+        """Whether `trainer.should_stop` is set and takes effect now."""
+        return bool(self._trainer.should_stop and self.fit_loop._can_stop_early)
+
+    def batches_fetched_ahead(self) -> int:
+        """Batches that the fetcher has taken from the loader and training has not seen.
+
+        One where the loader has no length: Lightning then looks ahead to know which batch is the last.
+        """
+        return len(getattr(self.fit_loop._data_fetcher, "batches", ()))
+
+    @property
+    def logger_axis_step(self) -> int:
+        """The step under which Lightning logs the training step that just ended."""
+        return int(self.epoch_loop._batches_that_stepped)
+
+    @property
+    def validates_by_wall_clock(self) -> bool:
+        """Whether validation is due by time; such a Trainer argument exists since Lightning 2.6."""
+        return getattr(self._trainer, "_val_check_time_interval", None) is not None
+
+    def user_checkpoint(self) -> dict[str, Any]:
+        """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one."""
+        loaded: dict[str, Any] = self._trainer._checkpoint_connector._loaded_checkpoint
+        return loaded
+
+    def forget_user_checkpoint(self) -> None:
+        """Keep Lightning from restoring the rest of the user's checkpoint over ours."""
+        self._trainer._checkpoint_connector._loaded_checkpoint = {}
+
+    def loop_extras(self) -> dict[str, Any]:
+        """What the loops remember and leave out of their state dictionary."""
+        return {
+            "train_reload_epoch": self.fit_loop._last_train_dl_reload_epoch,
+            "val_reload_epoch": self.val_loop._last_val_dl_reload_epoch,
+            "val_batches_seen": dict(self.val_loop._seen_batches_per_dataloader),
+            "val_has_run": self.val_loop._has_run,
+        }
+
+    def set_loop_extras(self, extras: Mapping[str, Any]) -> None:
+        """Put back what :meth:`loop_extras` returned, except `val_has_run`, which re-entry needs first."""
+        self.fit_loop._last_train_dl_reload_epoch = extras["train_reload_epoch"]
+        self.val_loop._last_val_dl_reload_epoch = extras["val_reload_epoch"]
+        self.val_loop._seen_batches_per_dataloader.update(extras["val_batches_seen"])
+
+    def set_val_has_run(self, has_run: bool) -> None:
+        """Tell the epoch loop whether the validation after its last batch is behind it."""
+        self.val_loop._has_run = has_run
+
+    @property
+    def training_results(self) -> Any:
+        """Aggregates of everything logged in training hooks (a dict subclass with a `log` method)."""
+        return self.epoch_loop._results
+
+    def logger_fields(self) -> dict[str, Any]:
+        """State of self.log() between two batches, with the step's metrics as they are about to become."""
+        connector = self._trainer._logger_connector
+        latest = connector.metrics
+        return {
+            "first_loop_iter": connector._first_loop_iter,
+            "current_fx": connector._current_fx,
+            "callback_metrics": {**connector._callback_metrics, **latest["callback"]},
+            "logged_metrics": {**connector._logged_metrics, **latest["log"]},
+            "progress_bar_metrics": {**connector._progress_bar_metrics, **latest["pbar"]},
+        }
+
+    def set_logger_fields(self, fields: Mapping[str, Any]) -> None:
+        """Put back what :meth:`logger_fields` returned."""
+        connector = self._trainer._logger_connector
+        connector._first_loop_iter = fields["first_loop_iter"]
+        connector._current_fx = fields["current_fx"]
+        connector._callback_metrics.update(fields["callback_metrics"])
+        connector._logged_metrics.update(fields["logged_metrics"])
+        connector._progress_bar_metrics.update(fields["progress_bar_metrics"])

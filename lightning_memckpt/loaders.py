@@ -1,0 +1,167 @@
+"""Data positions: put into every loader that Lightning processes, read at each step, given back on a resume.
+
+Lightning hands each training and validation loader through `strategy.process_dataloader` after it has put in
+its DistributedSampler, and again whenever it reloads them. That is where a loader is grafted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+from lightning_memckpt.internals import TrainerInternals
+from memckpt.capture import dataloader
+
+Positions = dict[str, list[Any]]
+
+
+class Loaders:
+    """The loaders of one fit.
+
+    Attributes:
+        notes: what cannot be continued exactly, a line for each loader; the caller announces them.
+    """
+
+    def __init__(self, trainer: pl.Trainer, internals: TrainerInternals) -> None:
+        self._trainer: Any = trainer
+        self._internals = internals
+        self._held: Positions | None = None
+        self._given = {"train": 0, "validation": 0}
+        self._grafted: list[Any] = []
+        self._flat: dict[str, tuple[Any, list[Any]]] = {}
+        self.notes: list[str] = []
+
+    def hold(self, positions: Positions) -> None:
+        """Give these positions to the first loaders that are processed."""
+        self._held = positions
+
+    def process(self, loader: Any) -> Any:
+        """Graft a loader that Lightning has just prepared; same object, same type to `isinstance`."""
+        # Validation loaders are set up while the trainer validates, sanity-checks, or says that it validates.
+        role = "train" if self._trainer.training else "validation"
+        if isinstance(loader, DataLoader):
+            dataloader.graft(loader)
+            self._grafted.append(loader)
+        elif not _is_stateful(loader) and role == "train":
+            self._note(
+                f"the train loader {type(loader).__name__} starts from its beginning after a restart: it is no "
+                "DataLoader and has no state_dict() and load_state_dict()"
+            )
+        if role == "train":
+            self._resume(loader)
+        return loader
+
+    def _note(self, line: str) -> None:
+        if line not in self.notes:
+            self.notes.append(line)
+
+    def _resume(self, loader: Any) -> None:
+        if self._held is None:
+            return
+        index = self._given["train"]
+        self._given["train"] += 1
+        held = self._held["train"]
+        if index >= len(held):
+            raise ValueError(
+                f"the held state has positions of {len(held)} train loader(s), this run has more; resume with the "
+                'same loaders, or start anew with MemCheckpoint(resume="never")'
+            )
+        position = held[index]
+        if position is None:
+            return
+        if isinstance(loader, DataLoader):
+            dataloader.resume(loader, position)
+        elif _is_stateful(loader):
+            loader.load_state_dict(position)
+
+    def capture(self, *, epoch_over: bool) -> Positions:
+        """Where training stands in its data, at the end of a training batch."""
+        ahead = self._internals.batches_fetched_ahead()
+        return {
+            "train": [
+                self._position(loader, exhausted=epoch_over, ahead=ahead)
+                for loader in self._flattened("train", self._trainer.train_dataloader)
+            ],
+            "validation": [
+                self._position(loader, exhausted=False, ahead=0) if isinstance(loader, DataLoader) else None
+                for loader in self._flattened("validation", self._trainer.val_dataloaders)
+            ],
+        }
+
+    def look_again(self) -> list[str]:
+        """Lines on loaders that cannot be continued exactly; some show only when a loader has been iterated."""
+        for loader in self._grafted:
+            reason = dataloader.unreplayable(loader)
+            if reason is not None:
+                self._note(f"a data loader: {reason}")
+        return self.notes
+
+    @staticmethod
+    def _position(loader: Any, *, exhausted: bool, ahead: int) -> Any:
+        if isinstance(loader, DataLoader):
+            position = dataloader.position(loader, exhausted=exhausted)
+            return _consumed(position, ahead) if ahead else position
+        return loader.state_dict() if _is_stateful(loader) else None
+
+    def _flattened(self, role: str, iterables: Any) -> list[Any]:
+        if iterables is None:
+            return []
+        known = self._flat.get(role)
+        if known is None or known[0] is not iterables:
+            known = self._flat[role] = (iterables, list(CombinedLoader(iterables).flattened))
+        return known[1]
+
+    def restore_late(self) -> None:
+        """After all loaders exist, and before the global RNG is restored: iterators and generators."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        self._set_up_validation(held)
+        for loader, position in zip(
+            self._flattened("validation", self._trainer.val_dataloaders), held["validation"], strict=False
+        ):
+            if position is not None and isinstance(loader, DataLoader):
+                dataloader.recreate_persistent_iterator(loader, position)
+                dataloader.restore_generators(loader, position)
+        for loader, position in zip(
+            self._flattened("train", self._trainer.train_dataloader), held["train"], strict=False
+        ):
+            if position is not None and isinstance(loader, DataLoader):
+                dataloader.restore_generators(loader, position)
+
+    def _set_up_validation(self, held: Positions) -> None:
+        """Make the validation loaders now if the killed process had them.
+
+        Lightning does so in a fresh start (for its sanity check), but on a restart only in epochs that
+        validate; a persistent worker pool would then be made later, and draw from the global RNG.
+        """
+        trainer = self._trainer
+        if held["validation"] and trainer.val_dataloaders is None and trainer.enable_validation:
+            trainer.validating = True
+            self._internals.val_loop.setup_data()
+            trainer.training = True
+
+    def release(self) -> None:
+        """Make every grafted loader what it was."""
+        for loader in self._grafted:
+            if dataloader.is_grafted(loader):
+                dataloader.release(loader)
+        self._grafted.clear()
+        self._flat.clear()
+
+
+def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:
+    """The position without the batches that the fetcher holds and training has not seen.
+
+    A loader without a length is read one batch ahead, and the next fetcher will do so again. Such a loader is
+    positioned by reading and discarding, for which the number of batches is all that counts.
+    """
+    current = position["pass"]
+    return {**position, "pass": {**current, "batches": max(current["batches"] - ahead, 0)}}
+
+
+def _is_stateful(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")

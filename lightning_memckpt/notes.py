@@ -1,0 +1,87 @@
+"""What MemCheckpoint refuses, and what it cannot make exact and says so before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lightning_memckpt.internals import TrainerInternals, saves_by_wall_clock
+
+# DeepSpeed and XLA derive from the supported strategies without behaving like them.
+_SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy)
+_UNSUPPORTED: tuple[type[Strategy], ...] = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
+
+_REFUSED: tuple[tuple[type[pl.Callback], str], ...] = (
+    (LearningRateFinder, "it trains inside on_fit_start; run lightning.pytorch.tuner.Tuner.lr_find() before fit()"),
+    (
+        BatchSizeFinder,
+        "it trains inside on_fit_start; run lightning.pytorch.tuner.Tuner.scale_batch_size() before fit()",
+    ),
+    (ModelPruning, "it replaces parameters while training runs, and a fresh process does not have the new ones"),
+)
+
+
+def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
+    """Raise for a trainer that cannot be protected.
+
+    Raises:
+        TypeError: the Trainer is not Lightning's.
+        MisconfigurationException: its strategy or one of its callbacks is not supported.
+    """
+    if not isinstance(trainer, pl.Trainer):
+        raise TypeError(
+            f"MemCheckpoint expects a lightning.pytorch.Trainer, found {type(trainer).__module__}."
+            f"{type(trainer).__qualname__}; use `import lightning.pytorch as pl` throughout"
+        )
+    strategy = trainer.strategy
+    if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _UNSUPPORTED):
+        supported = " and ".join(each.__name__ for each in _SUPPORTED)
+        raise MisconfigurationException(
+            f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use "
+            'Trainer(strategy="ddp") or a single device, or remove the callback'
+        )
+    callbacks = list_callbacks(trainer)
+    ours = [each for each in callbacks if isinstance(each, callback_type)]
+    if len(ours) > 1:
+        raise MisconfigurationException(
+            f"expected one {callback_type.__name__} callback on a Trainer, found {len(ours)}; remove all but one"
+        )
+    for kind, reason in _REFUSED:
+        if any(isinstance(each, kind) for each in callbacks):
+            raise MisconfigurationException(f"MemCheckpoint cannot work beside {kind.__name__}: {reason}")
+
+
+def list_callbacks(trainer: pl.Trainer) -> list[Any]:
+    """The trainer's callbacks; a dynamic attribute that type checkers do not see."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined, unused-ignore]
+    return callbacks
+
+
+def inexact(trainer: pl.Trainer, internals: TrainerInternals) -> Iterator[str]:
+    """One line, with the reason, for each thing that a restart cannot repeat."""
+    if internals.validates_by_wall_clock:
+        yield "val_check_interval is a time: validations fall on other steps after a restart"
+    for callback in list_callbacks(trainer):
+        if isinstance(callback, Timer):
+            yield "Timer counts wall-clock time: training may stop at another step after a restart"
+        elif isinstance(callback, StochasticWeightAveraging):
+            yield (
+                "StochasticWeightAveraging replaces the LR scheduler while training runs: a restart after "
+                "swa_epoch_start is not exact; WeightAveraging (lightning>=2.6) is"
+            )
+        elif isinstance(callback, ModelCheckpoint) and saves_by_wall_clock(callback):
+            yield "ModelCheckpoint(train_time_interval=...) saves at other steps after a restart"

@@ -1,0 +1,369 @@
+"""What the callback does during one fit.
+
+A resumed fit goes through three moments:
+
+1. `strategy.setup` is done and no `on_fit_start` has run: the session is attached, the loops learn where to
+   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint.
+2. Loaders are processed: each gets its position.
+3. The end of `strategy.on_train_start`, the very last start hook: tensors, optimizers, schedulers, logging and,
+   last of all, the RNG. The start hooks before it find what they found in the first start, the initial model,
+   and whatever they do to it is overwritten now, as training overwrote it then.
+
+From there on the state is captured at the end of the module's own `on_train_batch_end`, behind every callback's,
+whenever the batch ended with an optimizer step.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memckpt import trainer_state
+from lightning_memckpt.checkpoint_files import OverwriteOrphans
+from lightning_memckpt.engine import Attach, Resume, Session
+from lightning_memckpt.internals import TrainerInternals
+from lightning_memckpt.loaders import Loaders
+from lightning_memckpt.loops import behind_batch
+from lightning_memckpt.messages import inform, warn
+from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
+from lightning_memckpt.notes import inexact
+from lightning_memckpt.reentry import Reentry
+from lightning_memckpt.shadowing import Shadows
+from lightning_memckpt.user_state import Encodable, UserState, modules_beside
+from memckpt.config import MemckptConfig
+from memckpt.errors import UnsupportedStateError
+
+_STATE = "lightning"
+
+# A hook of the user's that takes longer than this at every step deserves a line.
+_SLOW_HOOK_SECONDS = 0.005
+_LARGE_METRIC_BYTES = 8 << 20
+# Warnings about cost are given when their figures have settled, and looked at again now and then.
+_LOOK_EVERY_COMMITS = 64
+
+# Lightning cannot know that the loaders of a resumed fit continue: they have no state_dict() on purpose, or our
+# positions would end up in the user's own checkpoint files.
+_MISLEADING_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class Protection:
+    """One fit under protection, from `setup` to `teardown` or an exception.
+
+    Args:
+        trainer: a supported trainer, in its `setup` hook.
+        pl_module: the unwrapped module.
+        callback: the callback that this serves.
+        attach: connects to the engine.
+        encodable: says which paths of a value the engine cannot store.
+        run_dir: names the run.
+        resume: what to do with held state.
+        config: the engine's configuration.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        callback: pl.Callback,
+        *,
+        attach: Attach,
+        encodable: Encodable,
+        run_dir: str,
+        resume: Resume,
+        config: MemckptConfig,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._pl_module = pl_module
+        self._callback = callback
+        self._attach = attach
+        self._encodable = encodable
+        self._run_dir = run_dir
+        self._resume = resume
+        self._config = config
+
+        self._internals = TrainerInternals(trainer)
+        self._internals.verify()
+        self._shadows = Shadows()
+        self._loaders = Loaders(trainer, self._internals)
+        self._logging = LoggingState(trainer, pl_module, self._internals)
+        self._beside: dict[str, nn.Module] = {}
+        self._user: UserState | None = None
+        self._session: Session | None = None
+        self._pending: Mapping[str, Any] | None = None
+        self._captured: dict[str, Any] | None = None
+        self._reentry: Reentry | None = None
+        self._orphans: OverwriteOrphans | None = None
+        self._silenced: Any = None
+        self._said: set[str] = set()
+        self._commits = 0
+
+    def install(self) -> None:
+        """Take hold of the strategy; nothing else of the trainer is touched before it has set up."""
+        strategy = self._trainer.strategy
+        self._shadows.put(strategy, "setup", self._around_strategy_setup)
+        self._shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
+        self._shadows.put(strategy, "on_train_start", self._around_on_train_start)
+
+    def _around_strategy_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._begin()
+            return result
+
+        return setup
+
+    def _around_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_dataloader(loader: Any) -> Any:
+            return self._loaders.process(original(loader))
+
+        return process_dataloader
+
+    def _around_on_train_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_train_start(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._start_training()
+            return result
+
+        return on_train_start
+
+    def _around_on_train_batch_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._after_batch()
+            return result
+
+        return on_train_batch_end
+
+    # --- moment 1 -------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        trainer = self._trainer
+        self._beside = modules_beside(trainer, self._pl_module)
+        self._session = self._connect(self._resume)
+        held = self._session.held
+        if held is not None and not self._prefer_held(held.step):
+            # The engine has to give up what it holds, too: training goes on from another state.
+            self._session.close(finished=False)
+            self._session = self._connect("never")
+            held = None
+        self._session.provide(_STATE, lambda: self._captured)
+        self._user = UserState(
+            trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable
+        )
+        for line in inexact(trainer, self._internals):
+            self._warn_once(line)
+        if held is None:
+            return
+        state = held.rank_state.get(_STATE)
+        if state is None:
+            raise ValueError(
+                f"the state held for {self._run_dir!r} was not written by MemCheckpoint (it has "
+                f'{sorted(held.rank_state)}); use another run_dir, or MemCheckpoint(resume="never")'
+            )
+        for line in trainer_state.changed_settings(trainer, state["settings"]):
+            self._warn_once(line)
+        self._pending = state
+        self._user.restore_early(state["user"])
+        self._internals.fit_loop.load_state_dict(state["loops"])
+        self._reentry = Reentry(
+            trainer,
+            self._internals,
+            validation_owed=state["validation_owed"],
+            epoch_over=state["epoch_over"],
+            should_stop=state["trainer"]["should_stop"],
+            val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
+        )
+        self._reentry.lift()
+        self._loaders.hold(state["loaders"])
+
+    def _connect(self, resume: Resume) -> Session:
+        wrapped = self._trainer.strategy.model
+        return self._attach(
+            self._pl_module,
+            self._trainer.optimizers,
+            run_dir=self._run_dir,
+            resume=resume,
+            config=self._config,
+            data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
+            extra_modules=self._beside,
+        )
+
+    def _prefer_held(self, held_step: int) -> bool:
+        """Decide between held state and a checkpoint that the user passed to `fit(ckpt_path=...)`."""
+        checkpoint = self._internals.user_checkpoint()
+        if not checkpoint:
+            return True
+        path, step = self._trainer.ckpt_path, checkpoint.get("global_step", 0)
+        if self._resume == "auto" and step > held_step:
+            self._warn_once(
+                f"training starts from {path} at step {step}: the state held in {self._run_dir!r} is older "
+                f"(step {held_step})"
+            )
+            return False
+        self._warn_once(
+            f"training continues from held step {held_step}, and not from {path} at step {step}, which was "
+            'passed as ckpt_path; use MemCheckpoint(resume="never") to start from the file'
+        )
+        self._internals.forget_user_checkpoint()
+        return True
+
+    # --- moment 3 -------------------------------------------------------------------------------------------
+
+    def _start_training(self) -> None:
+        session, user = self._active()
+        self._shadows.put(self._pl_module, "on_train_batch_end", self._around_on_train_batch_end)
+        for name in modules_beside(self._trainer, self._pl_module).keys() - self._beside.keys():
+            self._warn_once(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
+        for line in self._loaders.look_again():
+            self._warn_once(line)
+        inform(session.describe())
+        if self._pending is None:
+            return
+        state, self._pending = self._pending, None
+        report = session.restore_tensors()
+        user.restore_late(state["user"], state["loops"])
+        trainer_state.restore(self._trainer, self._internals, state["trainer"])
+        self._logging.restore(state["logging"])
+        if not state["validation_owed"]:
+            # The killed batch's on_advance_end is not repeated, and this is the part of it that trains.
+            self._internals.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        self._loaders.restore_late()
+        self._orphans = OverwriteOrphans(self._trainer, state["captured_at"])
+        self._silence()
+        session.restore_rng()
+        if report is not None:
+            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+            inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+
+    def _active(self) -> tuple[Session, UserState]:
+        assert self._session is not None, "the strategy is set up before training starts"
+        assert self._user is not None, "made together with the session"
+        return self._session, self._user
+
+    def _silence(self) -> None:
+        warnings.filterwarnings("ignore", message=_MISLEADING_WARNING)
+        self._silenced = warnings.filters[0]
+
+    def _end_silence(self) -> None:
+        if self._silenced is not None and self._silenced in warnings.filters:
+            warnings.filters.remove(self._silenced)  # type: ignore[attr-defined, unused-ignore]
+        self._silenced = None
+
+    # --- each step ------------------------------------------------------------------------------------------
+
+    def _after_batch(self) -> None:
+        self._end_silence()
+        if self._internals.should_accumulate():
+            return
+        session, _ = self._active()
+        # In manual optimization only the engine can tell: it has seen every backward and every step.
+        pending = False if self._pl_module.automatic_optimization else None
+        self._captured = self._capture()
+        try:
+            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+        except UnsupportedStateError:
+            if not self._leave_out(self._captured):
+                raise
+            session.commit(step=self._trainer.global_step, gradients_pending=pending)
+        finally:
+            self._captured = None
+        self._commits += 1
+        self._log_metrics(session)
+
+    def _capture(self) -> dict[str, Any]:
+        internals = self._internals
+        _, user = self._active()
+        validation_owed = internals.validation_follows()
+        epoch_over = internals.epoch_is_over()
+        loops = behind_batch(internals.loop_state(), validation_follows=validation_owed)
+        state = {
+            "lightning": lightning.__version__,
+            "captured_at": time.time(),
+            "validation_owed": validation_owed,
+            "epoch_over": epoch_over,
+            "loops": loops,
+            "settings": trainer_state.settings(self._trainer),
+            "trainer": trainer_state.capture(self._trainer, internals),
+            "logging": self._logging.capture(),
+            "user": user.capture(loops),
+            "loaders": self._loaders.capture(epoch_over=epoch_over),
+        }
+        if self._commits % _LOOK_EVERY_COMMITS == 0:
+            self._announce(state)
+        return state
+
+    def _leave_out(self, captured: dict[str, Any]) -> bool:
+        """After the engine has refused a value: leave the user's part of it out, and say so."""
+        _, user = self._active()
+        if not user.leave_out_unencodable(captured["user"]):
+            return False
+        captured["user"] = user.without_left_out(captured["user"])
+        self._announce(captured)
+        return True
+
+    def _announce(self, state: Mapping[str, Any]) -> None:
+        """Say what is left out, and what costs more than it should; each once."""
+        _, user = self._active()
+        for line in (*user.left_out, *sorted(self._logging.left_out)):
+            self._warn_once(f"not carried over a restart: {line}")
+        for line in self._loaders.look_again():
+            self._warn_once(line)
+        if self._commits and user.hook_seconds > _SLOW_HOOK_SECONDS:
+            self._warn_once(
+                "state_dict() and on_save_checkpoint() hooks of callbacks and module are called at every step; "
+                f"here they take more than {_SLOW_HOOK_SECONDS * 1000:.0f} ms each time"
+            )
+        for name, size in accumulated_bytes(state["logging"]["metrics"]).items():
+            if size > _LARGE_METRIC_BYTES:
+                self._warn_once(
+                    f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
+                    "is copied at every step"
+                )
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            warn(line)
+
+    def _log_metrics(self, session: Session) -> None:
+        """Straight to the loggers: self.log() would change callback_metrics, which training may depend on."""
+        trainer = self._trainer
+        step = self._internals.logger_axis_step
+        if not trainer.loggers or not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
+            return
+        metrics = {f"memckpt/{name}": value for name, value in session.metrics().items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def finish_epoch(self) -> None:
+        """The end of any training epoch."""
+        self._end_silence()
+        if self._reentry is not None:
+            self._reentry.finish()
+            self._reentry = None
+
+    def close(self, *, finished: bool) -> None:
+        """Leave nothing on trainer, module, callbacks and loaders; tell the engine how training ended.
+
+        State that was held and never put in use stays held: a run whose stop conditions were met before its
+        first step has not finished what the killed process began.
+        """
+        self._end_silence()
+        if self._reentry is not None:
+            self._reentry.abandon()
+        if self._orphans is not None:
+            self._orphans.end()
+        self._shadows.remove_all()
+        self._loaders.release()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(finished=finished and self._pending is None)

@@ -1,0 +1,72 @@
+"""Replace a method on one instance, and take it back without a trace.
+
+Lightning offers no hook after the module's own `on_train_batch_end`, none after every other start hook and
+none around a data loader. Shadowing a public method on the instance reaches these places; the class, and
+every other instance, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class _Shadow:
+    """What stands in the instance's ``__dict__`` while a method is shadowed.
+
+    Copies and pickles of the instance get their class's method back: a user who deep-copies or saves the
+    whole module in the middle of training must not take our hook, and through it the trainer, along.
+    """
+
+    def __init__(self, instance: Any, name: str, function: Callable[..., Any]) -> None:
+        self._instance = instance
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[[Any, str], Any], tuple[Any, str]]:
+        # The copy has its own instance by now, without this shadow: the lookup finds the class's method.
+        return getattr, (self._instance, self._name)
+
+
+class Shadows:
+    """The methods that are shadowed now, each with its way back."""
+
+    def __init__(self) -> None:
+        self._undo: dict[tuple[int, str], Callable[[], None]] = {}
+
+    def put(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let `make(original)` stand for `instance.name` until `remove` or `remove_all`.
+
+        Raises:
+            AttributeError: the instance has no such method.
+        """
+        original = getattr(instance, name)
+        own = vars(instance)
+        had_own, previous = name in own, own.get(name)
+        shadow = _Shadow(instance, name, make(original))
+        own[name] = shadow
+
+        def undo() -> None:
+            # Somebody may have shadowed the method again after us; theirs calls ours and has to stay.
+            if own.get(name) is not shadow:
+                shadow._function = original
+            elif had_own:
+                own[name] = previous
+            else:
+                del own[name]
+
+        self._undo[id(instance), name] = undo
+
+    def remove(self, instance: Any, name: str) -> None:
+        """Take one shadow back; nothing happens if it is not there."""
+        undo = self._undo.pop((id(instance), name), None)
+        if undo is not None:
+            undo()
+
+    def remove_all(self) -> None:
+        """Take every shadow back, newest first."""
+        while self._undo:
+            self._undo.popitem()[1]()

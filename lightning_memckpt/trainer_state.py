@@ -1,0 +1,96 @@
+"""State that Lightning itself owns: LR schedulers, the precision plugin, a few fields of loops and trainer."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_memckpt.internals import TrainerInternals
+from lightning_memckpt.notes import list_callbacks
+
+# Arguments that decide what a step is. Changing one of them between two starts is allowed, but not exact.
+_SETTINGS = (
+    "accumulate_grad_batches",
+    "world_size",
+    "precision",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "overfit_batches",
+    "reload_dataloaders_every_n_epochs",
+)
+
+
+def settings(trainer: pl.Trainer) -> dict[str, str]:
+    """The Trainer's arguments that an exact continuation has to share, as text."""
+    return {name: str(getattr(trainer, name, None)) for name in _SETTINGS}
+
+
+def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator[str]:
+    """A line for each of them that differs."""
+    for name, value in settings(trainer).items():
+        if value != before.get(name, value) and not (
+            name == "accumulate_grad_batches" and _schedules_accumulation(trainer)
+        ):
+            yield (
+                f"{name} was {before[name]} when the held state was captured and is {value} now: training "
+                "continues, but not bit for bit"
+            )
+
+
+def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
+    """Everything beside loops, logging and user state; values may share memory until they are encoded."""
+    return {
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "precision": trainer.precision_plugin.state_dict(),
+        "loop_extras": internals.loop_extras(),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "should_stop": trainer.should_stop,
+    }
+
+
+def restore(trainer: pl.Trainer, internals: TrainerInternals, state: Mapping[str, Any]) -> None:
+    """Put it back; optimizers have been restored by now, as Lightning does it in the same order."""
+    _restore_schedulers(trainer, state["schedulers"])
+    if state["precision"]:
+        trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
+    internals.set_loop_extras(state["loop_extras"])
+    if _schedules_accumulation(trainer):
+        # The callback sets it at an epoch's start, which a resume in the middle of an epoch does not repeat.
+        # Without that callback the Trainer's own argument, which the user may have changed, stays in force.
+        trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
+
+
+def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> None:
+    configs = trainer.lr_scheduler_configs
+    if len(configs) != len(states):
+        raise ValueError(
+            f"the held state has {len(states)} LR schedulers, configure_optimizers() returned {len(configs)}; "
+            'resume with the same schedulers, or start anew with MemCheckpoint(resume="never")'
+        )
+    for config, state in zip(configs, states, strict=True):
+        scheduler: Any = config.scheduler
+        scheduler.load_state_dict(_with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
+
+
+def _with_live_types(live: Any, saved: Any) -> Any:
+    """Give containers that are stored as plain dictionaries the type they have in the live scheduler.
+
+    MultiStepLR keeps its milestones in a Counter and calls Counter's methods.
+    """
+    if not isinstance(live, dict) or not isinstance(saved, dict):
+        return saved
+    converted = {key: _with_live_types(live.get(key), value) for key, value in saved.items()}
+    return collections.Counter(converted) if isinstance(live, collections.Counter) else converted
+
+
+def _schedules_accumulation(trainer: pl.Trainer) -> bool:
+    return any(isinstance(each, GradientAccumulationScheduler) for each in list_callbacks(trainer))

@@ -1,0 +1,277 @@
+"""State that other people's code hands out: callbacks, the LightningModule's and the datamodule's hooks.
+
+What the safe codec cannot take is left out, once and by name, and training goes on: a callback that keeps a
+file handle in its state must not cost the user the protection of everything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from lightning_memckpt.internals import callback_fields, set_callback_fields
+
+try:
+    from lightning.pytorch.callbacks import WeightAveraging
+except ImportError:  # Lightning 2.5
+    _RESTORED_BY_VALUE: tuple[type[pl.Callback], ...] = ()
+else:
+    # Its hooks move whole models in and out of a checkpoint; its average model is staged as a module instead.
+    _RESTORED_BY_VALUE = (WeightAveraging,)
+
+_REFERENCE = "\0staged tensor"
+_SEPARATOR = "\0"
+
+Encodable = Callable[[Any], "list[str]"]
+
+
+def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
+    """Modules that training changes and the LightningModule does not contain, by a name that restarts keep.
+
+    They are attributes of callbacks (an average of the weights), or sit in a plain list, tuple or dict on the
+    LightningModule or a callback, where nn.Module does not look.
+    """
+    inside = {id(module) for module in pl_module.modules()}
+    found: dict[str, nn.Module] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            if id(value) not in inside:
+                inside.update(id(module) for module in value.modules())
+                found[name] = value
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                if isinstance(item, nn.Module):
+                    add(f"{name}.{key}", item)
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if isinstance(item, nn.Module):
+                    add(f"{name}.{index}", item)
+
+    for key, callback in callbacks_by_key(trainer):
+        for attribute, value in vars(callback).items():
+            add(f"callbacks.{key}.{attribute}", value)
+    for attribute, value in vars(pl_module).items():
+        if attribute not in ("_modules", "_parameters", "_buffers"):
+            add(f"model.{attribute}", value)
+    return found
+
+
+def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
+    """Every callback with a key of its own: its state key, numbered where several have the same."""
+    seen: dict[str, int] = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined, unused-ignore]
+        key = callback.state_key
+        seen[key] = seen.get(key, 0) + 1
+        yield (key if seen[key] == 1 else f"{key}#{seen[key]}"), callback
+
+
+class UserState:
+    """Captures and restores what user code returns from its state hooks.
+
+    Args:
+        trainer: whose callbacks and datamodule.
+        pl_module: the unwrapped module.
+        beside: modules staged beside it, from :func:`modules_beside`.
+        skip: the callback that must not be asked, ours.
+        encodable: says which paths of a value the codec does not take.
+
+    Attributes:
+        left_out: what is not carried over a restart, with the reason; the caller announces it.
+        hook_seconds: the shortest time that user hooks have taken in a capture.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        beside: Mapping[str, nn.Module],
+        *,
+        skip: pl.Callback,
+        encodable: Encodable,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._pl_module = pl_module
+        self._beside = beside
+        self._skip = skip
+        self._encodable = encodable
+        self._checked = False
+        self._dropped: set[str] = set()
+        self.left_out: list[str] = []
+        self.hook_seconds = float("inf")
+        self._saving = self._overriding("on_save_checkpoint")
+
+    def _overriding(self, hook: str) -> list[Any]:
+        objects: list[Any] = [
+            callback
+            for callback in self._trainer.callbacks
+            if callback is not self._skip and not isinstance(callback, _RESTORED_BY_VALUE)
+        ]
+        return [each for each in [*objects, self._pl_module] if is_overridden(hook, each)]
+
+    def capture(self, loops: dict[str, Any]) -> dict[str, Any]:
+        """What a restart needs; values may share memory with live ones until they are encoded."""
+        started = time.perf_counter()
+        pieces: dict[str, Any] = {}
+        for key, callback in callbacks_by_key(self._trainer):
+            if callback is self._skip:
+                continue
+            if state := callback.state_dict():
+                pieces[f"callbacks/{key}"] = state
+            if fields := callback_fields(callback):
+                pieces[f"fields/{key}"] = fields
+        datamodule = self._trainer.datamodule
+        if datamodule is not None and (state := datamodule.state_dict()):
+            pieces["datamodule"] = state
+        if self._saving:
+            for key, value in self._checkpoint_extras(loops, pieces).items():
+                pieces[f"checkpoint/{key}"] = value
+        self.hook_seconds = min(self.hook_seconds, time.perf_counter() - started)
+        if not self._checked:
+            self._checked = True
+            self.leave_out_unencodable(pieces)
+        return self.without_left_out(pieces)
+
+    def leave_out_unencodable(self, pieces: Mapping[str, Any]) -> bool:
+        """Find pieces that the codec does not take, and leave them out from now on; True if there are any."""
+        found = False
+        for name, piece in pieces.items():
+            if name not in self._dropped and (paths := self._encodable(piece)):
+                self._dropped.add(name)
+                self.left_out.append(f"{name}: {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}")
+                found = True
+        return found
+
+    def without_left_out(self, pieces: Mapping[str, Any]) -> dict[str, Any]:
+        """`pieces` as they can be stored."""
+        return {name: piece for name, piece in pieces.items() if name not in self._dropped}
+
+    def _checkpoint_extras(self, loops: dict[str, Any], pieces: Mapping[str, Any]) -> dict[str, Any]:
+        """What `on_save_checkpoint` hooks add to a checkpoint, with staged tensors replaced by references."""
+        checkpoint = self._checkpoint(loops, pieces)
+        before = dict(checkpoint)
+        names = set(checkpoint["state_dict"])
+        with isolate_rng():
+            for each in self._saving:
+                if isinstance(each, pl.Callback):
+                    each.on_save_checkpoint(self._trainer, self._pl_module, checkpoint)
+                else:
+                    each.on_save_checkpoint(checkpoint)
+        extras = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in before or value is not before[key] or (key == "state_dict" and set(value) != names)
+        }
+        if not extras:
+            return extras
+        references = self._references()
+        return {
+            key: apply_to_collection(value, Tensor, lambda tensor: references.get(_identity(tensor), tensor))
+            for key, value in extras.items()
+        }
+
+    def _checkpoint(self, loops: dict[str, Any], pieces: Mapping[str, Any]) -> dict[str, Any]:
+        """The dictionary that hooks expect. Its tensors are the live ones; the optimizers' are not in it."""
+        trainer = self._trainer
+        return {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "pytorch-lightning_version": lightning.__version__,
+            "state_dict": trainer.strategy.lightning_module_state_dict(),
+            "loops": {"fit_loop": loops},
+            "callbacks": {
+                name.removeprefix("callbacks/"): state
+                for name, state in pieces.items()
+                if name.startswith("callbacks/")
+            },
+            "optimizer_states": [],
+            "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        }
+
+    def _staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for owner, module in {"": self._pl_module, **self._beside}.items():
+            for named in (module.named_parameters, module.named_buffers):
+                for name, tensor in named(remove_duplicate=False):
+                    yield f"{_REFERENCE}{_SEPARATOR}{owner}{_SEPARATOR}{name}", tensor
+
+    def _references(self) -> dict[tuple[Any, ...], str]:
+        return {_identity(tensor): name for name, tensor in self._staged_tensors() if tensor.numel()}
+
+    def restore_early(self, pieces: Mapping[str, Any]) -> None:
+        """Give callbacks and datamodule their state where Lightning would: before any `on_fit_start`."""
+        if "datamodule" in pieces and self._trainer.datamodule is not None:
+            self._trainer.datamodule.load_state_dict(copy.deepcopy(pieces["datamodule"]))
+        for key, callback in callbacks_by_key(self._trainer):
+            self._load(key, callback, pieces)
+
+    def restore_late(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
+        """Once more where a start hook has reset it; and the `on_load_checkpoint` hooks, with live tensors."""
+        extras = {
+            name.removeprefix("checkpoint/"): piece
+            for name, piece in pieces.items()
+            if name.startswith("checkpoint/")
+        }
+        loading = self._overriding("on_load_checkpoint")
+        if loading:
+            checkpoint = {**self._checkpoint(loops, pieces), **self._resolved(copy.deepcopy(extras))}
+            for each in loading:
+                if isinstance(each, pl.Callback):
+                    each.on_load_checkpoint(self._trainer, self._pl_module, checkpoint)
+                else:
+                    each.on_load_checkpoint(checkpoint)
+        for key, callback in callbacks_by_key(self._trainer):
+            saved = pieces.get(f"callbacks/{key}")
+            if saved is not None and not _same(callback.state_dict(), saved):
+                self._load(key, callback, pieces)
+            set_callback_fields(callback, copy.deepcopy(pieces.get(f"fields/{key}", {})))
+
+    @staticmethod
+    def _load(key: str, callback: pl.Callback, pieces: Mapping[str, Any]) -> None:
+        saved = pieces.get(f"callbacks/{key}")
+        if saved is None:
+            return
+        saved = copy.deepcopy(saved)
+        if "dirpath" in saved and hasattr(callback, "dirpath"):
+            # ModelCheckpoint drops its scores when the directory differs, as it does by default: each start has
+            # a logger version of its own. The run is the same one, so its scores count.
+            saved["dirpath"] = callback.dirpath
+        callback.load_state_dict(saved)
+
+    def _resolved(self, extras: dict[str, Any]) -> dict[str, Any]:
+        live = dict(self._staged_tensors())
+
+        def resolve(text: str) -> Any:
+            return live.get(text, text) if text.startswith(_REFERENCE) else text
+
+        resolved: dict[str, Any] = apply_to_collection(extras, str, resolve)
+        return resolved
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+
+
+def _same(live: Any, saved: Any) -> bool:
+    """Whether two states are equal; what cannot be compared counts as different."""
+    if isinstance(live, Tensor) or isinstance(saved, Tensor):
+        return (
+            isinstance(live, Tensor)
+            and isinstance(saved, Tensor)
+            and live.dtype == saved.dtype
+            and live.shape == saved.shape
+            and bool((live.cpu() == saved.cpu()).all())
+        )
+    if isinstance(live, dict) and isinstance(saved, dict):
+        return live.keys() == saved.keys() and all(_same(live[key], saved[key]) for key in live)
+    if isinstance(live, (list, tuple)) and isinstance(saved, (list, tuple)):
+        return len(live) == len(saved) and all(map(_same, live, saved))
+    return type(live) is type(saved) and bool(live == saved)

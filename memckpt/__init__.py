@@ -1,0 +1,49 @@
+"""memckpt: every training step recoverable.
+
+Public names are loaded on first use, so that importing this package imports neither torch nor any framework; the
+agent lives without them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from memckpt.config import AgentConfig, MemckptConfig
+    from memckpt.errors import MemckptError
+    from memckpt.session import HeldState, RestoreReport, Session, attach
+    from memckpt.state.codec import unencodable_paths as is_encodable
+
+_PUBLIC = {
+    "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "HeldState": ("memckpt.session", "HeldState"),
+    "MemckptConfig": ("memckpt.config", "MemckptConfig"),
+    "MemckptError": ("memckpt.errors", "MemckptError"),
+    "RestoreReport": ("memckpt.session", "RestoreReport"),
+    "Session": ("memckpt.session", "Session"),
+    "attach": ("memckpt.session", "attach"),
+    "is_encodable": ("memckpt.state.codec", "unencodable_paths"),
+}
+
+__all__ = [
+    "AgentConfig",
+    "HeldState",
+    "MemckptConfig",
+    "MemckptError",
+    "RestoreReport",
+    "Session",
+    "attach",
+    "is_encodable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'memckpt' has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value

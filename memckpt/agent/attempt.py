@@ -1,0 +1,97 @@
+"""Attempts and their fencing: making sure that what an earlier attempt left behind can write no more.
+
+Launchers leave orphans, and an orphan's mapping stays writable whatever happens to its socket. So a new attempt first
+makes sure that the old one is dead, process by process, then reads what the old ones had sent, and only then looks at
+what is held.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Hello, Launcher
+from memckpt.agent.processes import ProcessHandle, start_ticks
+from memckpt.errors import RunBusyError
+
+_log = logging.getLogger("memckpt.agent")
+_DEATH_SECONDS = 10.0
+
+
+@dataclass
+class Member:
+    """One trainer rank of the attempt."""
+
+    rank: int
+    process: ProcessHandle
+    channel: Channel
+    next_record: int
+    finished: bool = False
+    left: bool = False
+
+
+@dataclass
+class Attempt:
+    """The trainers that may write: all with one nonce."""
+
+    nonce: str
+    launcher: Launcher
+    world_size: int
+    local_ranks: tuple[int, ...]
+    members: dict[int, Member] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hello: Hello) -> Attempt:
+        return cls(hello.nonce, hello.launcher, hello.world_size, hello.local_ranks)
+
+    def living(self) -> list[Member]:
+        return [member for member in self.members.values() if member.process.alive() and not member.left]
+
+    @property
+    def all_here(self) -> bool:
+        return set(self.members) == set(self.local_ranks)
+
+    @property
+    def all_finished(self) -> bool:
+        return self.all_here and all(member.finished for member in self.members.values())
+
+    def fence(self, newcomer: Hello, newcomer_pid: int) -> int:
+        """Make sure that no trainer of this attempt lives on. Returns how many had to be killed.
+
+        They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer
+        as a later restart. A living trainer that somebody else still runs is left alone.
+
+        Raises:
+            RunBusyError: such a trainer holds the run; the message has its pid.
+        """
+        living = [member for member in self.living() if member.process.pid != newcomer_pid]
+        if not living:
+            return 0
+        if not self._superseded_by(newcomer):
+            pids = ", ".join(str(member.process.pid) for member in living)
+            raise RunBusyError(
+                f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run directory. "
+                "End that process first, or choose another run directory"
+            )
+        for member in living:
+            _log.warning("killing pid %d (rank %d), left over from an earlier attempt", member.process.pid, member.rank)
+            member.process.kill()
+        deadline = time.monotonic() + _DEATH_SECONDS
+        for member in living:
+            if not member.process.wait(max(0.0, deadline - time.monotonic())):
+                raise RunBusyError(
+                    f"pid {member.process.pid} of an earlier attempt was killed but does not die (uninterruptible "
+                    "sleep?); it could still write into the held state, so this attempt is refused"
+                )
+        return len(living)
+
+    def _superseded_by(self, newcomer: Hello) -> bool:
+        launcher = self.launcher
+        if launcher.pid == 0:
+            return False  # started by hand: nobody but a person restarts it
+        if start_ticks(launcher.pid) != launcher.start_ticks:
+            return True
+        same = (launcher.pid, launcher.start_ticks) == (newcomer.launcher.pid, newcomer.launcher.start_ticks)
+        return same and newcomer.launcher.restarts > launcher.restarts

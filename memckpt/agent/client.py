@@ -1,0 +1,221 @@
+"""A trainer rank's end of the connection to its node's agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import weakref
+from collections.abc import Callable
+
+from memckpt import errors
+from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.channel import Channel
+from memckpt.agent.launch import spawn_agent
+from memckpt.agent.messages import (
+    Alarm,
+    Begin,
+    Configure,
+    Credit,
+    Drift,
+    Goodbye,
+    Hello,
+    Inventory,
+    Leaving,
+    Message,
+    NeedGeneration,
+    Prepare,
+    Prepared,
+    Protected,
+    Refused,
+    Resume,
+)
+from memckpt.config import AgentConfig
+from memckpt.errors import AgentError, AgentGoneError
+from memckpt.memory.region import Region
+from memckpt.state.records import HeldRecords
+
+Notice = Begin | Protected | Drift | Alarm
+_live: weakref.WeakSet["AgentClient"] = weakref.WeakSet()
+
+
+class PreparedRegions:
+    """A generation as the agent handed it over: the message and the mapped regions, which the receiver closes."""
+
+    def __init__(self, message: Prepared, regions: list[Region]) -> None:
+        self.message = message
+        self.slots = regions[0]
+        rest = regions[1:]
+        has_replica = message.spec.mode == "eager"
+        self.replica = rest.pop() if has_replica and rest else None
+        self.static = rest.pop() if rest else None
+
+    def close(self) -> None:
+        for region in (self.slots, self.static, self.replica):
+            if region is not None:
+                region.close()
+
+
+class AgentClient:
+    """One connection. Not thread-safe; the session serializes its use. Its owner calls :meth:`close`.
+
+    In a forked child the socket is closed: loader workers must not keep a dead trainer's connection open.
+    """
+
+    def __init__(self, channel: Channel, config: AgentConfig, process: subprocess.Popen[bytes] | None) -> None:
+        self.channel = channel
+        self.agent_pid = peer(channel.sock)[0]
+        self.applied = 0
+        self._config = config
+        self._process = process
+        self._notices: list[Notice] = []
+        _live.add(self)
+
+    @classmethod
+    def connect(cls, address: AgentAddress, config: AgentConfig) -> AgentClient:
+        """Connect to the run's agent on this node; start one if none answers.
+
+        Raises:
+            AgentError: there is none and none could be started.
+        """
+        process = None
+        sock = address.connect()
+        if sock is None:
+            try:
+                process = spawn_agent(address, config)
+            except AgentError:
+                # Another rank of this node may have been faster.
+                sock = address.connect()
+                if sock is None:
+                    raise
+            else:
+                sock = address.connect()
+        if sock is None:
+            raise AgentError(f"the agent of {address.run_dir} started but does not answer; see {address.log_path}")
+        return cls(Channel(sock), config, process)
+
+    def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
+        self.channel.send(message, timeout=self._config.start_seconds)
+        while True:
+            answer, fds = self.channel.receive(self._config.start_seconds)
+            if isinstance(answer, Refused):
+                kind = getattr(errors, answer.kind, AgentError)
+                raise kind(answer.reason)
+            if isinstance(answer, expected):
+                return answer, fds
+            self._note(answer)
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Credit):
+            self.applied = max(self.applied, message.applied)
+        elif isinstance(message, (Begin, Protected, Drift, Alarm)):
+            self._notices.append(message)
+        elif isinstance(message, Leaving):
+            raise AgentGoneError("it was told to leave")
+        elif isinstance(message, Refused):
+            raise AgentError(f"the agent refused: {message.reason}")
+        else:
+            raise AgentError(f"unexpected {type(message).__name__} from the agent")
+
+    def hello(self, hello: Hello) -> HeldRecords:
+        """Introduce this rank; returns what the node holds.
+
+        Raises:
+            RunBusyError: another live trainer holds the run.
+        """
+        answer, _ = self._request(hello, Inventory)
+        assert isinstance(answer, Inventory)
+        return answer.held
+
+    def configure(self, linger_seconds: float) -> None:
+        self.channel.send(Configure(linger_seconds))
+
+    def prepare(self, message: Prepare) -> PreparedRegions:
+        """Have a new generation allocated. Raises MemoryBudgetError if it does not fit."""
+        return self._regions(message)
+
+    def resume(self, message: Resume) -> PreparedRegions:
+        """Have the state after the record that the plan chose produced."""
+        return self._regions(message)
+
+    def _regions(self, message: Message) -> PreparedRegions:
+        answer, fds = self._request(message, Prepared)
+        assert isinstance(answer, Prepared)
+        self.applied = max(self.applied, answer.record)
+        return PreparedRegions(answer, [Region.open(fd) for fd in fds])
+
+    def ask_for_generation(self, record: int, reason: str) -> int:
+        """Have all local ranks begin a new generation; returns after which record."""
+        answer, _ = self._request(NeedGeneration(record, reason), Begin)
+        assert isinstance(answer, Begin)
+        return answer.record
+
+    def send(self, message: Message) -> None:
+        """Send one of the messages that have no answer. Raises AgentGoneError if the agent is gone."""
+        self.channel.send(message)
+
+    def notices(self) -> list[Notice]:
+        """What the agent has said since the last call, without waiting. Raises AgentGoneError if it is gone."""
+        while True:
+            received = self.channel.poll()
+            if received is None:
+                break
+            self._note(received[0])
+        said, self._notices = self._notices, []
+        return said
+
+    def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
+
+        Raises:
+            AgentGoneError: the agent is gone, or stood still for the time limit.
+        """
+        while self.applied < record:
+            if any(isinstance(notice, Alarm) for notice in self._notices) or give_up():
+                return
+            message, _ = self.channel.receive(self._config.start_seconds)
+            self._note(message)
+
+    def close(self, finished: bool) -> None:
+        """Say goodbye. With `finished` the agent lets go of everything when the last rank has said so."""
+        if self.channel.fileno() < 0:
+            return
+        try:
+            self.channel.send(Goodbye(finished), timeout=5.0)
+            if finished:
+                self._wait_for_end()
+        except AgentGoneError:
+            pass  # it is gone, which is all that a goodbye asks for
+        finally:
+            self.abandon()
+
+    def _wait_for_end(self) -> None:
+        """Unless other ranks still train, the agent says that it leaves; see it end."""
+        while True:
+            message, fds = self.channel.receive(self._config.start_seconds)
+            for fd in fds:
+                os.close(fd)
+            if isinstance(message, Leaving):
+                break
+        try:
+            process_fd = os.pidfd_open(self.agent_pid)
+        except ProcessLookupError:
+            return
+        try:
+            select.select([process_fd], [], [], self._config.start_seconds)
+        finally:
+            os.close(process_fd)
+
+    def abandon(self) -> None:
+        """Close the connection without a word."""
+        self.channel.close()
+        if self._process is not None:
+            self._process.poll()
+
+
+def _forget_in_child() -> None:
+    for client in list(_live):
+        client.channel.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,201 @@
+"""One generation of base and log on a node: its regions and what is known about its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from memckpt.agent.messages import Commit, GenerationCommit, Message
+from memckpt.memory.budget import check_budget
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.errors import DamagedStateError, UnsupportedError
+from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.records import Branch, HeldRecords, Timeline
+
+if TYPE_CHECKING:
+    from memckpt.agent.replica import Replica
+
+
+class Generation:
+    """Owns the regions (and in eager mode the replica) of one generation; :meth:`close` frees them.
+
+    Complete once every local rank has committed its part of the start; until then it can produce nothing.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        spec: StateSpec,
+        *,
+        held_bytes: int,
+        budget: int | None,
+        threads: int,
+        notify: Callable[[Message], None],
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.layout = Layout(spec)
+        if len(spec.local_ranks) > max_local_ranks():
+            raise UnsupportedError(
+                f"expected at most {max_local_ranks()} ranks on a node, found {len(spec.local_ranks)}"
+            )
+        layout = self.layout
+        detail = (
+            f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {layout.numel / 1e6:.1f}M parameters: "
+            f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
+        )
+        check_budget(layout.total_bytes, held_bytes, budget, detail)
+        self.slots = Region.create("slots", layout.slots_bytes)
+        self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
+        self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
+        self.ring = SlotRing(self.slots, layout, number)
+        self.replica: Replica | None = None
+        if self.replica_region is not None:
+            from memckpt.agent.replica import Replica
+
+            self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
+        for region in self.regions:
+            region.populate_in_background()
+        self.base: int | None = None
+        self.complete = False
+        self.committed: dict[int, int] = {}
+        self._started: set[int] = set()
+        self._missing: tuple[tuple[int, int, str], ...] = ()
+        self._plain = b""
+        self._metas: dict[int, bytes] = {}
+        self._rank_states: dict[int, dict[int, bytes]] = {}
+        self._steps: dict[int, int] = {}
+
+    @property
+    def regions(self) -> list[Region]:
+        return [region for region in (self.slots, self.static, self.replica_region) if region is not None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.total_bytes
+
+    def close(self) -> None:
+        if self.replica is not None:
+            self.replica.close()
+        for region in self.regions:
+            region.close()
+
+    # What the ranks commit
+
+    def start(self, rank: int, message: GenerationCommit) -> bool:
+        """A rank has written its part of the start; True when that makes the generation complete."""
+        if self.base not in (None, message.record):
+            raise DamagedStateError(
+                f"generation {self.number}: rank {rank} begins after record {message.record}, others after {self.base}"
+            )
+        self.base = message.record
+        if rank == self.spec.local_ranks[0]:
+            first = message.record - len(message.metas) + 1
+            self._metas.update({first + index: meta for index, meta in enumerate(message.metas)})
+            self._missing, self._plain = message.missing, message.plain
+        self._keep_rank_state(rank, message.record, message.step, message.rank_state)
+        self._started.add(rank)
+        self.complete = self._started == set(self.spec.local_ranks)
+        if self.complete and self.replica is not None:
+            self.replica.begin(message.record, self._missing, self._plain)
+            for record in sorted(number for number in self._metas if number > message.record):
+                self.replica.offer(record, self._metas[record])
+        if self.complete:
+            self._let_redo_go_on()
+        return self.complete
+
+    def commit(self, rank: int, message: Commit) -> None:
+        """A rank's part of a record is whole."""
+        if message.meta:
+            self._metas[message.record] = message.meta
+            if self.replica is not None and self.complete:
+                self.replica.offer(message.record, message.meta)
+        self._keep_rank_state(rank, message.record, message.step, message.rank_state)
+        if self.complete:
+            self._let_redo_go_on()
+
+    def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
+        self.committed[rank] = record
+        self._rank_states.setdefault(record, {})[rank] = state
+        self._steps[record] = step
+        newest = max(self.committed.values())
+        for old in [number for number in self._rank_states if number < newest - self.spec.slots]:
+            del self._rank_states[old]
+            self._steps.pop(old, None)
+        for old in [number for number in self._metas if number <= newest - self.layout.ring - 1]:
+            del self._metas[old]
+
+    def _let_redo_go_on(self) -> None:
+        """Apply what every rank everywhere has committed.
+
+        With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
+        with gradients that needed every rank's commit of t.
+        """
+        if self.replica is None or len(self.committed) < len(self.spec.local_ranks):
+            return
+        limit = min(self.committed.values())
+        if self.spec.world_size > 1:
+            limit = min(limit, max(self.committed.values()) - 1)
+        self.replica.allow(limit)
+
+    # What can be produced
+
+    def reachable(self) -> list[int]:
+        """Numbers of the records whose state this node can produce; the replica must be frozen."""
+        if not self.complete or self.base is None:
+            return []
+        newest, common = max(self.committed.values()), min(self.committed.values())
+        if self.replica is not None:
+            # The slot being filled for newest + 1 is the one that newest + 1 - slots had.
+            oldest = max(self.replica.applied, newest + 2 - self.spec.slots)
+        else:
+            oldest = newest + 1 - self.spec.slots
+        ranks = set(self.spec.local_ranks)
+        return [
+            record
+            for record in range(max(oldest, self.base), common + 1)
+            if set(self._rank_states.get(record, ())) >= ranks
+        ]
+
+    def inventory(self, node: str, history: tuple[Branch, ...]) -> HeldRecords:
+        """The node's part of what the recovery plan is made from."""
+        if self.replica is not None:
+            self.replica.freeze()
+        records = self.reachable()
+        return HeldRecords(
+            node=node,
+            records=tuple(records),
+            steps=tuple(self._steps[record] for record in records),
+            ranks=self.spec.local_ranks,
+            history=history,
+            world_size=self.spec.world_size,
+            digest=self.spec.digest(),
+        )
+
+    def settle(self, record: int) -> None:
+        """Make `record` the newest: redo up to it, drop what lies beyond it."""
+        if self.replica is not None:
+            self.replica.advance_to(record)
+        for numbers in (self._metas, self._rank_states, self._steps):
+            for number in [n for n in numbers if n > record]:
+                del numbers[number]
+        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+
+    def metas_for(self, record: int) -> tuple[bytes, ...]:
+        """The records that produce `record` lazily: the window of T that closes with it."""
+        first = record - self.spec.period + 1
+        return tuple(self._metas[number] for number in range(first, record + 1))
+
+    def rank_states(self, record: int) -> dict[int, bytes]:
+        return dict(self._rank_states[record])
+
+    def newest_step(self) -> int | None:
+        return max(self._steps.values(), default=None)
+
+
+def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> tuple[Branch, ...]:
+    """History of an attempt that goes on from `record` on a timeline of its own."""
+    if not history:
+        return (Branch(timeline, None),)
+    return (*history[:-1], Branch(history[-1].timeline, record), Branch(timeline, None))

@@ -1,0 +1,229 @@
+"""What trainers and their agent say to each other: typed, validated, no pickle.
+
+A trainer rank's life: Hello -> Inventory; then Prepare or Resume -> Prepared; then Commit after Commit (and
+GenerationCommit where a new generation begins), with Credit and Notice coming back; at the end Goodbye.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import HeldRecords, Timeline
+
+#: Bumped whenever a message changes; both sides refuse another one.
+PROTOCOL_VERSION = 1
+
+
+class Launcher(msgspec.Struct, frozen=True, array_like=True):
+    """The process that started the trainers of an attempt: how an orphan is told from a rival.
+
+    `pid` is 0 when the trainer was started by hand and has no launcher that would restart it.
+    """
+
+    pid: int
+    start_ticks: int
+    restarts: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next."""
+
+    version: int
+    nonce: str
+    rank: int
+    world_size: int
+    local_ranks: tuple[int, ...]
+    launcher: Launcher
+    fingerprint: tuple[str, ...]
+    rejoining: bool = False
+    next_record: int = 1
+
+
+class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
+    """Answer to Hello: what this node can produce."""
+
+    held: HeldRecords
+    agent_pid: int
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Allocate for a new generation with this layout. Every local rank sends the same one.
+
+    `discard` says that what is held is not wanted and may go first.
+    """
+
+    spec: StateSpec
+    timeline: Timeline
+    threads: int
+    memory_budget_bytes: int | None
+    discard: bool
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Produce the state after `record`, which the plan chose; `timeline` is the attempt's new one."""
+
+    record: int
+    timeline: Timeline
+    linger_seconds: float
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Answer to Prepare and Resume. Regions come along as descriptors: slots, then static and replica where present.
+
+    For Resume: `metas` are the records to redo (lazy), `rank_states` those of `record` by rank, and `missing` and
+    `plain` describe the replica's state (eager) as in RecordMeta.
+    """
+
+    generation: int
+    spec: StateSpec
+    record: int = 0
+    metas: tuple[bytes, ...] = ()
+    rank_states: dict[int, bytes] = {}
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+
+
+class Configure(msgspec.Struct, frozen=True, tag="configure"):
+    """Settings of the agent's own life that the run's configuration decides."""
+
+    linger_seconds: float
+
+
+class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
+    """A rank's part of the generation that begins after `record` is written. `metas`: the virtual records' (lazy)."""
+
+    generation: int
+    record: int
+    step: int
+    rank_state: bytes
+    metas: tuple[bytes, ...] = ()
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """A rank's part of a record is whole. Only the first local rank sends `meta`."""
+
+    generation: int
+    record: int
+    step: int
+    rank_state: bytes
+    meta: bytes = b""
+
+
+class Void(msgspec.Struct, frozen=True, tag="void"):
+    """A rank went through `record` but could not stage it; a new generation is needed."""
+
+    record: int
+    reason: str
+
+
+class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
+    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers."""
+
+    record: int
+    reason: str
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """Order to all local ranks: begin a new generation after `record`."""
+
+    record: int
+    reason: str
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """The replica has applied every record up to `applied`: older slots are free."""
+
+    applied: int
+
+
+class Protected(msgspec.Struct, frozen=True, tag="protected"):
+    """The generation that begins after `record` is complete on this node."""
+
+    generation: int
+    record: int
+
+
+class Drift(msgspec.Struct, frozen=True, tag="drift"):
+    """An anchor differed from the replica that it overwrote: by how many ulps at most, and where first."""
+
+    record: int
+    max_ulp: float
+    tensor: str
+
+
+class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
+    """The agent can no longer protect what it holds; training goes on, a new generation is needed."""
+
+    reason: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The request cannot be met. `kind` names the error class the trainer raises."""
+
+    kind: str
+    reason: str
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
+    """The rank leaves. `finished`: training ended as it should and nothing needs to be held any more."""
+
+    finished: bool
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """Last message of an agent: it has let go of everything and ends."""
+
+
+class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
+    """What the command line asks."""
+
+
+class Status(msgspec.Struct, frozen=True, tag="status"):
+    """What the command line shows."""
+
+    pid: int
+    run_dir: str
+    node: str
+    mode: str
+    trainers: tuple[tuple[int, int], ...]
+    committed: tuple[tuple[int, int], ...]
+    applied: int | None
+    step: int | None
+    held_bytes: int
+    generation: int
+    max_drift_ulp: float
+    redo_seconds_per_record: float | None
+
+
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
+    """Leave, and let go of everything that is held."""
+
+
+Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
+    Hello,
+    Inventory,
+    Prepare,
+    Resume,
+    Prepared,
+    Configure,
+    GenerationCommit,
+    Commit,
+    Void,
+    NeedGeneration,
+    Begin,
+    Credit,
+    Protected,
+    Drift,
+    Alarm,
+    Refused,
+    Goodbye,
+    Leaving,
+    StatusRequest,
+    Status,
+    StopRequest,
+]

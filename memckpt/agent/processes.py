@@ -1,0 +1,63 @@
+"""Identities of processes that outlive the reuse of their ids."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+from pathlib import Path
+
+_SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is no such process (or a zombie is all that is left)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+class ProcessHandle:
+    """A pidfd: names one process for good, whatever happens to its id. Owner closes it."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self.fd = fd
+
+    @classmethod
+    def of_peer(cls, sock: socket.socket, pid: int) -> ProcessHandle:
+        """The process at the other end of a Unix socket.
+
+        Raises:
+            ProcessLookupError: it is gone already.
+        """
+        try:
+            (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+            os.set_inheritable(fd, False)
+        except OSError:
+            fd = os.pidfd_open(pid)  # an older kernel: the id cannot have been reused within this instant
+        return cls(pid, fd)
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def alive(self) -> bool:
+        return not select.select([self.fd], [], [], 0)[0]
+
+    def kill(self) -> None:
+        if self.alive():
+            signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> bool:
+        """True once the process is dead; False after `timeout` seconds."""
+        return bool(select.select([self.fd], [], [], timeout)[0])
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

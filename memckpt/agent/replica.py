@@ -1,0 +1,285 @@
+"""The replica: the full state in the agent's memory, advanced record by record by a thread of its own (eager redo).
+
+Imports torch, so a lazy agent never imports this module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memckpt.agent.messages import Alarm, Credit, Drift, Message
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.state import codec
+from memckpt.state.layout import Layout
+from memckpt.state.optimizers import rebuild_from_spec
+from memckpt.state.records import RecordMeta, decode_meta
+from memckpt.state.redo import Member, RedoGroup, StagedGradients, tensor_at
+
+#: Elements advanced together: bounds the temporaries that factors are multiplied into.
+_GROUP_ELEMENTS = 16 << 20
+_BIT_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+Missing = tuple[tuple[int, int, str], ...]
+
+
+class Replica:
+    """Owns a redo thread over regions that belong to the caller.
+
+    Records are offered in order; the thread applies them while `limit` allows and tells `notify` (from its own
+    thread) about credits, drift and alarms. It stops at record boundaries only, so the replica is whole whenever
+    :meth:`freeze` has returned.
+    """
+
+    def __init__(
+        self, layout: Layout, slots: Region, replica: Region, ring: SlotRing, threads: int, notify: Callable[[Message], None]
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._layout = layout
+        self._ring = ring
+        self._notify = notify
+        self._slots_map = slots.map
+        self._gradients = StagedGradients(slots.map, layout)
+        self._values: list[torch.Tensor] = []
+        self._states: list[dict[tuple[int, str], torch.Tensor]] = []
+        for param, (value, states) in zip(layout.spec.params, layout.replica_offsets, strict=True):
+            self._values.append(tensor_at(replica.map, value, param.tensor.shape, param.tensor.dtype))
+            self._states.append({
+                (owner.optimizer, state.key): tensor_at(
+                    replica.map, states[owner.optimizer, state.key], state.shape, state.dtype
+                )
+                for owner in param.owners
+                for state in owner.state
+            })
+        self._groups: list[RedoGroup] = []
+        self._members: list[Member] = []
+        self._condition = threading.Condition()
+        self._metas: dict[int, bytes] = {}
+        self.applied = 0
+        self._limit = 0
+        self._frozen = True
+        self._busy = False
+        self._closing = False
+        self._broken: str | None = None
+        self.records_applied = 0
+        self.seconds_applying = 0.0
+        self._thread = threading.Thread(target=self._run, name="memckpt-redo", daemon=True)
+        self._thread.start()
+
+    # State in and out
+
+    def begin(self, record: int, missing: Missing, plain: bytes) -> None:
+        """The regions now hold the state after `record` (written by the trainers); start redo from there."""
+        absent = set(missing)
+        extra: dict[int, dict[int, dict[str, Any]]] = codec.decode(plain) if plain else {}
+        members = []
+        for index, value in enumerate(self._values):
+            states: dict[int, dict[str, Any]] = {}
+            for owner in self._layout.spec.params[index].owners:
+                state = {
+                    spec.key: self._states[index][owner.optimizer, spec.key]
+                    for spec in owner.state
+                    if (index, owner.optimizer, spec.key) not in absent
+                }
+                state.update(extra.get(index, {}).get(owner.optimizer, {}))
+                states[owner.optimizer] = state
+            parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+            members.append(Member(index, 0, value.numel(), parameter, states))
+        with self._condition:
+            self._members = members
+            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in _chunks(members)]
+            self.applied = self._limit = record
+            self._metas.clear()
+            self._frozen = False
+
+    def _build(self, index: int, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return rebuild_from_spec(self._layout.spec.optimizers[index], groups)
+
+    def describe_state(self) -> tuple[Missing, bytes]:
+        """What of the optimizer state does not exist, and what of it is not a tensor; the replica must be frozen."""
+        missing: list[tuple[int, int, str]] = []
+        plain: dict[int, dict[int, dict[str, Any]]] = {}
+        for member in self._members:
+            for owner in self._layout.spec.params[member.param].owners:
+                state = member.states.get(owner.optimizer, {})
+                missing += [
+                    (member.param, owner.optimizer, spec.key)
+                    for spec in owner.state
+                    if not isinstance(state.get(spec.key), torch.Tensor)
+                ]
+                values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+                if values:
+                    plain.setdefault(member.param, {})[owner.optimizer] = values
+        return tuple(missing), codec.encode(plain) if plain else b""
+
+    # Control, from the agent's own thread
+
+    def offer(self, record: int, meta: bytes) -> None:
+        with self._condition:
+            self._metas[record] = meta
+            self._condition.notify_all()
+
+    def allow(self, limit: int) -> None:
+        """Let redo go on up to and including record `limit`."""
+        with self._condition:
+            self._limit = max(self._limit, limit)
+            self._condition.notify_all()
+
+    def freeze(self) -> int:
+        """Stop at the next record boundary and return the number of the last applied record."""
+        with self._condition:
+            self._frozen = True
+            self._condition.wait_for(lambda: not self._busy)
+            return self.applied
+
+    def advance_to(self, record: int) -> None:
+        """Unfreeze, apply exactly up to `record`, forget what was offered beyond it.
+
+        Raises:
+            RuntimeError: redo failed on the way.
+        """
+        with self._condition:
+            self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
+            self._limit = record
+            self._frozen = False
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self.applied >= record or self._broken is not None)
+            if self._broken is not None:
+                raise RuntimeError(self._broken)
+
+    def close(self) -> None:
+        """Stop the thread and let go of all views on the regions."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+        self._groups, self._members, self._values, self._states = [], [], [], []
+        del self._gradients, self._slots_map
+
+    # The redo thread
+
+    def _ready(self) -> bool:
+        if self._closing:
+            return True
+        return not self._frozen and self._broken is None and self.applied < self._limit and self.applied + 1 in self._metas
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(self._ready)
+                if self._closing:
+                    return
+                record = self.applied + 1
+                meta = decode_meta(self._metas.pop(record))
+                self._busy = True
+            problem = None
+            started = time.perf_counter()
+            try:
+                self._apply(meta)
+            except Exception as error:  # whatever it was, training goes on and the trainers are told
+                problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
+            with self._condition:
+                self._busy = False
+                if problem is None:
+                    self.applied = record
+                    self.records_applied += 1
+                    self.seconds_applying += time.perf_counter() - started
+                else:
+                    self._broken = problem
+                self._condition.notify_all()
+            self._notify(Credit(record) if problem is None else Alarm(problem))
+
+    def _apply(self, meta: RecordMeta) -> None:
+        self._ring.check(meta.record, self._layout.spec.local_ranks)
+        with torch.no_grad():
+            self._anchor(meta)
+        for group in self._groups:
+            group.apply(meta, self._gradients)
+        for member in self._members:
+            self._keep_in_replica(member)
+
+    def _keep_in_replica(self, member: Member) -> None:
+        """Optimizers make state tensors of their own at the first step, some at every step: bring them home."""
+        for owner in self._layout.spec.params[member.param].owners:
+            state = member.states.get(owner.optimizer, {})
+            for spec in owner.state:
+                value = state.get(spec.key)
+                home = self._states[member.param][owner.optimizer, spec.key]
+                if isinstance(value, torch.Tensor) and value.data_ptr() != home.data_ptr():
+                    home.copy_(value)
+                    state[spec.key] = home
+
+    # Anchors and the audit
+
+    def _anchor(self, meta: RecordMeta) -> None:
+        """Overwrite the pieces that this record anchors; measure first by how much they had drifted."""
+        missing = set(meta.missing)
+        plain: dict[int, dict[int, dict[str, Any]]] = codec.decode(meta.plain) if meta.plain else {}
+        worst, where = 0.0, ""
+        base = self._layout.slot_offset(meta.record)
+        for piece in self._layout.due(meta.record):
+            member = self._members[piece.param]
+            name = self._layout.spec.params[piece.param].tensor.name
+            for owner, spec, offset in self._layout.piece_parts(piece):
+                if owner is None or spec is None:
+                    home = self._values[piece.param]
+                    shape, dtype, cut = (piece.stop - piece.start,), self._layout.spec.params[piece.param].tensor.dtype, True
+                else:
+                    home = self._states[piece.param][owner.optimizer, spec.key]
+                    state = member.states.setdefault(owner.optimizer, {})
+                    if (piece.param, owner.optimizer, spec.key) in missing:
+                        if isinstance(state.get(spec.key), torch.Tensor):
+                            worst, where = float("inf"), f"{name} ({spec.key} is gone)"
+                            del state[spec.key]
+                        continue
+                    cut = spec.elementwise
+                    shape, dtype = ((piece.stop - piece.start,) if cut else spec.shape), spec.dtype
+                    if not isinstance(state.get(spec.key), torch.Tensor):
+                        state[spec.key] = home
+                anchor = tensor_at(self._slots_map, base + offset, shape, dtype)
+                target = home.view(-1)[piece.start : piece.stop] if cut else home
+                distance = ulp_distance(anchor, target)
+                if distance:
+                    target.copy_(anchor)
+                    if distance > worst:
+                        worst, where = distance, name if spec is None else f"{name} ({spec.key})"
+            for optimizer, values in plain.get(piece.param, {}).items():
+                member.states.setdefault(optimizer, {}).update(values)
+        if worst:
+            self._notify(Drift(meta.record, worst, where))
+
+
+def _chunks(members: list[Member]) -> list[list[Member]]:
+    chunks: list[list[Member]] = []
+    size = 0
+    for member in members:
+        if not chunks or size + member.stop > _GROUP_ELEMENTS:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(member)
+        size += member.stop
+    return chunks
+
+
+def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest distance between two tensors of one dtype in units in the last place; 0 exactly if equal in bits.
+
+    Values of different sign are counted through zero. Integers count their difference.
+    """
+    width = ours.element_size()
+    a, b = ours.contiguous().view(_BIT_VIEW[width]), theirs.contiguous().view(_BIT_VIEW[width])
+    if torch.equal(a, b):
+        return 0.0
+    if not ours.is_floating_point() or width == 1:
+        return float((a.double() - b.double()).abs().max())
+    lowest = -(2 ** (8 * width - 1))
+    a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
+    # Doubles hold the differences of 64-bit patterns only roughly, which is enough to see how far apart they are.
+    return max(float((a.double() - b.double()).abs().max()), 1.0)
+
+

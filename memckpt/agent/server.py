@@ -1,0 +1,495 @@
+"""The agent: one process per node and run that outlives trainers and holds base and log.
+
+One thread runs the event loop and owns everything here; in eager mode the replica's redo thread sits beside it and
+reaches the loop only through :meth:`Agent.notify`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.attempt import Attempt, Member
+from memckpt.agent.channel import Channel
+from memckpt.agent.generation import Generation, branch_off
+from memckpt.agent.messages import (
+    PROTOCOL_VERSION,
+    Alarm,
+    Begin,
+    Commit,
+    Configure,
+    Credit,
+    Drift,
+    GenerationCommit,
+    Goodbye,
+    Hello,
+    Inventory,
+    Leaving,
+    Message,
+    NeedGeneration,
+    Prepare,
+    Prepared,
+    Protected,
+    Refused,
+    Resume,
+    Status,
+    StatusRequest,
+    StopRequest,
+    Void,
+)
+from memckpt.agent.processes import ProcessHandle
+from memckpt.errors import AgentError, AgentGoneError, MemckptError, RunBusyError
+from memckpt.state.layout import first_difference
+from memckpt.state.records import Branch, HeldRecords
+
+_log = logging.getLogger("memckpt.agent")
+_ORPHAN_SECONDS = 120.0
+
+
+class _Connection:
+    """An accepted connection: a trainer rank once it has said Hello, before that and otherwise a visitor."""
+
+    def __init__(self, channel: Channel, process: ProcessHandle) -> None:
+        self.channel = channel
+        self.process = process
+        self.member: Member | None = None
+        self.nonce = ""
+
+
+class Agent:
+    """Serves one run on one node until it is told to leave.
+
+    Args:
+        address: where it listens.
+        linger_seconds: how long it holds the state with no trainer.
+    """
+
+    def __init__(self, address: AgentAddress, linger_seconds: float) -> None:
+        self._address = address
+        self._linger_seconds = linger_seconds
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._attempt: Attempt | None = None
+        self._past_nonces: set[str] = set()
+        self._held: Generation | None = None
+        self._building: Generation | None = None
+        self._resumed_to: int | None = None
+        self._history: tuple[Branch, ...] = ()
+        self._generations = 0
+        self._max_drift = 0.0
+        self._leaving: str | None = None
+        self._lonely_since: float | None = time.monotonic()
+        self._inbox: collections.deque[Message] = collections.deque()
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._listener: socket.socket | None = None
+        self._socket_inode = 0
+
+    # Life
+
+    def listen(self) -> None:
+        """Begin to answer. The caller holds the address's starting lock."""
+        path = self._address.socket_path
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        self._socket_inode = path.stat().st_ino
+        listener.listen(64)
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_inbox)
+
+    def run(self) -> None:
+        """Serve until told to leave."""
+        _log.info("serving %s as node %s, pid %d", self._address.run_dir, self._address.node, os.getpid())
+        try:
+            while self._leaving is None:
+                for key, _ in self._selector.select(self._patience()):
+                    key.data()
+                if self._patience() == 0.0:
+                    self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
+        finally:
+            _log.info("leaving: %s", self._leaving or "error")
+            self._close()
+
+    def leave(self, reason: str) -> None:
+        """End :meth:`run` at its next turn; safe to call from a signal handler."""
+        self._leaving = reason
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def _patience(self) -> float | None:
+        """How long to wait for events: until lingering ends, or for ever while a trainer is here."""
+        if self._lonely_since is None:
+            return None
+        limit = self._linger_seconds if self._held is not None else min(self._linger_seconds, _ORPHAN_SECONDS)
+        return max(0.0, self._lonely_since + limit - time.monotonic())
+
+    def _close(self) -> None:
+        with self._address.starting():
+            path = self._address.socket_path
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == self._socket_inode:
+                    path.unlink()
+            if self._listener is not None:
+                self._listener.close()
+        # State goes first, so that a trainer which sees the connection end knows that nothing is left.
+        for generation in (self._held, self._building):
+            if generation is not None:
+                generation.close()
+        for connection in list(self._connections.values()):
+            self._answer(connection, Leaving())
+            self._drop(connection)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # Connections
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        pid, uid = peer(sock)
+        if uid != os.getuid():
+            _log.warning("refused a connection of uid %d", uid)
+            sock.close()
+            return
+        try:
+            process = ProcessHandle.of_peer(sock, pid)
+        except ProcessLookupError:
+            sock.close()
+            return
+        connection = _Connection(Channel(sock), process)
+        self._connections[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
+        # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
+        self._selector.register(process, selectors.EVENT_READ, lambda: self._died(connection))
+
+    def _drop(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.channel.fileno(), None) is None:
+            return
+        for source in (connection.channel.sock, connection.process):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
+        connection.channel.close()
+        connection.process.close() if connection.member is None else None
+        member = connection.member
+        if member is not None and self._attempt is not None and self._attempt.nonce == connection.nonce:
+            member.left = True
+            if not self._attempt.living():
+                self._lonely_since = time.monotonic()
+
+    def _died(self, connection: _Connection) -> None:
+        """The trainer is dead: read what it had sent (no end of file may come), then let go of it."""
+        self._read(connection)
+        self._drop(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        """Handle everything that has arrived on a connection."""
+        while connection.channel.fileno() in self._connections:
+            try:
+                received = connection.channel.poll()
+                if received is None:
+                    return
+                message, fds = received
+                for fd in fds:
+                    os.close(fd)
+                self._handle(connection, message)
+            except AgentGoneError:
+                self._drop(connection)
+            except MemckptError as error:
+                self._answer(connection, Refused(type(error).__name__, str(error)))
+                if isinstance(error, AgentError):
+                    self._drop(connection)
+
+    def _answer(self, connection: _Connection, message: Message, fds: list[int] | None = None) -> None:
+        try:
+            connection.channel.send(message, fds or (), timeout=5.0)
+        except AgentGoneError as error:
+            _log.info("pid %d: %s", connection.process.pid, error)
+            self._drop(connection)
+
+    def _tell_members(self, message: Message, besides: _Connection | None = None) -> None:
+        for connection in list(self._connections.values()):
+            current = self._attempt is not None and connection.nonce == self._attempt.nonce
+            if connection.member is not None and current and connection is not besides:
+                self._answer(connection, message)
+
+    # From the redo thread
+
+    def notify(self, message: Message) -> None:
+        """Hand a message to the loop, from any thread."""
+        self._inbox.append(message)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"x")
+
+    def _drain_inbox(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake_read, 4096):
+                pass
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Drift):
+                self._max_drift = max(self._max_drift, message.max_ulp)
+                _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
+            if isinstance(message, Alarm):
+                _log.error("%s", message.reason)
+                self._let_go_of_held()
+            self._tell_members(message)
+
+    def _let_go_of_held(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    # Messages
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        match message:
+            case Hello():
+                self._hello(connection, message)
+                return
+            case StatusRequest():
+                self._answer(connection, self._status())
+                return
+            case StopRequest():
+                self._leaving = f"stopped by pid {connection.process.pid}"
+                return
+        member = connection.member
+        if member is None or self._attempt is None or connection.nonce != self._attempt.nonce:
+            _log.info("ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid)
+            return
+        match message:
+            case Prepare():
+                self._prepare(connection, message)
+            case Resume():
+                self._resume(connection, message)
+            case Configure():
+                self._linger_seconds = message.linger_seconds
+            case GenerationCommit():
+                self._start_generation(member, message)
+            case Commit():
+                generation = self._generation(message.generation)
+                if generation is not None:
+                    generation.commit(member.rank, message)
+                member.next_record = message.record + 1
+            case Void():
+                _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
+                member.next_record = message.record + 1
+            case NeedGeneration():
+                self._order_generation(message.record, message.reason, connection)
+            case Goodbye():
+                member.finished = message.finished
+                if self._attempt.all_finished:
+                    self._leaving = "training finished"  # its connection ends when everything is gone
+                else:
+                    self._drop(connection)
+            case _:
+                raise AgentError(f"unexpected {type(message).__name__} from a trainer")
+
+    def _generation(self, number: int) -> Generation | None:
+        for generation in (self._held, self._building):
+            if generation is not None and generation.number == number:
+                return generation
+        return None
+
+    def _hello(self, connection: _Connection, hello: Hello) -> None:
+        if hello.version != PROTOCOL_VERSION:
+            raise AgentError(
+                f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent run different versions; "
+                "stop the agent (memckpt stop) and start again"
+            )
+        if hello.nonce in self._past_nonces:
+            raise RunBusyError("this attempt was superseded by a later one")
+        if self._attempt is None or self._attempt.nonce != hello.nonce:
+            self._new_attempt(connection, hello)
+        assert self._attempt is not None
+        connection.nonce = hello.nonce
+        connection.member = Member(hello.rank, connection.process, connection.channel, hello.next_record)
+        self._attempt.members[hello.rank] = connection.member
+        self._lonely_since = None
+        self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
+        if hello.rejoining and self._attempt.all_here:
+            # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
+            self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
+
+    def _new_attempt(self, connection: _Connection, hello: Hello) -> None:
+        if self._attempt is not None:
+            killed = self._attempt.fence(hello, connection.process.pid)
+            if killed:
+                _log.warning("killed %d trainers of an earlier attempt", killed)
+            # Commits that the dead ones had sent count: read them before anything else is decided.
+            for old in [c for c in self._connections.values() if c.nonce == self._attempt.nonce]:
+                self._read(old)
+                self._drop(old)
+            for member in self._attempt.members.values():
+                member.process.close()
+            self._past_nonces.add(self._attempt.nonce)
+            self._leaving = None
+        if self._building is not None:
+            _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
+            self._building.close()
+            self._building = None
+        self._attempt = Attempt.of(hello)
+        self._resumed_to = None
+
+    def _inventory(self, hello: Hello) -> HeldRecords:
+        if self._held is None:
+            return HeldRecords(node=self._address.node)
+        difference = first_difference(self._held.spec.fingerprint(), hello.fingerprint)
+        if difference is not None:
+            return HeldRecords(node=self._address.node, problem=difference)
+        return self._held.inventory(self._address.node, self._history)
+
+    def _prepare(self, connection: _Connection, message: Prepare) -> None:
+        if message.discard:
+            self._let_go_of_held()
+        building = self._building
+        if building is None or building.spec != message.spec or building.base is not None:
+            if building is not None:
+                building.close()
+                self._building = None
+            self._building = self._allocate(message)
+            if not self._history or self._history[-1].timeline != message.timeline:
+                self._history = (Branch(message.timeline, None),) if self._held is None else self._history
+        assert self._building is not None
+        self._send_regions(connection, Prepared(self._building.number, self._building.spec), self._building)
+
+    def _allocate(self, message: Prepare) -> Generation:
+        self._generations += 1
+        held = self._held.nbytes if self._held is not None else 0
+
+        def make(held_bytes: int) -> Generation:
+            return Generation(
+                self._generations,
+                message.spec,
+                held_bytes=held_bytes,
+                budget=message.memory_budget_bytes,
+                threads=message.threads,
+                notify=self.notify,
+            )
+
+        try:
+            return make(held)
+        except MemckptError as error:
+            if self._held is None:
+                raise
+            # Two generations do not fit: protection lapses until the new one is complete, and that is said.
+            _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
+            self._let_go_of_held()
+            return make(0)
+
+    def _send_regions(self, connection: _Connection, message: Prepared, generation: Generation) -> None:
+        self._answer(connection, message, [region.fd for region in generation.regions])
+
+    def _resume(self, connection: _Connection, message: Resume) -> None:
+        if self._held is None or message.record not in self._held.reachable():
+            raise AgentError(f"record {message.record} was to be resumed, but it cannot be produced here")
+        if self._resumed_to is None:
+            self._held.settle(message.record)
+            self._resumed_to = message.record
+            self._history = branch_off(self._history, message.record, message.timeline)
+            _log.info("resuming at record %d", message.record)
+        if self._resumed_to != message.record:
+            raise AgentError(
+                f"ranks of one node resume at different records: {self._resumed_to} and {message.record}"
+            )
+        held = self._held
+        if held.replica is not None:
+            held.replica.freeze()
+            missing, plain = held.replica.describe_state()
+            held.replica.advance_to(message.record)
+            metas: tuple[bytes, ...] = ()
+        else:
+            missing, plain, metas = (), b"", held.metas_for(message.record)
+        reply = Prepared(
+            generation=held.number,
+            spec=held.spec,
+            record=message.record,
+            metas=metas,
+            rank_states=held.rank_states(message.record),
+            missing=missing,
+            plain=plain,
+        )
+        self._send_regions(connection, reply, held)
+
+    def _start_generation(self, member: Member, message: GenerationCommit) -> None:
+        member.next_record = message.record + 1
+        generation = self._generation(message.generation)
+        if generation is None:
+            return
+        if generation.start(member.rank, message) and generation is self._building:
+            self._let_go_of_held()
+            self._held, self._building = generation, None
+            _log.info("generation %d is complete after record %d", generation.number, message.record)
+            self._tell_members(Protected(generation.number, message.record))
+
+    def _order_generation(self, record: int, reason: str, asker: _Connection) -> None:
+        _log.info("a new generation begins after record %d: %s", record, reason)
+        order = Begin(record, reason)
+        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
+        # pass the record without a backward that needs the asker.
+        self._tell_members(order, besides=asker)
+        self._answer(asker, order)
+
+    def _status(self) -> Status:
+        held = self._held
+        members = self._attempt.living() if self._attempt is not None else []
+        replica = held.replica if held is not None else None
+        rate = None
+        if replica is not None and replica.records_applied:
+            rate = replica.seconds_applying / replica.records_applied
+        return Status(
+            pid=os.getpid(),
+            run_dir=str(self._address.run_dir),
+            node=self._address.node,
+            mode=held.spec.mode if held is not None else "",
+            trainers=tuple((member.rank, member.process.pid) for member in members),
+            committed=tuple(sorted(held.committed.items())) if held is not None else (),
+            applied=replica.applied if replica is not None else None,
+            step=held.newest_step() if held is not None else None,
+            held_bytes=sum(g.nbytes for g in (self._held, self._building) if g is not None),
+            generation=held.number if held is not None else 0,
+            max_drift_ulp=self._max_drift,
+            redo_seconds_per_record=rate,
+        )
+
+
+def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None]) -> None:
+    """Run an agent in this process until it is told to leave. Called in the process's main thread.
+
+    Args:
+        address: of the run and node.
+        linger_seconds: how long to hold the state with no trainer.
+        ready: called once it answers.
+
+    Raises:
+        RunBusyError: another agent serves this run on this node.
+    """
+    agent = Agent(address, linger_seconds)
+    with address.starting():
+        other = address.connect()
+        if other is not None:
+            pid = peer(other)[0]
+            other.close()
+            raise RunBusyError(f"an agent already serves {address.run_dir} on node {address.node} (pid {pid})")
+        agent.listen()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: agent.leave(f"signal {signal.Signals(received).name}"))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ready()
+    agent.run()
+
+

@@ -1,0 +1,126 @@
+"""State that a loader's own objects hold: generators, and the counters of its samplers.
+
+A path such as ``batch_sampler.sampler.generator`` names an object in two processes that build the same
+loader. Generators are looked for on the loader, on its samplers and on its dataset (not inside
+transforms); counters, such as the ``epoch`` of a distributed sampler, on its samplers only.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from memckpt.capture.dataloader.errors import DataPositionError
+from memckpt.state import rng
+
+OwnState = dict[str, Any]
+"""``{"generators": {path: state}, "attributes": {path: {name: scalar}}}``."""
+
+Progress = dict[str, list[str]]
+"""Per sampler path, the names of the attributes that change while training runs."""
+
+# Attributes that lead from one sampler or dataset to the one it wraps.
+_EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
+_SCALARS = (bool, int, float, str, bytes, type(None))
+_LARGEST_INT = 2**63
+
+
+def capture(roots: Mapping[str, object]) -> OwnState:
+    """The state of everything of ours that can be reached from `roots`, a name for each object."""
+    generators: dict[str, Any] = {}
+    attributes: dict[str, dict[str, Any]] = {}
+    for path, found in _walk(roots):
+        if isinstance(found, rng.GENERATOR_TYPES):
+            generators[path] = rng.capture_generator(found)
+        elif _is_sampler(path, found):
+            attributes[path] = _scalars(found)
+    return {"generators": generators, "attributes": attributes}
+
+
+def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | None = None) -> None:
+    """Bring what can be reached from `roots` to `state`.
+
+    Args:
+        progress: the sampler attributes to set; None for all of them. A sampler's configuration (batch
+            size, rank) is left alone this way: if it differs from the run that is continued, that has to
+            come out as different indices, not to be papered over.
+
+    Raises:
+        DataPositionError: a recorded generator is not there, or is of another type.
+    """
+    generators: dict[str, rng.AnyGenerator] = {}
+    samplers: dict[str, object] = {}
+    for path, found in _walk(roots):
+        if isinstance(found, rng.GENERATOR_TYPES):
+            generators[path] = found
+        elif _is_sampler(path, found):
+            samplers[path] = found
+    for path, generator_state in state["generators"].items():
+        try:
+            rng.restore_generator(generators[path], generator_state)
+        except KeyError:
+            raise DataPositionError(
+                f"expected a random generator at loader.{path}, as in the run that is continued, found none; "
+                "build the loader in the same way in both runs"
+            ) from None
+        except ValueError as error:
+            raise DataPositionError(f"the generator at loader.{path} cannot be restored: {error}") from error
+    for path, values in state["attributes"].items():
+        sampler = samplers.get(path)
+        if sampler is not None:
+            names = values if progress is None else progress.get(path, ())
+            vars(sampler).update({name: values[name] for name in names if name in values})
+
+
+def changed(before: OwnState, now: OwnState) -> Progress:
+    """The sampler attributes that differ between two captures, and every ``epoch``."""
+    progress: Progress = {}
+    for path, values in now["attributes"].items():
+        old = before["attributes"].get(path, {})
+        names = [name for name in values if name == "epoch" or name not in old or old[name] != values[name]]
+        if names:
+            progress[path] = names
+    return progress
+
+
+def unrepeatable_generator(roots: Mapping[str, object]) -> str | None:
+    """The path of a generator that has no state to repeat (`random.SystemRandom`), None if there is none."""
+    seen: list[str] = []
+    for _ in _walk(roots, seen.append):
+        pass
+    return seen[0] if seen else None
+
+
+def _walk(roots: Mapping[str, object], on_stateless: Callable[[str], None] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (path, object) of every generator, sampler and dataset, each object once."""
+    queue = list(roots.items())
+    seen: set[int] = set()
+    for path, found in queue:  # grows while it is walked
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, random.SystemRandom):
+            if on_stateless is not None:
+                on_stateless(path)
+            continue
+        yield path, found
+        if isinstance(found, rng.GENERATOR_TYPES):
+            continue
+        for name, value in getattr(found, "__dict__", {}).items():
+            if name in _EDGES or isinstance(value, (*rng.GENERATOR_TYPES, Sampler)):
+                queue.append((f"{path}.{name}", value))
+
+
+def _is_sampler(path: str, found: object) -> bool:
+    return isinstance(found, Sampler) or path.rpartition(".")[2].endswith("sampler")
+
+
+def _scalars(sampler: object) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in getattr(sampler, "__dict__", {}).items()
+        if isinstance(value, _SCALARS) and not (isinstance(value, int) and abs(value) >= _LARGEST_INT)
+    }

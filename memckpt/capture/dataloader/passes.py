@@ -1,0 +1,120 @@
+"""Book-keeping of one pass (one iteration from its first batch to its last) over a loader."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from memckpt.capture.dataloader.errors import DataPositionError
+
+_UNDO_DEPTH = 8
+
+Phase = dict[str, Any]
+"""The generators at one moment: ``{"global": RngState, "own": OwnState}``."""
+
+WorkerStates = dict[int, Phase]
+"""Worker id to its generators after a batch; a worker that has served none is absent."""
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """How far one pass has come.
+
+    A batch is dispatched when the loader draws its indices from the sampler, and handed out when the
+    caller receives it. With workers the former runs ahead, so both are counted, and both have a running
+    checksum of the indices.
+    """
+
+    construction: Phase
+    """Before the pass's iterator was made: decides the workers' base seed."""
+    worker_start: WorkerStates = field(default_factory=dict)
+    worker_states: WorkerStates = field(default_factory=dict)
+    """After the newest batch that was handed out."""
+    sampler_start: tuple[Phase, Phase] | None = None
+    """Before the sampler's iter() and before its first next(). Some samplers draw in one, some in the other."""
+    batches: int = 0
+    digest: int = 0
+    dispatched: int = 0
+    dispatched_digest: int = 0
+    sampler_ended: bool = False
+    drained: bool = False
+    """The pass is over although its sampler may have more: dispatch nothing."""
+    exhausted: bool = False
+    """The caller takes no further batch from this pass."""
+    skipped: int = 0
+    """Batches handed out by earlier processes; the workers of this one have not seen them."""
+    replay: dict[str, Any] | None = None
+    """The recorded pass which the sampler has still to be brought to."""
+    _in_flight: deque[int] = field(default_factory=deque)
+    _undo: deque[tuple[int, int | None, Phase | None]] = field(default_factory=lambda: deque(maxlen=_UNDO_DEPTH))
+
+    def dispatch(self, digest: int) -> None:
+        self.dispatched += 1
+        self.dispatched_digest = digest
+        self._in_flight.append(digest)
+
+    def hand_out(self, worker_id: int | None = None, state: Phase | None = None) -> None:
+        """A batch goes to the caller; if a worker made it, with that worker's generators."""
+        self._undo.append(
+            (self.digest, worker_id, self.worker_states.get(worker_id) if worker_id is not None else None)
+        )
+        self.batches += 1
+        if self._in_flight:
+            self.digest = self._in_flight.popleft()
+        if worker_id is not None and state is not None:
+            self.worker_states[worker_id] = state
+
+    def record(self, ahead: int = 0) -> dict[str, Any]:
+        """The pass as plain values, as it was `ahead` batches ago.
+
+        Shares the (never changed) generator states, copies the rest.
+
+        Raises:
+            DataPositionError: it is not known any more how it was then.
+        """
+        digest, worker_states = self.digest, dict(self.worker_states)
+        if not 0 <= ahead <= len(self._undo):
+            raise DataPositionError(
+                f"expected to go back by at most {len(self._undo)} batches, found a caller that is {ahead} ahead"
+            )
+        for _, (before, worker_id, state) in zip(range(ahead), reversed(self._undo), strict=False):
+            digest = before
+            if worker_id is not None and state is not None:
+                worker_states[worker_id] = state
+            elif worker_id is not None:
+                del worker_states[worker_id]
+        return {
+            "construction": self.construction,
+            "worker_start": dict(self.worker_start),
+            "worker_states": worker_states,
+            "sampler_start": self.sampler_start,
+            "batches": self.batches - ahead,
+            "digest": digest,
+            "dispatched": self.dispatched,
+            "dispatched_digest": self.dispatched_digest,
+            "sampler_ended": self.sampler_ended,
+        }
+
+    @classmethod
+    def resumed(cls, record: dict[str, Any]) -> Pass:
+        """The pass at the recorded point, before its dispatched batches have been dispatched again."""
+        start = record["sampler_start"]
+        return cls(
+            construction=record["construction"],
+            worker_start=dict(record["worker_start"]),
+            worker_states=dict(record["worker_states"]),
+            sampler_start=None if start is None else (start[0], start[1]),
+            batches=record["batches"],
+            digest=record["digest"],
+            dispatched=record["batches"],
+            dispatched_digest=record["digest"],
+            skipped=record["batches"],
+            replay=record,
+        )
+
+    def rewind(self) -> None:
+        """Back to the beginning, for data that can only be read again from there."""
+        self.replay = None
+        self.worker_states = dict(self.worker_start)
+        self.batches = self.digest = self.dispatched = self.dispatched_digest = self.skipped = 0

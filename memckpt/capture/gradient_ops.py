@@ -1,0 +1,98 @@
+"""What happens to gradients between backward and the optimizer's step: clipping and unscaling.
+
+Streaming stages gradients before they are changed in place, so the changes are recorded as factors: raw gradient times
+recorded factors equals, bit for bit, what the optimizer used. The places where torch makes them are wrapped while a
+session is open; a change made in another way shows up in the check of the first record, and the tap changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.utils import clip_grad
+
+class Listener(Protocol):
+    """Told of each in-place change, right before it is made."""
+
+    def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
+        """`kind` and `operand` as in GradientOp; `params` are the parameters whose gradients change."""
+
+
+_lock = threading.Lock()
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_originals: list[tuple[Any, str, Any]] = []
+
+
+def listen(listener: Listener) -> None:
+    """Tell `listener` of changes until :func:`unlisten`. The first listener installs the wrappers."""
+    with _lock:
+        if not _originals:
+            _install()
+        _listeners.add(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """The last listener that goes takes the wrappers away."""
+    with _lock:
+        _listeners.discard(listener)
+        if not _listeners:
+            while _originals:
+                owner, name, original = _originals.pop()
+                setattr(owner, name, original)
+
+
+def _tell(kind: str, operand: Any, params: Iterable[torch.Tensor]) -> None:
+    changed = [param for param in params if param.grad is not None]
+    for listener in list(_listeners):
+        listener.gradients_change(kind, operand, changed)
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name, None)
+    if original is None:
+        return  # a torch without this function: the check of staged gradients will notice what it did
+    _originals.append((owner, name, original))
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _as_list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _install() -> None:
+    def clip_by_norm(original: Any) -> Any:
+        def wrapper(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
+            parameters = _as_list(parameters)
+            with torch.no_grad():
+                factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+            _tell("mul", factor, parameters)
+            original(parameters, max_norm, total_norm, foreach)
+
+        return wrapper
+
+    def clip_by_value(original: Any) -> Any:
+        def wrapper(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
+            parameters = _as_list(parameters)
+            _tell("clamp", (-float(clip_value), float(clip_value)), parameters)
+            original(parameters, clip_value, foreach)
+
+        return wrapper
+
+    def unscale(original: Any) -> Any:
+        def wrapper(self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: Any, allow_fp16: bool) -> Any:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            _tell("mul", inv_scale, params)
+            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+
+        return wrapper
+
+    # clip_grad_norm_ calls the first of these by its module's global name, so that every way of importing it is seen.
+    _wrap(clip_grad, "_clip_grads_with_norm_", clip_by_norm)
+    _wrap(clip_grad, "clip_grad_value_", clip_by_value)
+    _wrap(torch.nn.utils, "clip_grad_value_", clip_by_value)
+    _wrap(torch.amp.GradScaler, "_unscale_grads_", unscale)

@@ -1,0 +1,217 @@
+"""The live training state by name: which tensors there are, and which of them are staged how.
+
+Three kinds. *Stepped*: parameters that an optimizer steps, covered by gradients and anchors. *By value*: buffers and
+averaged models that change with every step, copied into every record. *Static*: everything else, frozen parameters and
+large constant buffers, copied once a generation and watched for changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memckpt.config import RedoMode
+from memckpt.errors import UnsupportedError
+from memckpt.state import codec
+from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.optimizers import (
+    DryRuns,
+    attributes,
+    dtype_name,
+    hyperparameters,
+    is_elementwise,
+    refuse_unsupported,
+    state_specs,
+)
+
+#: Buffers up to this size are copied at every step without asking whether they change.
+SMALL_BYTES = 64 << 10
+_COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class SpecRequest:
+    """What a layout depends on beside the live tensors."""
+
+    mode: RedoMode
+    period: int
+    slots: int
+    local_ranks: tuple[int, ...]
+    world_size: int
+
+
+@dataclass
+class Growth:
+    """What earlier records have shown to need room: sub-steps of an optimizer, bytes of a sparse gradient, tensors
+    that change. Only ever grows."""
+
+    sub_steps: dict[int, int] = field(default_factory=dict)
+    sparse_bytes: dict[str, int] = field(default_factory=dict)
+    changing: set[str] = field(default_factory=set)
+
+
+class LiveState:
+    """Names of the live tensors of a model, its optimizers and modules beside it."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], extra_modules: Mapping[str, nn.Module]) -> None:
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.extra_modules = dict(extra_modules)
+        self.growth = Growth()
+        self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
+        for optimizer in self.optimizers:
+            refuse_unsupported(optimizer)
+        self._check()
+
+    def _check(self) -> None:
+        stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        if not stepped:
+            raise UnsupportedError("expected at least one parameter in the optimizers, found none")
+        for name, tensor in self.tensors().items():
+            if type(tensor.data) is not torch.Tensor and type(tensor) not in (torch.Tensor, nn.Parameter):
+                raise UnsupportedError(
+                    f"{name} is a {type(tensor).__name__}: sharded and subclassed tensors are not supported yet; "
+                    "use a single device or DDP"
+                )
+            if dtype_name(tensor.dtype) not in ITEM_BYTES:
+                raise UnsupportedError(f"{name} has dtype {tensor.dtype}, which is not supported")
+
+    # Names
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor of the training state by name, parameters of the model first. Shared tensors appear once."""
+        named: dict[str, torch.Tensor] = {}
+        for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
+            named[name.replace(_COMPILED_PREFIX, "")] = tensor
+        known = {id(tensor) for tensor in named.values()}
+        for position, param in self._optimizer_positions():
+            if id(param) not in known:
+                named[position] = param
+                known.add(id(param))
+        for prefix, module in self.extra_modules.items():
+            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                if id(tensor) not in known:
+                    named[f"{prefix}.{name}"] = tensor
+                    known.add(id(tensor))
+        return named
+
+    def _optimizer_positions(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for index, optimizer in enumerate(self.optimizers):
+            for group_index, group in enumerate(optimizer.param_groups):
+                for position, param in enumerate(group["params"]):
+                    yield f"optimizer{index}.group{group_index}.param{position}", param
+
+    def _stepped(self) -> dict[int, list[tuple[int, int]]]:
+        """(optimizer, group) pairs by the identity of each parameter that they may step."""
+        owners: dict[int, list[tuple[int, int]]] = {}
+        for index, optimizer in enumerate(self.optimizers):
+            for group_index, group in enumerate(optimizer.param_groups):
+                for param in group["params"]:
+                    if param.requires_grad or optimizer.state.get(param):
+                        owners.setdefault(id(param), []).append((index, group_index))
+        return owners
+
+    # Layout
+
+    def spec(self, request: SpecRequest) -> StateSpec:
+        """The layout's spec for the state as it is now."""
+        owners = self._stepped()
+        params: list[ParamSpec] = []
+        static: list[TensorSpec] = []
+        by_value: list[TensorSpec] = []
+        model_params = {id(param) for param in self.model.parameters()}
+        for name, tensor in self.tensors().items():
+            described = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            if id(tensor) in owners:
+                params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
+            elif id(tensor) not in model_params and (described.nbytes <= SMALL_BYTES or name in self.growth.changing):
+                by_value.append(described)
+            elif name in self.growth.changing:
+                by_value.append(described)
+            else:
+                static.append(described)
+        return StateSpec(
+            params=tuple(params),
+            optimizers=tuple(self._optimizer_spec(index) for index in range(len(self.optimizers))),
+            static=tuple(static),
+            by_value=tuple(by_value),
+            mode=request.mode,
+            period=request.period,
+            slots=request.slots,
+            local_ranks=request.local_ranks,
+            world_size=request.world_size,
+        )
+
+    def _param_spec(
+        self, described: TensorSpec, param: torch.Tensor, owners: list[tuple[int, int]], request: SpecRequest
+    ) -> ParamSpec:
+        specs = []
+        whole = not param.is_contiguous() or param.dtype not in (torch.float32, torch.float64)
+        for index, group_index in owners:
+            optimizer = self.optimizers[index]
+            group = optimizer.param_groups[group_index]
+            specs.append(OwnerSpec(index, group_index, state_specs(optimizer, param, group, self._dry_runs[index])))
+            whole = whole or not is_elementwise(optimizer)
+        sparse_bytes = self.growth.sparse_bytes.get(described.name, 0)
+        return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0, sparse_bytes)
+
+    def _optimizer_spec(self, index: int) -> OptimizerSpec:
+        optimizer = self.optimizers[index]
+        kept, _ = attributes(optimizer)
+        return OptimizerSpec(
+            module=type(optimizer).__module__,
+            qualname=type(optimizer).__qualname__,
+            attributes=codec.encode(kept),
+            group_sizes=tuple(len(group["params"]) for group in optimizer.param_groups),
+            sub_steps=self.growth.sub_steps.get(index, 1),
+        )
+
+    # What frameworks change behind our back and a resume has to put back
+
+    def describe_groups(self) -> list[list[dict[str, Any]]]:
+        """Groups of all optimizers with parameters by name, as plain values for the rank state."""
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
+        described = []
+        for optimizer in self.optimizers:
+            settings = hyperparameters(optimizer)
+            for values, group in zip(settings, optimizer.param_groups, strict=True):
+                values["params"] = [names[id(param)] for param in group["params"]]
+            described.append(settings)
+        return described
+
+    def restore_groups(self, described: list[list[dict[str, Any]]]) -> None:
+        """Give the optimizers the groups that :meth:`describe_groups` saw: structure and hyperparameters."""
+        tensors = self.tensors()
+        for optimizer, groups in zip(self.optimizers, described, strict=True):
+            live = optimizer.param_groups
+            for index, saved in enumerate(groups):
+                values = {**saved, "params": [tensors[name] for name in saved["params"]]}
+                if index < len(live):
+                    live[index].clear()
+                    live[index].update(values)
+                else:
+                    live.append(values)
+            del live[len(groups) :]
+
+    def trainable(self) -> dict[str, bool]:
+        """requires_grad of every parameter of the model, by name."""
+        return {
+            name.replace(_COMPILED_PREFIX, ""): param.requires_grad for name, param in self.model.named_parameters()
+        }
+
+    def restore_trainable(self, flags: dict[str, bool]) -> None:
+        tensors = self.tensors()
+        for name, flag in flags.items():
+            if tensors[name].requires_grad != flag:
+                tensors[name].requires_grad_(flag)
+
+
+def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
+    """An optimizer's state for a parameter, without making an entry where there is none."""
+    return optimizer.state[param] if param in optimizer.state else {}

@@ -1,0 +1,241 @@
+"""Writes one rank's part of records into the slots of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState, state_of
+from memckpt.errors import UnsupportedError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.state import codec
+from memckpt.state.layout import ITEM_BYTES, Layout, Piece, StateSpec
+from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
+from memckpt.state.redo import tensor_at
+
+Missing = tuple[tuple[int, int, str], ...]
+
+
+class LayoutChangedError(UnsupportedError):
+    """The live state no longer fits the layout; a new generation is needed."""
+
+
+class SlotWriter:
+    """One rank's view of a generation's regions, bound to the live tensors that it stages.
+
+    Owns the mappings it was given; :meth:`close` unmaps them. The memory itself is the agent's.
+    """
+
+    def __init__(
+        self,
+        spec: StateSpec,
+        generation: int,
+        slots: Region,
+        static: Region | None,
+        replica: Region | None,
+        live: LiveState,
+        rank: int,
+        copier: Copier,
+    ) -> None:
+        self.spec = spec
+        self.layout = Layout(spec)
+        self.generation = generation
+        self.rank = rank
+        self._slots, self._static, self._replica = slots, static, replica
+        self._live = live
+        self._copier = copier
+        self.ring = SlotRing(slots, self.layout, generation)
+        tensors = live.tensors()
+        self.params = [tensors[param.tensor.name] for param in spec.params]
+        self.index = {id(param): index for index, param in enumerate(self.params)}
+        self.by_value = [tensors[tensor.name] for tensor in spec.by_value]
+        self.static = [tensors[tensor.name] for tensor in spec.static]
+        stagers = self.layout.stagers
+        self.mine = [stager == rank for stager in stagers]
+        self.leads = spec.local_ranks[0] == rank
+        self._gradient_views: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._anchor_views: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+        copier.adopt(slots)
+        slots.populate_in_background()
+
+    def close(self) -> None:
+        """Let go of views and mappings."""
+        self._gradient_views.clear()
+        self._anchor_views.clear()
+        for region in (self._slots, self._static, self._replica):
+            if region is not None:
+                self._copier.release(region)
+                region.close()
+
+    # Gradients
+
+    def gradient_view(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
+        """Where the gradient of `param` for that sub-step is staged."""
+        key = (record % self.layout.ring, optimizer, sub_step, param)
+        view = self._gradient_views.get(key)
+        if view is None:
+            tensor = self.spec.params[param].tensor
+            offset = self.layout.slot_offset(record) + self.layout.gradient_offset(optimizer, sub_step, param)
+            view = self._gradient_views[key] = tensor_at(self._slots.map, offset, tensor.shape, tensor.dtype)
+        return view
+
+    def sub_step_room(self, optimizer: int) -> int:
+        return self.spec.optimizers[optimizer].sub_steps
+
+    def stage_sparse(
+        self, record: int, optimizer: int, sub_step: int, param: int, gradient: torch.Tensor
+    ) -> SparseGradient | None:
+        """Stage a sparse gradient as it is, coalesced or not; None if its room is too small (it is then noted)."""
+        indices, values = gradient._indices(), gradient._values()
+        spec = self.spec.params[param]
+        needed = indices.numel() * ITEM_BYTES["int64"] + values.nbytes
+        if needed > spec.sparse_bytes:
+            # Twice what was seen: the number of rows that occur differs from batch to batch.
+            self._live.growth.sparse_bytes[spec.tensor.name] = 2 * needed
+            return None
+        if self.mine[param]:
+            offset = self.layout.slot_offset(record) + self.layout.gradient_offset(optimizer, sub_step, param)
+            room = tensor_at(self._slots.map, offset, tuple(indices.shape), "int64")
+            self._copier.copy(room, indices)
+            offset += indices.numel() * ITEM_BYTES["int64"]
+            room = tensor_at(self._slots.map, offset, tuple(values.shape), spec.tensor.dtype)
+            self._copier.copy(room, values)
+        return SparseGradient(param, gradient.sparse_dim(), indices.shape[1], gradient.is_coalesced())
+
+    # Anchors
+
+    def _parts_of(self, record: int) -> list[list[torch.Tensor]]:
+        """Where the parts of the pieces due in `record` are staged, piece by piece."""
+        key = (record % self.layout.ring, record % self.spec.period)
+        parts = self._anchor_views.get(key)
+        if parts is None:
+            base = self.layout.slot_offset(record)
+            parts = self._anchor_views[key] = []
+            for piece in self.layout.due(record):
+                length = (piece.stop - piece.start,)
+                views = []
+                for _, state, offset in self.layout.piece_parts(piece):
+                    if state is None:
+                        dtype = self.spec.params[piece.param].tensor.dtype
+                        views.append(tensor_at(self._slots.map, base + offset, length, dtype))
+                    else:
+                        shape = length if state.elementwise else state.shape
+                        views.append(tensor_at(self._slots.map, base + offset, shape, state.dtype))
+                parts.append(views)
+        return parts
+
+    def stage_anchors(self, record: int) -> tuple[Missing, bytes]:
+        """Stage the anchors due in `record`; returns what of the state is missing and what of it is not a tensor.
+
+        Raises:
+            LayoutChangedError: an optimizer keeps other state than the layout says.
+        """
+        missing: list[tuple[int, int, str]] = []
+        plain: dict[int, dict[int, dict[str, Any]]] = {}
+        for piece, views in zip(self.layout.due(record), self._parts_of(record), strict=True):
+            self._stage_piece(piece, views, missing, plain)
+        return tuple(missing), codec.encode(plain) if plain else b""
+
+    def _stage_piece(
+        self, piece: Piece, views: Sequence[torch.Tensor], missing: list[tuple[int, int, str]], plain: dict[int, Any]
+    ) -> None:
+        param = self.params[piece.param]
+        mine = self.mine[piece.param]
+        if mine:
+            self._copier.copy(views[0], _cut(param, piece))
+        position = 1
+        for owner in self.spec.params[piece.param].owners:
+            state = state_of(self._live.optimizers[owner.optimizer], param)
+            for spec in owner.state:
+                value = state.get(spec.key)
+                view = views[position]
+                position += 1
+                if not isinstance(value, torch.Tensor):
+                    missing.append((piece.param, owner.optimizer, spec.key))
+                    continue
+                if mine:
+                    source = _cut(value, piece) if spec.elementwise else value.detach()
+                    if source.shape != view.shape or source.dtype != view.dtype:
+                        raise LayoutChangedError(
+                            f"state {spec.key!r} of {self.spec.params[piece.param].tensor.name}: expected "
+                            f"{list(view.shape)} {view.dtype}, found {list(source.shape)} {source.dtype}"
+                        )
+                    self._copier.copy(view, source)
+            if len(state) != sum(isinstance(state.get(spec.key), torch.Tensor) for spec in owner.state):
+                self._note_plain(piece.param, owner.optimizer, state, plain)
+
+    def _note_plain(self, param: int, optimizer: int, state: dict[str, Any], plain: dict[int, Any]) -> None:
+        known = {spec.key for owner in self.spec.params[param].owners for spec in owner.state}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if key not in known:
+                    raise LayoutChangedError(f"new optimizer state {key!r} of {self.spec.params[param].tensor.name}")
+            else:
+                plain.setdefault(param, {}).setdefault(optimizer, {})[key] = value
+
+    # By value, static, and the start of a generation
+
+    def stage_by_value(self, record: int) -> None:
+        """Copy buffers and the like into this rank's area of the slot."""
+        base = self.layout.slot_offset(record) + self.layout.by_value_base(self.rank)
+        for offset, spec, tensor in zip(self.layout.by_value_offsets, self.spec.by_value, self.by_value, strict=True):
+            self._copier.copy(tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype), tensor.detach())
+
+    def static_copy(self, position: int) -> torch.Tensor:
+        """The staged copy of a static tensor."""
+        assert self._static is not None
+        spec = self.spec.static[position]
+        return tensor_at(self._static.map, self.layout.static_offsets[position], spec.shape, spec.dtype)
+
+    def start_generation(self, record: int) -> tuple[tuple[bytes, ...], Missing, bytes]:
+        """Write the state after `record` by value: T virtual records (lazy) or straight into the replica (eager).
+
+        Returns the virtual records' encodings, and for the replica what is missing and what is not a tensor.
+        """
+        if self.leads:
+            for position, tensor in enumerate(self.static):
+                self._copier.copy(self.static_copy(position), tensor.detach())
+        if self.spec.mode == "eager":
+            missing, plain = self._fill_replica()
+            self.ring.open_for_writing(record, self.rank)
+            self.stage_by_value(record)
+            return (), missing, plain
+        metas = []
+        for virtual in range(record - self.spec.period + 1, record + 1):
+            self.ring.open_for_writing(virtual, self.rank)
+            missing, plain = self.stage_anchors(virtual)
+            metas.append(encode_meta(RecordMeta(virtual, record, True, (), missing, plain)))
+        self.stage_by_value(record)
+        return tuple(metas), (), b""
+
+    def seal_generation(self, record: int) -> None:
+        """State that this rank's part of the start is complete; after the copies are done."""
+        first = record if self.spec.mode == "eager" else record - self.spec.period + 1
+        for virtual in range(first, record + 1):
+            self.ring.seal(virtual, self.rank)
+
+    def _fill_replica(self) -> tuple[Missing, bytes]:
+        assert self._replica is not None
+        missing: list[tuple[int, int, str]] = []
+        plain: dict[int, Any] = {}
+        for index, (spec, (value_offset, state_offsets)) in enumerate(
+            zip(self.spec.params, self.layout.replica_offsets, strict=True)
+        ):
+            whole = Piece(index, 0, spec.tensor.numel, 0, 0)
+            views = [tensor_at(self._replica.map, value_offset, spec.tensor.shape, spec.tensor.dtype).view(-1)]
+            for owner in spec.owners:
+                for state in owner.state:
+                    offset = state_offsets[owner.optimizer, state.key]
+                    view = tensor_at(self._replica.map, offset, state.shape, state.dtype)
+                    views.append(view.view(-1) if state.elementwise else view)
+            self._stage_piece(whole, views, missing, plain)
+        return tuple(missing), codec.encode(plain) if plain else b""
+
+
+def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece's elements in row-major order, as a view where the memory allows it."""
+    return tensor.detach().reshape(-1)[piece.start : piece.stop]

@@ -1,0 +1,214 @@
+"""Taps: where gradients are taken from.
+
+Each tap is installed once per session and calls the recorder; which one is in use, and why, is said at the start.
+A tap never raises into the user's backward: the recorder keeps what goes wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.recorder import Recorder
+
+_log = logging.getLogger("memckpt")
+
+CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+class Tap(Protocol):
+    """Takes gradients from a training and gives them to a recorder."""
+
+    name: str
+
+    def install(self) -> None:
+        """Start to tap."""
+
+    def remove(self) -> None:
+        """Leave nothing behind in the user's objects, as far as torch allows."""
+
+
+class ParameterTap:
+    """Streaming on one process: a hook on each parameter sees its accumulated gradient as backward produces it.
+
+    With accumulation it fires for every micro-batch and the last firing counts.
+    """
+
+    name = "streaming"
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
+        self._params = params
+        self._recorder = recorder
+        self._copier = copier
+        self._handles: list[Any] = []
+        self._callback_queued = False
+
+    def install(self) -> None:
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._fired) for param in self._params if param.requires_grad
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _fired(self, param: torch.Tensor) -> None:
+        if param.grad is None:
+            return
+        self._recorder.stage(param, param.grad.detach())
+        if self._copier.asynchronous and not self._callback_queued:
+            # Gradients may be changed in place as soon as backward has ended.
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+
+    def _backward_ended(self) -> None:
+        self._callback_queued = False
+        self._copier.wait_before_changes()
+
+
+class CommHookTap:
+    """Streaming under DDP: the communication hook's future carries each bucket's synchronized gradients.
+
+    DDP takes one communication hook. Ours runs the user's inside, when it is registered after us; without one it
+    averages as DDP itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
+    """
+
+    name = "streaming (DDP communication hook)"
+
+    def __init__(
+        self, model: DistributedDataParallel, recorder: Recorder, copier: Copier, before_reduction: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._copier = copier
+        self._before_reduction = before_reduction
+        self._users: tuple[Any, CommHook] | None = None
+        self._group = model.process_group
+        self._factor = 1.0 / dist.get_world_size(self._group)
+        self._removed = False
+        self._callback_queued = False
+        self.reductions = 0
+
+    @staticmethod
+    def available(model: DistributedDataParallel) -> bool:
+        """False when the user has registered a hook already: torch takes no second one."""
+        return not getattr(model, "_comm_hooks", [])
+
+    def install(self) -> None:
+        def memckpt_tap(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return self._reduce(bucket)
+
+        self._model.register_comm_hook(None, memckpt_tap)
+        # From now on a user's registration reaches us and not torch, which would refuse a second hook.
+        self._model.register_comm_hook = self._adopt  # type: ignore[method-assign]
+
+    def _adopt(self, state: Any, hook: CommHook) -> None:
+        if self._users is not None:
+            raise RuntimeError("register_comm_hook can only be called once per DDP module")
+        self._users = (state, hook)
+
+    def remove(self) -> None:
+        """Torch cannot unregister a communication hook: ours stays and only averages from now on."""
+        self._removed = True
+        self._model.__dict__.pop("register_comm_hook", None)
+
+    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not self._removed:
+            self._before_reduction()
+            self.reductions += 1
+        if self._users is not None:
+            state, hook = self._users
+            future = hook(state, bucket)
+        else:
+            work = dist.all_reduce(bucket.buffer().mul_(self._factor), group=self._group, async_op=True)
+            assert work is not None
+            future = work.get_future().then(_first)
+        if self._removed:
+            return future
+        offsets = [gradient.storage_offset() - bucket.buffer().storage_offset() for gradient in bucket.gradients()]
+        params = bucket.parameters()
+
+        def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            reduced = done.value()  # raises when the reduction failed, which is not ours to hide
+            flat = reduced[0] if isinstance(reduced, list) else reduced
+            for param, offset in zip(params, offsets, strict=True):
+                self._recorder.stage(param, flat.view(-1)[offset : offset + param.numel()].view(param.shape))
+            return flat
+
+        if self._copier.asynchronous and not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)  # type: ignore[attr-defined]
+        return future.then(staged)
+
+    def _backward_ending(self) -> None:
+        # DDP finalizes its buckets in a callback of its own; one queued from inside a callback runs after it.
+        def ended() -> None:
+            self._callback_queued = False
+            self._copier.wait_before_changes()
+
+        torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+
+
+def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
+    value = done.value()
+    tensor = value[0] if isinstance(value, list) else value
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+class PendingTap:
+    """Stages nothing during backward: gradients are taken after the optimizer's step. Right for anything.
+
+    It still has to know that a backward has run, so that a batch in the middle of an accumulation is no restore point.
+    """
+
+    name = "step"
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
+        self._params = params
+        self._recorder = recorder
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._fired) for param in self._params if param.requires_grad
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _fired(self, param: torch.Tensor) -> None:
+        self._recorder.gradient_seen()
+
+
+class StepHooks:
+    """Post-hooks on the optimizers: the one place that sees, everywhere, which step was really taken and with what."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], recorder: Recorder) -> None:
+        self._optimizers = optimizers
+        self._recorder = recorder
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        for number, optimizer in enumerate(self._optimizers):
+
+            def stepped(stepping: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
+                self._recorder.optimizer_stepped(number, stepping)
+
+            self._handles.append(optimizer.register_step_post_hook(stepped))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

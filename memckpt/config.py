@@ -1,0 +1,100 @@
+"""The configuration tree: frozen dataclasses, one definition for Python, files and the command line.
+
+Units stand in the names. Explicit arguments win over environment variables. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from memckpt.errors import ConfigurationError
+
+RedoMode = Literal["eager", "lazy"]
+RedoChoice = Literal["auto", "eager", "lazy"]
+TapChoice = Literal["auto", "streaming", "step"]
+ResumeChoice = Literal["auto", "require", "never"]
+
+#: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
+#: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
+DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32}
+
+
+def _require(condition: bool, name: str, expected: str, found: object) -> None:
+    if not condition:
+        raise ConfigurationError(f"{name}: expected {expected}, found {found!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """The process that holds base and log, one per node and run.
+
+    Args:
+        threads: CPU threads it may use for redo.
+        linger_seconds: how long it keeps the state with no trainer connected.
+        memory_budget_bytes: the most it may hold; None means what the machine and its cgroup have left.
+        start_seconds: time limit for its start and for each of its replies.
+        niceness: added to its CPU niceness, so that training comes first.
+    """
+
+    threads: int = 1
+    linger_seconds: float = 1800.0
+    memory_budget_bytes: int | None = None
+    start_seconds: float = 60.0
+    niceness: int = 10
+
+    def __post_init__(self) -> None:
+        _require(self.threads >= 1, "agent.threads", "1 or more", self.threads)
+        _require(self.linger_seconds >= 0, "agent.linger_seconds", "0 or more", self.linger_seconds)
+        _require(self.start_seconds > 0, "agent.start_seconds", "more than 0", self.start_seconds)
+        _require(0 <= self.niceness <= 19, "agent.niceness", "0 to 19", self.niceness)
+        budget = self.memory_budget_bytes
+        _require(budget is None or budget > 0, "agent.memory_budget_bytes", "None or more than 0", budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemckptConfig:
+    """How a run is protected.
+
+    Args:
+        redo: ``"eager"`` applies each record to a replica at once (least memory, a core partly busy),
+            ``"lazy"`` keeps the last records and applies them at restore (no work beside the copies),
+            ``"auto"`` chooses and says why.
+        tap: ``"streaming"`` copies gradients as backward produces them, ``"step"`` after the optimizer's step;
+            ``"auto"`` streams, checks what it staged against what the optimizer used, and changes to ``"step"``
+            where they differ.
+        anchor_period_steps: T; None takes the default of the redo mode.
+        slots: D, records in flight: one being filled, one waiting, one being applied.
+        agent: the agent's own settings.
+    """
+
+    redo: RedoChoice = "auto"
+    tap: TapChoice = "auto"
+    anchor_period_steps: int | None = None
+    slots: int = 3
+    agent: AgentConfig = field(default_factory=AgentConfig)
+
+    def __post_init__(self) -> None:
+        _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)
+        _require(self.tap in ("auto", "streaming", "step"), "tap", "'auto', 'streaming' or 'step'", self.tap)
+        period = self.anchor_period_steps
+        _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
+        _require(2 <= self.slots <= 64, "slots", "2 to 64", self.slots)
+        _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
+
+    def anchor_period(self, mode: RedoMode) -> int:
+        """T for the chosen redo mode."""
+        return self.anchor_period_steps or DEFAULT_ANCHOR_PERIOD[mode]
+
+
+def check_resume(resume: object) -> ResumeChoice | int:
+    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number."""
+    if resume == "auto" or resume == "require" or resume == "never":
+        return resume  # type: ignore[return-value]
+    if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
+        return resume
+    raise ConfigurationError(
+        f"resume: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
+    )
+
+

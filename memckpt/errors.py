@@ -1,0 +1,100 @@
+"""Every error memckpt raises on purpose.
+
+    MemckptError
+     |- ConfigurationError (ValueError)     a setting that cannot be
+     |- UnsupportedError (ValueError)       a model, optimizer or strategy that cannot be protected
+     |   '- UnsupportedStateError           a value that the safe codec does not take
+     |- NothingHeldError (LookupError)      resume="require" or a step number, and it is not held
+     |- ForeignStateError (ValueError)      what is held belongs to another model or optimizer
+     |- MemoryBudgetError (MemoryError)     the node has no room for base and log
+     |- RunBusyError (RuntimeError)         a live trainer holds this run
+     |- DamagedStateError (ValueError)      bytes that are not what they claim to be
+     |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
+     |   '- AgentGoneError                  its connection ended
+     '- UsageError (RuntimeError)           calls in an order that cannot work
+
+A message says what was expected, what was found, and the remedy. `exit_code` is what the command line
+returns for that kind of failure.
+"""
+
+from __future__ import annotations
+
+
+class MemckptError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class ConfigurationError(MemckptError, ValueError):
+    """A configuration value is out of range or contradicts another one."""
+
+    exit_code = 2
+
+
+class UnsupportedError(MemckptError, ValueError):
+    """Something in the user's training cannot be protected by this version."""
+
+    exit_code = 3
+
+
+class UnsupportedStateError(UnsupportedError, TypeError):
+    """A value inside a rank state that the safe codec does not take.
+
+    Attributes:
+        path: where in the state it was found, for example ``callbacks.MyCallback.handle``.
+        type_name: its fully qualified type.
+    """
+
+    def __init__(self, path: str, type_name: str) -> None:
+        self.path = path
+        self.type_name = type_name
+        super().__init__(
+            f"state at {path or 'the top'!s} is of type {type_name}, which cannot be stored safely: expected "
+            "None, bool, int, float, complex, str, bytes, list, tuple, set, dict, deque, a torch tensor, dtype, "
+            "device or Size, or a numpy array or scalar; return such values from state_dict()"
+        )
+
+
+class NothingHeldError(MemckptError, LookupError):
+    """Nothing is held that satisfies the requested resume."""
+
+    exit_code = 4
+
+
+class ForeignStateError(MemckptError, ValueError):
+    """What is held was written by another model or optimizer; the first difference is named."""
+
+    exit_code = 5
+
+
+class MemoryBudgetError(MemckptError, MemoryError):
+    """Base and log do not fit into this node's memory."""
+
+    exit_code = 6
+
+
+class RunBusyError(MemckptError, RuntimeError):
+    """Another live trainer holds this run."""
+
+    exit_code = 7
+
+
+class DamagedStateError(MemckptError, ValueError):
+    """Bytes that were to be decoded are not what they claim to be."""
+
+    exit_code = 8
+
+
+class AgentError(MemckptError, RuntimeError):
+    """The node's agent could not be started, reached or understood."""
+
+    exit_code = 9
+
+
+class AgentGoneError(AgentError):
+    """The connection to the agent ended: it left or was killed."""
+
+
+class UsageError(MemckptError, RuntimeError):
+    """The library was called in an order that cannot work."""

@@ -1,0 +1,69 @@
+"""How much memory a process on this node may still take, and what base and log need of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memckpt.errors import MemoryBudgetError
+
+_MIB = 2**20
+#: Left free for everything else when the budget is not given.
+_HEADROOM = 0.05
+
+
+def _cgroup_directories() -> list[Path]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    directories = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            directory = Path("/sys/fs/cgroup") / path.lstrip("/")
+            directories += [directory, *directory.parents][: len(directory.parts) - 3]
+    return directories
+
+
+def _read_bytes(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def available_bytes() -> int:
+    """Memory that can still be taken here: the machine's, or what the tightest enclosing cgroup has left."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for directory in _cgroup_directories():
+        limit = _read_bytes(directory / "memory.max")
+        current = _read_bytes(directory / "memory.current")
+        if limit is not None and current is not None:
+            available = min(available, max(0, limit - current))
+    return available
+
+
+def check_budget(needed: int, already_held: int, budget: int | None, detail: str) -> None:
+    """Refuse an allocation that cannot fit.
+
+    Args:
+        needed: bytes to be allocated now.
+        already_held: bytes held already that stay while the new ones are written.
+        budget: the configured limit on both together; None: what the machine has.
+        detail: what the figure is made of, for the message.
+
+    Raises:
+        MemoryBudgetError: with the figures and the remedy.
+    """
+    if budget is not None:
+        room, source = budget - already_held, "agent.memory_budget_bytes"
+    else:
+        room, source = int(available_bytes() * (1 - _HEADROOM)), "available memory"
+    if needed > room:
+        raise MemoryBudgetError(
+            f"expected room for {needed / _MIB:.0f} MiB of base and log on this node ({detail}), found "
+            f"{room / _MIB:.0f} MiB ({source}); lower anchor_period_steps or slots, choose redo='eager', raise the "
+            "budget, or give the job more memory"
+        )

@@ -1,0 +1,118 @@
+"""Anonymous shared memory: memfd regions handed over by file descriptor.
+
+Nothing of it has a name in any file system, so nothing can be left behind: the kernel frees a region with its last
+holder. Space is reserved when a region is made, so that memory which is not there is an error then and not a SIGBUS
+at step 40,000.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import weakref
+
+from memckpt.errors import MemoryBudgetError
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; mmap has no name for it
+_POPULATE_CHUNK = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_live: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
+class Region:
+    """One shared mapping. The creator owns the memory, every opener a mapping; each calls :meth:`close` on its own.
+
+    In a forked child the mapping is not there (MADV_DONTFORK) and the descriptor is closed: loader workers cannot
+    keep state alive or write into it.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self.map = mmap.mmap(fd, nbytes)
+        self.map.madvise(mmap.MADV_DONTFORK)
+        self._populating: threading.Thread | None = None
+        self._closing = threading.Event()
+        _live.add(self)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Region:
+        """Reserve `nbytes` of anonymous memory.
+
+        Raises:
+            MemoryBudgetError: the kernel has no room for it.
+        """
+        fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)
+            return cls(fd, nbytes)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
+                raise MemoryBudgetError(
+                    f"expected {nbytes / 2**20:.0f} MiB of memory for {name}, found less ({error.strerror}); "
+                    "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
+                ) from error
+            raise
+
+    @classmethod
+    def open(cls, fd: int) -> Region:
+        """Map a region that was received over a socket; takes over the descriptor."""
+        return cls(fd, os.fstat(fd).st_size)
+
+    def populate_in_background(self) -> None:
+        """Touch every page from a thread, so that no step pays for a first touch."""
+        if self._populating is None:
+            self._populating = threading.Thread(target=self._populate, name="memckpt-populate", daemon=True)
+            self._populating.start()
+
+    def wait_populated(self, timeout: float) -> bool:
+        """Wait until :meth:`populate_in_background` is through; False after `timeout` seconds."""
+        if self._populating is None:
+            return False
+        self._populating.join(timeout)
+        return not self._populating.is_alive()
+
+    def _populate(self) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        for offset in range(0, self.nbytes, _POPULATE_CHUNK):
+            if self._closing.is_set():
+                return
+            length = min(_POPULATE_CHUNK, self.nbytes - offset)
+            # Advice only: a kernel without it (EINVAL) leaves the first touch to the first steps.
+            _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        """Unmap and close. Idempotent. Views on the mapping must be gone, or its memory stays until they are."""
+        if self.fd < 0:
+            return
+        self._closing.set()
+        if self._populating is not None:
+            self._populating.join()
+        fd, self.fd = self.fd, -1
+        os.close(fd)
+        # A tensor may still look at the mapping; the mmap object then unmaps with the last of them.
+        with contextlib.suppress(BufferError):
+            self.map.close()
+
+
+# In a forked child the ranges are not mapped. Keeping the Python objects alive there forever makes sure that no
+# finalizer unmaps what the child has since put at the same addresses.
+_kept_in_child: list[mmap.mmap] = []
+
+
+def _forget_in_child() -> None:
+    for region in list(_live):
+        _kept_in_child.append(region.map)
+        if region.fd >= 0:
+            os.close(region.fd)
+            region.fd = -1
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,122 @@
+"""The recovery plan: from what all nodes hold, what this attempt restores. Pure functions.
+
+Every rank computes the same plan from the same inventories, so nobody has to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memckpt.config import ResumeChoice
+from memckpt.errors import ForeignStateError, NothingHeldError
+from memckpt.state.records import Branch, HeldRecords, Timeline
+
+
+@dataclass(frozen=True)
+class StartOver:
+    """Nothing is restored. `reason` says why in words; `discard` that something is held and not wanted."""
+
+    timeline: Timeline
+    reason: str
+    discard: bool
+
+
+@dataclass(frozen=True)
+class RestoreRecord:
+    """All ranks restore the state after `record`. `lost` is how many committed records lie beyond it."""
+
+    timeline: Timeline
+    record: int
+    step: int
+    tier: str
+    lost: int
+
+
+Plan = StartOver | RestoreRecord
+
+
+def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
+    """The timeline on which `record` was made, on the way to the newest record of `history`."""
+    for branch in history:
+        if branch.left_at is None or record <= branch.left_at:
+            return branch.timeline
+    return None
+
+
+def make_plan(inventories: Sequence[HeldRecords], resume: ResumeChoice | int, world_size: int, nonce: str) -> Plan:
+    """Choose the newest record that every node can produce.
+
+    Args:
+        inventories: of every rank's node; ranks of one node repeat it.
+        resume: what the user asked for.
+        world_size: of this attempt.
+        nonce: of this attempt.
+
+    Raises:
+        ForeignStateError: what is held belongs to another model, optimizer or world size.
+        NothingHeldError: something must be restored and nothing can be.
+    """
+    nodes = {inventory.node: inventory for inventory in inventories}
+    newest = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
+    timeline = Timeline(newest + 1, nonce)
+    something = any(held.records or held.problem for held in nodes.values())
+    if resume == "never":
+        return StartOver(timeline, "resume='never'", discard=something)
+    for held in nodes.values():
+        if held.problem:
+            raise ForeignStateError(
+                f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
+                "Use another run directory, or resume='never' to drop what is held"
+            )
+        if held.records and held.world_size != world_size:
+            raise ForeignStateError(
+                f"node {held.node} holds a run of {held.world_size} ranks, expected {world_size} as in this attempt; "
+                "a change of world size cannot be resumed from memory. Start with as many ranks as before, or use "
+                "resume='never' to drop what is held"
+            )
+    common = common_records(list(nodes.values()))
+    chosen = _choose(common, resume)
+    if chosen is not None:
+        record, step = chosen
+        lost = max(max(held.records) for held in nodes.values()) - record
+        return RestoreRecord(timeline, record, step, "local memory", lost)
+    reason = _why_nothing(nodes, common, resume)
+    if resume == "auto":
+        return StartOver(timeline, reason, discard=something)
+    raise NothingHeldError(f"resume={resume!r}: {reason}")
+
+
+def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
+    """Records that every node can produce, on one and the same timeline, with their steps."""
+    if not inventories:
+        return {}
+    common: dict[int, int] = {}
+    for record, step in zip(inventories[0].records, inventories[0].steps, strict=True):
+        timelines = {timeline_of(held.history, record) for held in inventories}
+        if len(timelines) == 1 and all(record in held.records for held in inventories):
+            common[record] = step
+    return common
+
+
+def _choose(common: dict[int, int], resume: ResumeChoice | int) -> tuple[int, int] | None:
+    if isinstance(resume, int):
+        # A step names the newest record that carries it.
+        matching = [record for record, step in common.items() if step == resume]
+        return (max(matching), resume) if matching else None
+    if not common:
+        return None
+    record = max(common)
+    return record, common[record]
+
+
+def _why_nothing(nodes: dict[str, HeldRecords], common: dict[int, int], resume: ResumeChoice | int) -> str:
+    if isinstance(resume, int) and common:
+        return f"expected step {resume}, found steps {sorted(set(common.values()))} in local memory"
+    empty = sorted(node for node, held in nodes.items() if not held.records)
+    if len(empty) == len(nodes):
+        return "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+    if empty:
+        return f"nothing is held on node {', '.join(empty)}, and the other nodes alone are not enough"
+    spans = "; ".join(f"{node}: {min(h.records)} to {max(h.records)}" for node, h in sorted(nodes.items()))
+    return f"the nodes hold no record in common ({spans})"

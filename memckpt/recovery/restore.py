@@ -1,0 +1,242 @@
+"""Putting a held state back into live tensors: straight from mapped memory, never a view of it."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.errors import DamagedStateError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.state import codec
+from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
+from memckpt.state.optimizers import rebuild_like
+from memckpt.state.records import RecordMeta, decode_meta
+from memckpt.state.redo import Member, RedoGroup, StagedGradients, tensor_at
+
+#: From this size on, copying takes long enough to show a progress bar.
+_PROGRESS_BYTES = 1 << 30
+
+
+class Restorer:
+    """Restores one rank from one node's memory. Reads the regions only; a kill at any point is harmless.
+
+    Args:
+        layout: of the held generation.
+        slots, static, replica: its regions.
+        ring: stamps of the slots.
+        tensors: the live tensors by name.
+        optimizers: the live optimizers; state is made as needed, on the parameters' devices.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Region,
+        static: Region | None,
+        replica: Region | None,
+        ring: SlotRing,
+        tensors: dict[str, torch.Tensor],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        self._layout = layout
+        self._slots: mmap.mmap = slots.map
+        self._static = static
+        self._replica = replica
+        self._ring = ring
+        self._tensors = tensors
+        self._optimizers = optimizers
+        self._params = [tensors[param.tensor.name] for param in layout.spec.params]
+
+    @torch.no_grad()
+    def restore(
+        self, record: int, rank: int, metas: Sequence[bytes], missing: Sequence[tuple[int, int, str]], plain: bytes
+    ) -> None:
+        """Put the state after `record` into the live tensors.
+
+        Args:
+            record: the one that the plan chose.
+            rank: whose by-value tensors to restore.
+            metas: the window of records that closes with it (lazy).
+            missing, plain: what of the replica's state does not exist, and what is not a tensor (eager).
+
+        Raises:
+            DamagedStateError: a slot does not hold what it should.
+        """
+        self._forget_optimizer_state()
+        if self._replica is None:
+            self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
+        else:
+            self._restore_from_replica(missing, codec.decode(plain) if plain else {})
+        self._restore_static()
+        self._restore_by_value(record, rank)
+
+    def _forget_optimizer_state(self) -> None:
+        for spec, param in zip(self._layout.spec.params, self._params, strict=True):
+            for owner in spec.owners:
+                self._optimizers[owner.optimizer].state.pop(param, None)
+
+    def _state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
+        """Room for state, not zeroed: every byte of it is about to be overwritten."""
+        dtype = getattr(torch, spec.dtype)
+        if spec.elementwise:
+            return torch.empty_like(param, dtype=dtype, requires_grad=False)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
+
+    # Eager: copy the replica
+
+    def _restore_from_replica(self, missing: Sequence[tuple[int, int, str]], plain: dict[int, Any]) -> None:
+        assert self._replica is not None
+        absent = set(missing)
+        source = self._replica.map
+        with _progress("restoring", self._layout.replica_bytes) as advance:
+            for index, (spec, offsets) in enumerate(
+                zip(self._layout.spec.params, self._layout.replica_offsets, strict=True)
+            ):
+                param = self._params[index]
+                param.data.copy_(tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype))
+                advance(spec.tensor.nbytes)
+                for owner in spec.owners:
+                    values = dict(plain.get(index, {}).get(owner.optimizer, {}))
+                    for state in owner.state:
+                        if (index, owner.optimizer, state.key) in absent:
+                            continue
+                        room = self._state_tensor(param, state)
+                        offset = offsets[1][owner.optimizer, state.key]
+                        room.copy_(tensor_at(source, offset, state.shape, state.dtype))
+                        values[state.key] = room
+                        advance(state.nbytes)
+                    if values:
+                        self._optimizers[owner.optimizer].state[param] = values
+
+    # Lazy: anchors, then the records since
+
+    def _restore_by_redo(self, record: int, metas: Sequence[RecordMeta]) -> None:
+        by_number = {meta.record: meta for meta in metas}
+        period = self._layout.spec.period
+        expected = range(record - period + 1, record + 1)
+        if sorted(by_number) != list(expected):
+            raise DamagedStateError(
+                f"expected the records {expected.start} to {record}, found {sorted(by_number)}: the window has a hole"
+            )
+        ranks = self._layout.spec.local_ranks
+        for number in expected:
+            self._ring.check(number, ranks)
+        gradients = StagedGradients(self._slots, self._layout)
+        with _progress("restoring", self._layout.numel * 12) as advance:
+            for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
+                members = [self._anchored(piece, anchoring) for piece in self._layout.due(anchoring.record)]
+                group = RedoGroup(self._layout, members, self._build)
+                for number in range(anchoring.anchors_of + 1, record + 1):
+                    group.apply(by_number[number], gradients)
+                for member in members:
+                    self._bring_home(member)
+                    advance((member.stop - member.start) * 12)
+
+    def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
+        return rebuild_like(self._optimizers[index], groups)
+
+    def _anchored(self, piece: Piece, meta: RecordMeta) -> Member:
+        """A member on the live parameter's own memory, set to its anchor."""
+        spec = self._layout.spec.params[piece.param]
+        param = self._params[piece.param]
+        whole = piece.stop - piece.start == spec.tensor.numel
+        target = param.data if whole else param.data.view(-1)[piece.start : piece.stop]
+        absent = set(meta.missing)
+        plain = codec.decode(meta.plain) if meta.plain else {}
+        base = self._layout.slot_offset(meta.record)
+        states: dict[int, dict[str, Any]] = {
+            owner.optimizer: dict(plain.get(piece.param, {}).get(owner.optimizer, {})) for owner in spec.owners
+        }
+        for owner, state, offset in self._layout.piece_parts(piece):
+            if owner is None or state is None:
+                anchor = tensor_at(self._slots, base + offset, tuple(target.shape), spec.tensor.dtype)
+                target.copy_(anchor)
+                continue
+            if (piece.param, owner.optimizer, state.key) in absent:
+                continue
+            shape = tuple(target.shape) if state.elementwise else state.shape
+            anchor = tensor_at(self._slots, base + offset, shape, state.dtype)
+            room = self._room_for(piece, owner, state, whole)
+            room.copy_(anchor)
+            states[owner.optimizer][state.key] = room
+        parameter = torch.nn.Parameter(target, requires_grad=target.is_floating_point() or target.is_complex())
+        return Member(piece.param, piece.start, piece.stop, parameter, states)
+
+    def _room_for(self, piece: Piece, owner: OwnerSpec, state: StateTensorSpec, whole: bool) -> torch.Tensor:
+        """The live state's own memory for element-wise state; for the rest a tensor of the member's own."""
+        param = self._params[piece.param]
+        if not state.elementwise:
+            return self._state_tensor(param, state)
+        live = self._optimizers[owner.optimizer].state[param]
+        if state.key not in live:
+            live[state.key] = self._state_tensor(param, state)
+        tensor: torch.Tensor = live[state.key]
+        return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
+
+    def _bring_home(self, member: Member) -> None:
+        """What redo left in tensors of its own goes into the live optimizer's state."""
+        param = self._params[member.param]
+        whole = member.stop - member.start == param.numel()
+        specs = {(o.optimizer, s.key): s for o in self._layout.spec.params[member.param].owners for s in o.state}
+        for optimizer, values in member.states.items():
+            for key, value in values.items():
+                live = self._optimizers[optimizer].state[param]
+                spec = specs.get((optimizer, key))
+                if not isinstance(value, torch.Tensor) or spec is None or not spec.elementwise:
+                    live[key] = value
+                    continue
+                if key not in live:
+                    live[key] = self._state_tensor(param, spec)
+                home = live[key] if whole else live[key].view(-1)[member.start : member.stop]
+                if home.data_ptr() != value.data_ptr():
+                    home.copy_(value)
+
+    # The rest
+
+    def _restore_static(self) -> None:
+        for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
+            assert self._static is not None
+            self._tensors[spec.name].data.copy_(tensor_at(self._static.map, offset, spec.shape, spec.dtype))
+
+    def _restore_by_value(self, record: int, rank: int) -> None:
+        self._ring.check(record, [rank])
+        base = self._layout.slot_offset(record) + self._layout.by_value_base(rank)
+        for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets, strict=True):
+            self._tensors[spec.name].data.copy_(tensor_at(self._slots, base + offset, spec.shape, spec.dtype))
+
+
+@contextmanager
+def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    if nbytes < _PROGRESS_BYTES or not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"memckpt: {what}", total=nbytes)
+        yield lambda amount: bar.advance(task, amount)
+
+
+def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:
+    """A sum over the bits of parameters and element-wise state: equal on ranks that hold equal replicas."""
+    total = 0
+    for param in params:
+        tensors = [param.detach()]
+        for optimizer in optimizers:
+            if param in optimizer.state:
+                state = optimizer.state[param]
+                tensors += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+        for position, tensor in enumerate(tensors):
+            bits = tensor.contiguous().view(-1).view(torch.uint8)
+            words = bits[: bits.numel() // 8 * 8].view(torch.int64) if bits.data_ptr() % 8 == 0 else bits
+            total = (total * 31 + int(words.sum()) + int(bits[bits.numel() // 8 * 8 :].sum()) + position) % (1 << 61)
+    return total

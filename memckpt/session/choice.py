@@ -1,0 +1,45 @@
+"""The choices a session makes by itself, each with the reason that it tells the user."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from memckpt.capture.live_state import LiveState
+from memckpt.config import MemckptConfig, RedoMode
+from memckpt.state.optimizers import attributes, is_importable
+
+
+def usable_cores() -> float:
+    """Cores that this process may use: its affinity, or less where a cgroup limits it."""
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else min(cores, int(quota) / int(period))
+
+
+def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int) -> tuple[RedoMode, str]:
+    """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly."""
+    for optimizer in live.optimizers:
+        if not is_importable(type(optimizer)):
+            name = type(optimizer).__qualname__
+            return "lazy", f"{name} cannot be imported by name in another process"
+        _, dropped = attributes(optimizer)
+        if dropped:
+            return "lazy", f"attribute {dropped[0]!r} of {type(optimizer).__qualname__} cannot be given to the agent"
+    if config.redo != "auto":
+        return config.redo, "as configured"
+    if device.type != "cpu":
+        return "eager", "training runs on an accelerator, so cores are free for the replica"
+    low = next((name for name, t in live.tensors().items() if t.dtype in (torch.bfloat16, torch.float16)), None)
+    if low is not None:
+        return "lazy", f"{low} is in half precision, where thread counts change the bits"
+    busy = torch.get_num_threads() * local_ranks
+    cores = usable_cores()
+    if cores - busy >= config.agent.threads:
+        return "eager", f"training uses {busy} of {cores:g} cores"
+    return "lazy", f"training uses all of the {cores:g} cores"

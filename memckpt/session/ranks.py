@@ -1,0 +1,85 @@
+"""The ranks of a job: who is where, and how they agree at the start. Nothing here runs during training."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from memckpt import errors
+from memckpt.agent.address import node_name
+from memckpt.agent.messages import Launcher
+from memckpt.agent.processes import start_ticks
+from memckpt.errors import MemckptError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This rank's place in the job, and a Gloo group for exchanging small things at start.
+
+    Attributes:
+        rank, world_size: in the default process group; 0 and 1 without one.
+        node: this node's name.
+        local_ranks: the ranks on this node, ascending.
+        nonce: the attempt's, equal on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._group: Any = None
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if self.world_size > 1 and dist.get_backend() != "gloo":
+            self._group = dist.new_group(backend="gloo")
+        self.node = node_name()
+        nodes = self.gather((self.node, secrets.token_hex(8)))
+        self.local_ranks = tuple(rank for rank, (node, _) in enumerate(nodes) if node == self.node)
+        self.nonce = nodes[0][1]
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank and gather the results; if one rank fails, every rank raises its error.
+
+        Without this the others would wait in their next collective for a rank that has left.
+        """
+        result: tuple[str, Any]
+        failure: MemckptError | None = None
+        try:
+            result = ("", work())
+        except MemckptError as error:
+            failure = error
+            result = (type(error).__name__, str(error))
+        results = self.gather(result)
+        if failure is not None:
+            raise failure
+        for rank, (kind, value) in enumerate(results):
+            if kind:
+                raise getattr(errors, kind, MemckptError)(f"rank {rank}: {value}")
+        return [value for _, value in results]
+
+    def broadcast_tensor(self, tensor: Any, source: int) -> None:
+        """Overwrite `tensor` with that of rank `source`, in place."""
+        dist.broadcast(tensor, source)
+
+
+def find_launcher(world_size: int) -> Launcher:
+    """Who restarts this trainer when it dies: torchrun, or the process that started several ranks.
+
+    A single process that was started by hand has none: its parent is a shell, which may end while it trains on.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    parent = os.getppid()
+    if restarts is None and world_size == 1:
+        return Launcher(0, 0, 0)
+    return Launcher(parent, start_ticks(parent), int(restarts or 0))

@@ -1,0 +1,252 @@
+"""Safe codec for rank states: plain trees, tensors and arrays; decoding never runs code.
+
+A tree is msgpack in which every value that msgpack has no type for is a tagged list. Tensors and arrays travel as
+(dtype, shape, bytes) and come back as fresh memory of their own. Torch and numpy are looked up only when a value
+of theirs occurs, so that a process without torch can use the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import msgspec
+
+from memckpt.errors import DamagedStateError, UnsupportedStateError
+
+# Tags are extension codes of the first element in a tagged list: ["\x00tag", ...]. A user's own list that begins
+# with such a string is escaped with the "list" tag.
+_MARK = "\x00"
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+
+_INT_RANGE = range(-(2**63), 2**64)
+
+
+def encode(value: Any) -> bytes:
+    """Encode a tree of plain values, tensors and arrays.
+
+    Values are copied: the result shares no memory with them.
+
+    Raises:
+        UnsupportedStateError: a value is of another type; the error has its path.
+    """
+    return _encoder.encode(_pack(value, ""))
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """Decode what :func:`encode` made.
+
+    Raises:
+        DamagedStateError: the bytes are not a whole encoding.
+    """
+    try:
+        return _unpack(_decoder.decode(data))
+    except (msgspec.DecodeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+        if isinstance(error, DamagedStateError):
+            raise
+        raise DamagedStateError(f"rank state of {len(data)} bytes cannot be decoded: {error}") from error
+
+
+def unencodable_paths(value: Any) -> list[str]:
+    """Paths (with types) of everything in `value` that :func:`encode` would refuse; empty when it is fine."""
+    found: list[str] = []
+
+    def refuse(path: str, type_name: str) -> None:
+        found.append(f"{path} ({type_name})")
+
+    _pack(value, "", refuse)
+    return found
+
+
+def _refuse(path: str, type_name: str) -> None:
+    raise UnsupportedStateError(path, type_name)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _pack(value: Any, path: str, refuse: Callable[[str, str], None] = _refuse) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, float, str, bytes):
+        return value
+    if kind is int:
+        return value if value in _INT_RANGE else [_MARK + "int", str(value)]
+    if kind is list:
+        packed = [_pack(item, _join(path, index), refuse) for index, item in enumerate(value)]
+        if packed and isinstance(packed[0], str) and packed[0].startswith(_MARK):
+            return [_MARK + "list", *packed]
+        return packed
+    if kind is dict:
+        if all(type(key) is str for key in value):
+            return {key: _pack(item, _join(path, key), refuse) for key, item in value.items()}
+        return [_MARK + "dict", *_pack_items(value, path, refuse)]
+    if kind is tuple:
+        return [_MARK + "tuple", *(_pack(item, _join(path, index), refuse) for index, item in enumerate(value))]
+    return _pack_rare(value, path, refuse)
+
+
+def _pack_items(value: Any, path: str, refuse: Callable[[str, str], None]) -> list[Any]:
+    packed: list[Any] = []
+    for key, item in value.items():
+        packed.append(_pack(key, _join(path, f"key {key!r}"), refuse))
+        packed.append(_pack(item, _join(path, key), refuse))
+    return packed
+
+
+def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
+    if isinstance(value, OrderedDict):
+        return [_MARK + "odict", *_pack_items(value, path, refuse)]
+    if isinstance(value, (defaultdict, dict)):
+        # Subclasses of dict come back as plain dicts: their own state is not ours to guess.
+        return [_MARK + "dict", *_pack_items(value, path, refuse)]
+    if isinstance(value, (set, frozenset)):
+        tag = "set" if isinstance(value, set) else "frozenset"
+        return [_MARK + tag, *(_pack(item, _join(path, item), refuse) for item in value)]
+    if isinstance(value, deque):
+        items = [_pack(item, _join(path, index), refuse) for index, item in enumerate(value)]
+        return [_MARK + "deque", value.maxlen, *items]
+    if isinstance(value, complex):
+        return [_MARK + "complex", value.real, value.imag]
+    if isinstance(value, bytearray):
+        return [_MARK + "bytearray", bytes(value)]
+    if isinstance(value, array):
+        return [_MARK + "array", value.typecode, value.tobytes()]
+    if isinstance(value, PurePath):
+        return str(value)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        if isinstance(value, torch.Tensor):
+            return _pack_tensor(torch, value, path, refuse)
+        if isinstance(value, torch.Size):
+            return [_MARK + "size", *value]
+        if isinstance(value, torch.dtype):
+            return [_MARK + "dtype", str(value).removeprefix("torch.")]
+        if isinstance(value, torch.device):
+            return [_MARK + "device", str(value)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
+        tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
+        return [_MARK + tag, value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
+    # A str, int or float subclass (a StrEnum member, numpy's own float64 is above) travels as its plain value,
+    # except true enums: their identity would be lost.
+    if isinstance(value, (str, int, float)) and not _is_enum(value):
+        for plain in (str, int, float):
+            if isinstance(value, plain):
+                return _pack(plain(value), path, refuse)
+    refuse(path, f"{type(value).__module__}.{type(value).__qualname__}")
+    return None
+
+
+def _is_enum(value: object) -> bool:
+    enum = sys.modules.get("enum")
+    return enum is not None and isinstance(value, enum.Enum)
+
+
+def _pack_tensor(torch: Any, value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
+    tensor = value.detach()
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        refuse(path, f"torch.Tensor with layout {tensor.layout}")
+        return None
+    device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
+    flat = tensor.to("cpu").contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return [_MARK + "tensor", name, list(tensor.shape), device, data]
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unpack(item) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    if not value or not isinstance(value[0], str) or not value[0].startswith(_MARK):
+        return [_unpack(item) for item in value]
+    tag = value[0][1:]
+    unpack = _UNPACKERS.get(tag)
+    if unpack is None:
+        raise DamagedStateError(f"rank state has an unknown tag {tag!r}; it was written by a newer version")
+    return unpack(value[1:])
+
+
+def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:
+    unpacked = [_unpack(item) for item in items]
+    return list(zip(unpacked[::2], unpacked[1::2], strict=True))
+
+
+def _unpack_tensor(items: list[Any]) -> Any:
+    import torch
+
+    name, shape, device, data = items
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedStateError(f"rank state has a tensor of unknown dtype {name!r}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+    # A tensor of an accelerator that this process lacks stays on the CPU; load_state_dict moves it.
+    return tensor.to(device) if device != "cpu" and torch.cuda.is_available() else tensor
+
+
+def _unpack_array(items: list[Any]) -> Any:
+    import numpy
+
+    name, shape, data = items
+    dtype = numpy.dtype(name)
+    if dtype.kind not in "biufc":
+        raise DamagedStateError(f"rank state has an array of dtype {name!r}")
+    return numpy.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _unpack_size(items: list[Any]) -> Any:
+    import torch
+
+    return torch.Size(items)
+
+
+def _unpack_dtype(items: list[Any]) -> Any:
+    import torch
+
+    dtype = getattr(torch, items[0], None)
+    if not isinstance(dtype, torch.dtype):
+        raise DamagedStateError(f"rank state has an unknown dtype {items[0]!r}")
+    return dtype
+
+
+def _unpack_device(items: list[Any]) -> Any:
+    import torch
+
+    return torch.device(items[0])
+
+
+def _unpack_typed_array(items: list[Any]) -> Any:
+    typed = array(items[0])
+    typed.frombytes(items[1])
+    return typed
+
+
+_UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": lambda items: [_unpack(item) for item in items],
+    "tuple": lambda items: tuple(_unpack(item) for item in items),
+    "dict": lambda items: dict(_pairs(items)),
+    "odict": lambda items: OrderedDict(_pairs(items)),
+    "set": lambda items: {_unpack(item) for item in items},
+    "frozenset": lambda items: frozenset(_unpack(item) for item in items),
+    "deque": lambda items: deque([_unpack(item) for item in items[1:]], maxlen=items[0]),
+    "int": lambda items: int(items[0]),
+    "complex": lambda items: complex(items[0], items[1]),
+    "bytearray": lambda items: bytearray(items[0]),
+    "array": _unpack_typed_array,
+    "tensor": _unpack_tensor,
+    "ndarray": _unpack_array,
+    "npscalar": lambda items: _unpack_array(items)[()],
+    "size": _unpack_size,
+    "dtype": _unpack_dtype,
+    "device": _unpack_device,
+}

@@ -1,0 +1,355 @@
+"""What is staged, and where in a slot each byte of it lies.
+
+Torch-free: the agent computes the same offsets from the same :class:`StateSpec` as the trainers do, and a lazy agent
+never imports torch. All offsets and sizes are in bytes.
+
+A slot holds one record::
+
+    header | gradient arena | anchors due | by-value tensors of local rank 0 | ... of local rank n-1
+
+The gradient arena has one area for each optimizer sub-step that a record may contain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import msgspec
+
+from memckpt.config import RedoMode
+
+PAGE = 4096
+ALIGN = 64
+HEADER_BYTES = PAGE
+#: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
+CUT_ELEMENTS = 32
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def aligned(size: int, unit: int = ALIGN) -> int:
+    """`size` rounded up to a multiple of `unit`."""
+    return -(-size // unit) * unit
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, shape and dtype of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an optimizer's state for one parameter.
+
+    `elementwise` says that it has the parameter's shape and may be cut with it; `on_cpu` that it stays in host
+    memory whatever the parameter's device (Adam's ``step``).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    elementwise: bool
+    on_cpu: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One optimizer that steps a parameter, and the state that it keeps for it."""
+
+    optimizer: int
+    group: int
+    state: tuple[StateTensorSpec, ...]
+
+
+class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter that some optimizer steps.
+
+    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails); `sparse_bytes` is the room for
+    one sparse gradient, 0 for a dense one.
+    """
+
+    tensor: TensorSpec
+    owners: tuple[OwnerSpec, ...]
+    whole: bool
+    sparse_bytes: int
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.sparse_bytes or self.tensor.nbytes
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """An optimizer class by name, with what is needed to build it elsewhere.
+
+    `attributes` is a codec encoding of the instance attributes (``defaults`` among them) and `group_sizes` the number
+    of parameters in each group. `sub_steps` is how many of its steps one record has room for.
+    """
+
+    module: str
+    qualname: str
+    attributes: bytes
+    group_sizes: tuple[int, ...]
+    sub_steps: int
+
+
+class StateSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that determines a :class:`Layout`.
+
+    `static` are tensors that no optimizer steps (frozen parameters), staged once a generation; `by_value` tensors
+    (buffers, averaged models) are staged with every record by every local rank.
+    """
+
+    params: tuple[ParamSpec, ...]
+    optimizers: tuple[OptimizerSpec, ...]
+    static: tuple[TensorSpec, ...]
+    by_value: tuple[TensorSpec, ...]
+    mode: RedoMode
+    period: int
+    slots: int
+    local_ranks: tuple[int, ...]
+    world_size: int
+
+    def digest(self) -> str:
+        """A digest that is equal exactly when the layouts are."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+    def fingerprint(self) -> list[str]:
+        """One line for each thing that must match for a held state to be restored into a model.
+
+        Names, shapes, dtypes and optimizer classes; not the groups, which change with freezing.
+        """
+        tensors = [*(param.tensor for param in self.params), *self.static, *self.by_value]
+        lines = [f"{spec.name} {list(spec.shape)} {spec.dtype}" for spec in sorted(tensors, key=lambda one: one.name)]
+        lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
+        return lines
+
+
+def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
+    """The first line in which two fingerprints differ, in words; None when they agree."""
+    for ours, theirs in zip(held, live, strict=False):
+        if ours != theirs:
+            return f"held: {ours}; this run: {theirs}"
+    if len(held) > len(live):
+        return f"held: {held[len(live)]}; this run: nothing in its place"
+    if len(live) > len(held):
+        return f"held: nothing; this run: {live[len(held)]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of elements of one parameter that is anchored as a unit, with its place in the anchor area."""
+
+    param: int
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+
+
+class Layout:
+    """Offsets of everything in slots, static region and replica, computed from a :class:`StateSpec`.
+
+    A pure function of the spec: every rank and the agent get the same one.
+    """
+
+    def __init__(self, spec: StateSpec) -> None:
+        self.spec = spec
+        self.ring = spec.period + spec.slots if spec.mode == "lazy" else spec.slots
+        self._optimizer_params: list[list[int]] = [[] for _ in spec.optimizers]
+        for index, param in enumerate(spec.params):
+            for owner in param.owners:
+                self._optimizer_params[owner.optimizer].append(index)
+        self._place_gradients()
+        self._place_pieces()
+        self._place_by_value()
+        self.slot_bytes = aligned(
+            HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + self.by_value_bytes * len(spec.local_ranks), PAGE
+        )
+        self.slots_bytes = self.slot_bytes * self.ring
+        self._place_static_and_replica()
+
+    # Gradients
+
+    def _place_gradients(self) -> None:
+        self._gradient_offsets: list[dict[int, int]] = []
+        self._area_bytes: list[int] = []
+        self._area_base: list[int] = []
+        base = 0
+        for optimizer, params in zip(self.spec.optimizers, self._optimizer_params, strict=True):
+            offset = 0
+            offsets = {}
+            for index in params:
+                offsets[index] = offset
+                offset += aligned(self.spec.params[index].grad_bytes)
+            self._gradient_offsets.append(offsets)
+            self._area_bytes.append(offset)
+            self._area_base.append(base)
+            base += offset * optimizer.sub_steps
+        self.gradient_bytes = base
+
+    def gradient_offset(self, optimizer: int, sub_step: int, param: int) -> int:
+        """Offset in a slot of the gradient of `param` for the `sub_step`-th step of `optimizer` in a record."""
+        area = self._area_base[optimizer] + sub_step * self._area_bytes[optimizer]
+        return HEADER_BYTES + area + self._gradient_offsets[optimizer][param]
+
+    def optimizer_params(self, optimizer: int) -> list[int]:
+        """Indices of the parameters that `optimizer` steps, in the layout's order."""
+        return self._optimizer_params[optimizer]
+
+    # Anchors
+
+    def _place_pieces(self) -> None:
+        """Cut parameters into pieces of at most n/(4T) elements and balance them over the period."""
+        spec = self.spec
+        total = sum(param.tensor.numel for param in spec.params)
+        limit = max(aligned(total // (4 * spec.period), CUT_ELEMENTS), CUT_ELEMENTS * 128)
+        pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
+        for index, param in enumerate(spec.params):
+            for start, stop in _cuts(param, limit):
+                pieces.append((self._piece_bytes(param, stop - start), index, start, stop))
+        loads = [0] * spec.period
+        groups: list[list[tuple[int, int, int, int]]] = [[] for _ in range(spec.period)]
+        for piece in sorted(pieces, key=lambda item: (-item[0], item[1], item[2])):
+            lightest = loads.index(min(loads))
+            loads[lightest] += piece[0]
+            groups[lightest].append(piece)
+        base = HEADER_BYTES + self.gradient_bytes
+        self.anchor_groups: list[list[Piece]] = []
+        for group in groups:
+            offset = base
+            placed = []
+            for nbytes, index, start, stop in group:
+                placed.append(Piece(index, start, stop, offset, nbytes))
+                offset += nbytes
+            self.anchor_groups.append(placed)
+        self.anchor_bytes = aligned(max(loads, default=0))
+
+    def _piece_bytes(self, param: ParamSpec, elements: int) -> int:
+        return sum(aligned(nbytes) for _, _, nbytes in self._piece_parts(param, elements))
+
+    def _piece_parts(
+        self, param: ParamSpec, elements: int
+    ) -> Iterator[tuple[OwnerSpec | None, StateTensorSpec | None, int]]:
+        yield None, None, elements * ITEM_BYTES[param.tensor.dtype]
+        for owner in param.owners:
+            for state in owner.state:
+                nbytes = elements * ITEM_BYTES[state.dtype] if state.elementwise else state.nbytes
+                yield owner, state, nbytes
+
+    def piece_parts(self, piece: Piece) -> Iterator[tuple[OwnerSpec | None, StateTensorSpec | None, int]]:
+        """The parts of an anchored piece with their offsets in the slot: the parameter first (owner None), then states."""
+        offset = piece.offset
+        for owner, state, nbytes in self._piece_parts(self.spec.params[piece.param], piece.stop - piece.start):
+            yield owner, state, offset
+            offset += aligned(nbytes)
+
+    def due(self, record: int) -> list[Piece]:
+        """The pieces whose anchors record number `record` carries."""
+        return self.anchor_groups[record % self.spec.period]
+
+    # By-value tensors, static tensors, replica
+
+    def _place_by_value(self) -> None:
+        offset = 0
+        self.by_value_offsets: list[int] = []
+        for tensor in self.spec.by_value:
+            self.by_value_offsets.append(offset)
+            offset += aligned(tensor.nbytes)
+        self.by_value_bytes = offset
+
+    def by_value_base(self, rank: int) -> int:
+        """Offset in a slot of the by-value area of a rank of this node."""
+        position = self.spec.local_ranks.index(rank)
+        return HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + position * self.by_value_bytes
+
+    def _place_static_and_replica(self) -> None:
+        offset = 0
+        self.static_offsets: list[int] = []
+        for tensor in self.spec.static:
+            self.static_offsets.append(offset)
+            offset += aligned(tensor.nbytes)
+        self.static_bytes = aligned(offset, PAGE)
+        offset = 0
+        #: For each parameter the offset of its value in the replica, then those of its states, owner by owner.
+        self.replica_offsets: list[tuple[int, dict[tuple[int, str], int]]] = []
+        for param in self.spec.params:
+            value = offset
+            offset += aligned(param.tensor.nbytes)
+            states = {}
+            for owner in param.owners:
+                for state in owner.state:
+                    states[owner.optimizer, state.key] = offset
+                    offset += aligned(state.nbytes)
+            self.replica_offsets.append((value, states))
+        self.replica_bytes = aligned(offset, PAGE) if self.spec.mode == "eager" else 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Shared memory of one generation on this node."""
+        return self.slots_bytes + self.static_bytes + self.replica_bytes
+
+    @property
+    def numel(self) -> int:
+        """Elements of all stepped parameters."""
+        return sum(param.tensor.numel for param in self.spec.params)
+
+    def slot_offset(self, record: int) -> int:
+        """Offset of the slot of record number `record` in the slots' region."""
+        return record % self.ring * self.slot_bytes
+
+    @cached_property
+    def stagers(self) -> list[int]:
+        """For each parameter the local rank that stages it: balanced by bytes, so that each link carries it once."""
+        ranks = self.spec.local_ranks
+        loads = [0] * len(ranks)
+        chosen = [ranks[0]] * len(self.spec.params)
+        order = sorted(range(len(chosen)), key=lambda i: (-self.spec.params[i].tensor.nbytes, i))
+        for index in order:
+            lightest = loads.index(min(loads))
+            loads[lightest] += self.spec.params[index].tensor.nbytes
+            chosen[index] = ranks[lightest]
+        return chosen
+
+
+def _cuts(param: ParamSpec, limit: int) -> Iterator[tuple[int, int]]:
+    numel = param.tensor.numel
+    if param.whole or numel <= limit:
+        yield 0, numel
+        return
+    count = -(-numel // limit)
+    size = aligned(-(-numel // count), CUT_ELEMENTS)
+    for start in range(0, numel, size):
+        yield start, min(numel, start + size)

@@ -1,0 +1,119 @@
+"""What a record says beside its tensors, and what a node can say about the records it holds. Torch-free."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Timeline(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One attempt's line of records: one more than the highest number seen, and the attempt's nonce."""
+
+    number: int
+    nonce: str
+
+
+class Branch(msgspec.Struct, frozen=True, array_like=True):
+    """A timeline and the last record of it that the next one builds on (None: the current one)."""
+
+    timeline: Timeline
+    left_at: int | None
+
+
+class GradientOp(msgspec.Struct, frozen=True, array_like=True):
+    """A change that was made to gradients in place between backward and the optimizer's step.
+
+    Attributes:
+        kind: ``"mul"``, ``"div"`` or ``"clamp"``.
+        value: codec encoding of the operand: a 0-dim or 1-element tensor, or (min, max) for ``"clamp"``.
+        params: indices of the parameters it applies to.
+    """
+
+    kind: str
+    value: bytes
+    params: tuple[int, ...]
+
+
+class SparseGradient(msgspec.Struct, frozen=True, array_like=True):
+    """Shape of a staged sparse gradient: its indices (int64) lie first in the parameter's room, then its values."""
+
+    param: int
+    sparse_dim: int
+    nnz: int
+    coalesced: bool
+
+
+class SubStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step of one optimizer.
+
+    Attributes:
+        optimizer: its index.
+        index: which of this optimizer's steps in the record it is; selects the area in the gradient arena.
+        groups: codec encoding of the list of hyperparameters of every group, as the step used them.
+        absent: parameters whose gradient was None.
+        sparse: parameters whose gradient was sparse.
+        ops: factors to apply to the staged gradients, in order.
+    """
+
+    optimizer: int
+    index: int
+    groups: bytes
+    absent: tuple[int, ...] = ()
+    sparse: tuple[SparseGradient, ...] = ()
+    ops: tuple[GradientOp, ...] = ()
+
+
+class RecordMeta(msgspec.Struct, frozen=True, array_like=True):
+    """The record's scalars; its tensors are in its slot.
+
+    Attributes:
+        record: its number.
+        anchors_of: the record after which the anchors' values stood: ``record - 1``, or for the virtual records of a
+            generation the record that the generation begins with.
+        virtual: written by a generation: anchors only.
+        sub_steps: in the order in which they were made.
+        missing: (parameter, optimizer, key) of optimizer state that did not exist yet when it was anchored.
+        plain: codec encoding of {parameter: {optimizer: {key: value}}} for anchored state that is not a tensor.
+    """
+
+    record: int
+    anchors_of: int
+    virtual: bool
+    sub_steps: tuple[SubStep, ...] = ()
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+
+
+class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
+    """What one node can produce: its part of the inventory that the plan is made from.
+
+    Attributes:
+        node: its name.
+        records: numbers of the records whose state it can produce, oldest first.
+        steps: the user-facing step of each of them.
+        ranks: the ranks whose rank states it holds for all of them.
+        history: timelines, oldest first; the last one is that of the newest record.
+        world_size: of the attempt that wrote them.
+        digest: of the layout.
+        problem: why nothing of it may be used, in words; empty if nothing is wrong.
+    """
+
+    node: str
+    records: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    history: tuple[Branch, ...] = ()
+    world_size: int = 0
+    digest: str = ""
+    problem: str = ""
+
+
+_meta_encoder = msgspec.msgpack.Encoder()
+_meta_decoder = msgspec.msgpack.Decoder(RecordMeta)
+
+
+def encode_meta(meta: RecordMeta) -> bytes:
+    return _meta_encoder.encode(meta)
+
+
+def decode_meta(data: bytes) -> RecordMeta:
+    return _meta_decoder.decode(data)

@@ -1,0 +1,176 @@
+"""Redo: advance a state by one record with the user's own optimizer class.
+
+Used in two places with the same code: in the agent on the replica (eager), and at restore on the training device
+(lazy). Staged gradients are never changed: factors are multiplied into temporaries, so that a kill during redo is
+harmless.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.state import codec
+from memckpt.state.layout import ITEM_BYTES, Layout
+from memckpt.state.optimizers import dtype_of, without_global_hooks
+from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
+
+OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
+#: (record, sub-step, parameter index) -> its staged gradient as a host tensor that must not be changed, or None.
+GradientSource = Callable[[RecordMeta, SubStep, int], torch.Tensor | None]
+
+
+def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """A tensor that views `buffer`. Whoever keeps it keeps the mapping."""
+    numel = prod(shape)
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype_of(dtype))
+    return torch.frombuffer(buffer, dtype=dtype_of(dtype), count=numel, offset=offset).view(shape)
+
+
+class StagedGradients:
+    """Reads the gradients of records from a ring of slots."""
+
+    def __init__(self, buffer: mmap.mmap, layout: Layout) -> None:
+        self._buffer = buffer
+        self._layout = layout
+
+    def __call__(self, meta: RecordMeta, sub_step: SubStep, param: int) -> torch.Tensor | None:
+        if param in sub_step.absent:
+            return None
+        spec = self._layout.spec.params[param].tensor
+        offset = self._layout.slot_offset(meta.record) + self._layout.gradient_offset(
+            sub_step.optimizer, sub_step.index, param
+        )
+        for sparse in sub_step.sparse:
+            if sparse.param == param:
+                return self._sparse(sparse, offset, spec.shape, spec.dtype)
+        return tensor_at(self._buffer, offset, spec.shape, spec.dtype)
+
+    def _sparse(self, sparse: SparseGradient, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        indices_shape = (sparse.sparse_dim, sparse.nnz)
+        indices = tensor_at(self._buffer, offset, indices_shape, "int64")
+        offset += prod(indices_shape) * ITEM_BYTES["int64"]
+        values = tensor_at(self._buffer, offset, (sparse.nnz, *shape[sparse.sparse_dim :]), dtype)
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=sparse.coalesced, check_invariants=False
+        )
+
+
+def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int, device: torch.device) -> torch.Tensor:
+    """The gradient as the optimizer saw it: every recorded factor of `param`, in order. Never in place."""
+    for op in ops:
+        if param not in op.params:
+            continue
+        operand = codec.decode(op.value)
+        if op.kind == "clamp":
+            gradient = _on_values(gradient, lambda values, low=operand[0], high=operand[1]: values.clamp(low, high))
+            continue
+        factor = operand.to(device)
+        if op.kind == "mul":
+            gradient = _on_values(gradient, lambda values, factor=factor: values * factor)
+        elif op.kind == "div":
+            gradient = _on_values(gradient, lambda values, factor=factor: values / factor)
+        else:
+            raise ValueError(f"gradient operation: expected 'mul', 'div' or 'clamp', found {op.kind!r}")
+    return gradient
+
+
+def _on_values(gradient: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    if not gradient.is_sparse:
+        # A 1-element factor broadcasts; the gradient keeps its own shape.
+        return change(gradient).view(gradient.shape)
+    return torch.sparse_coo_tensor(
+        gradient._indices(),
+        change(gradient._values()),
+        gradient.shape,
+        is_coalesced=gradient.is_coalesced(),
+        check_invariants=False,
+    )
+
+
+@dataclass
+class Member:
+    """A parameter, or a piece of one, that is advanced: the tensors are the ones that change in place.
+
+    `states` maps an optimizer's index to its state for this member, in the optimizer's own form.
+    """
+
+    param: int
+    start: int
+    stop: int
+    parameter: torch.nn.Parameter
+    states: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+class RedoGroup:
+    """Members that are advanced together, with one optimizer object for each of the user's optimizers.
+
+    Members must all stand at the same record.
+    """
+
+    def __init__(self, layout: Layout, members: list[Member], factory: OptimizerFactory) -> None:
+        self._layout = layout
+        self.members = members
+        self._factory = factory
+        self._optimizers: dict[int, Optimizer] = {}
+        self._owned: dict[int, list[Member]] = {}
+        for member in members:
+            for owner in layout.spec.params[member.param].owners:
+                self._owned.setdefault(owner.optimizer, []).append(member)
+
+    def _optimizer(self, index: int, hyperparameters: list[dict[str, Any]]) -> Optimizer:
+        optimizer = self._optimizers.get(index)
+        if optimizer is None:
+            groups: list[dict[str, Any]] = [{**group, "params": []} for group in hyperparameters]
+            for member in self._owned[index]:
+                group = next(o.group for o in self._layout.spec.params[member.param].owners if o.optimizer == index)
+                groups[group]["params"].append(member.parameter)
+            for group_settings in groups:
+                group_settings.pop("param_names", None)  # names of parameters that are not these
+            optimizer = self._optimizers[index] = self._factory(index, groups)
+            for member in self._owned[index]:
+                # The very dict: what the optimizer adds to its state shows up in the member's.
+                state = member.states.setdefault(index, {})
+                if state:
+                    optimizer.state[member.parameter] = state
+        else:
+            for group_settings, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+                for key, value in values.items():
+                    if key != "param_names":
+                        group_settings[key] = value
+        return optimizer
+
+    def apply(self, meta: RecordMeta, gradients: GradientSource) -> None:
+        """Advance all members by one record."""
+        with without_global_hooks():
+            for sub_step in meta.sub_steps:
+                self._apply_sub_step(meta, sub_step, gradients)
+
+    def _apply_sub_step(self, meta: RecordMeta, sub_step: SubStep, gradients: GradientSource) -> None:
+        members = self._owned.get(sub_step.optimizer)
+        if not members:
+            return
+        optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
+        for member in members:
+            gradient = gradients(meta, sub_step, member.param)
+            if gradient is None:
+                member.parameter.grad = None
+                continue
+            if member.stop - member.start != self._layout.spec.params[member.param].tensor.numel:
+                gradient = gradient.view(-1)[member.start : member.stop]
+            device = member.parameter.device
+            gradient = gradient.to(device)
+            member.parameter.grad = apply_ops(gradient, sub_step.ops, member.param, device)
+        optimizer.step()
+        for member in members:
+            member.parameter.grad = None
+            state = optimizer.state.get(member.parameter)
+            if state is not None:
+                member.states[sub_step.optimizer] = state

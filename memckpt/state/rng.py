@@ -1,0 +1,250 @@
+"""States of random number generators, as plain values a safe codec can carry.
+
+Nothing here draws a number, initialises CUDA or touches a device other than the current one. All
+functions act on the calling process; none of them locks, so another thread that draws at the same time
+makes the result meaningless, as it makes the training itself unrepeatable.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+RngState: TypeAlias = "dict[str, Any]"
+"""What `capture` returns: ``{"torch": bytes, "python": dict, "numpy": dict, "cuda": {device index: bytes}}``.
+
+Holds only dict, str, int, float, bytes and None. Callers keep it, store it and give it back; nobody
+changes it in place, so it may be shared between records without a copy.
+"""
+
+AnyGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
+"""A generator object the user owns, as opposed to the global ones."""
+
+GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+_STATE_KEYS = frozenset({"torch", "python", "numpy", "cuda"})
+_PYTHON_WORDS_BYTES = 625 * array("I").itemsize
+_MT19937_KEY_BYTES = 624 * 4
+_LARGEST_PLAIN_INT = 2**63
+
+_numpy_random: Any = np.random  # its stub leaves out get_bit_generator, which numpy documents
+
+
+def capture() -> RngState:
+    """Return the states of the global generators of torch (CPU), Python and numpy.
+
+    The current CUDA device's generator is included if CUDA is already initialised in this process.
+    """
+    cuda: dict[int, bytes] = {}
+    if torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+        cuda[device] = _tensor_bytes(torch.cuda.get_rng_state(device))
+    return {
+        "torch": _tensor_bytes(torch.default_generator.get_state()),
+        "python": _capture_python(random.getstate()),
+        "numpy": _capture_global_numpy(),
+        "cuda": cuda,
+    }
+
+
+def restore(state: RngState) -> None:
+    """Set the global generators to `state`.
+
+    A CUDA state for a device that is not initialised yet takes effect when it is.
+
+    Raises:
+        ValueError: `state` did not come from `capture`, or it belongs to a CUDA device this machine does
+            not have. Everything is checked that can be checked before the first generator is changed.
+    """
+    if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
+        found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"expected an RNG state with the keys {sorted(_STATE_KEYS)}, found {found}")
+    torch_state = _bytes_tensor(state["torch"], "torch")
+    expected = torch.default_generator.get_state().numel()
+    if torch_state.numel() != expected:
+        raise ValueError(f"expected a torch RNG state of {expected} bytes, found {torch_state.numel()}")
+    python_state = _python_state(state["python"])
+    numpy_state = _numpy_state(state["numpy"])
+    cuda_states = _cuda_states(state["cuda"])
+    torch.default_generator.set_state(torch_state)
+    random.setstate(python_state)
+    _restore_global_numpy(numpy_state)
+    for device, cuda_state in cuda_states.items():
+        torch.cuda.set_rng_state(cuda_state, device)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Put the global generators back, on leaving the block, to where they were on entering it."""
+    state = capture()
+    try:
+        yield
+    finally:
+        restore(state)
+
+
+def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
+    """Return the state of one generator object the user owns, as plain values.
+
+    Raises:
+        ValueError: its state cannot be read (`random.SystemRandom`), or it is of an unknown type.
+    """
+    if isinstance(generator, torch.Generator):
+        return {"kind": "torch", "data": _tensor_bytes(generator.get_state())}
+    if isinstance(generator, random.Random):
+        try:
+            return {"kind": "python", "data": _capture_python(generator.getstate())}
+        except NotImplementedError:
+            raise ValueError(
+                f"expected a generator with a state, found {type(generator).__name__}, which draws from the "
+                "operating system and cannot be repeated; use random.Random(seed) instead"
+            ) from None
+    if isinstance(generator, np.random.Generator):
+        return {"kind": "numpy.Generator", "data": _encode(dict(generator.bit_generator.state))}
+    if isinstance(generator, np.random.RandomState):
+        return {"kind": "numpy.RandomState", "data": _encode(generator.get_state(legacy=False))}
+    raise ValueError(f"expected one of {[kind.__name__ for kind in GENERATOR_TYPES]}, found {type(generator).__name__}")
+
+
+def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
+    """Set `generator` to a `state` that `capture_generator` took from a generator of the same type.
+
+    Raises:
+        ValueError: `state` is of another kind of generator, or damaged.
+    """
+    found = state.get("kind") if isinstance(state, dict) else type(state).__name__
+    expected = _kind_of(generator)
+    if found != expected:
+        raise ValueError(f"expected the state of a {expected} generator, found {found!r}")
+    data = state["data"]
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(_bytes_tensor(data, "torch.Generator"))
+        elif isinstance(generator, random.Random):
+            generator.setstate(_python_state(data))
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = _decode(data)
+        else:
+            generator.set_state(_decode(data))
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"expected the state of this {expected} generator, found a damaged one: {error}") from error
+
+
+def _kind_of(generator: AnyGenerator) -> str:
+    if isinstance(generator, torch.Generator):
+        return "torch"
+    if isinstance(generator, random.Random):
+        return "python"
+    return "numpy.Generator" if isinstance(generator, np.random.Generator) else "numpy.RandomState"
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _bytes_tensor(data: object, name: str) -> torch.Tensor:
+    if not isinstance(data, bytes):
+        raise ValueError(f"expected the {name} RNG state as bytes, found {type(data).__name__}")
+    # Through numpy, not torch.frombuffer: a default device set by the user must not move it.
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
+
+
+def _capture_python(state: tuple[Any, ...]) -> dict[str, Any]:
+    version, words, gauss = state
+    # 625 Python ints cost a codec a hundred times what their bytes do.
+    return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
+
+
+def _python_state(state: Any) -> tuple[int, tuple[int, ...], float | None]:
+    try:
+        version, words, gauss = state["version"], state["words"], state["gauss"]
+    except (TypeError, KeyError):
+        raise ValueError(f"expected a Python RNG state with version, words and gauss, found {state!r:.80}") from None
+    if not isinstance(words, bytes) or len(words) != _PYTHON_WORDS_BYTES:
+        found = f"{len(words)} bytes" if isinstance(words, bytes) else type(words).__name__
+        raise ValueError(f"expected a Python RNG state of {_PYTHON_WORDS_BYTES} bytes, found {found}")
+    return version, tuple(array("I", words)), gauss
+
+
+def _capture_global_numpy() -> dict[str, Any]:
+    if not isinstance(_numpy_random.get_bit_generator(), np.random.MT19937):
+        return {"name": "other", "data": _encode(np.random.get_state(legacy=False))}
+    # The costliest part of a capture. Comparing the twister's memory first would save it, but not notice a
+    # stored second normal deviate that is used up or put back.
+    name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "name": name,
+        "key": np.asarray(key, dtype=np.uint32).tobytes(),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
+
+
+def _numpy_state(state: Any) -> Any:
+    name = state.get("name") if isinstance(state, dict) else None
+    if name == "other":
+        return _decode(state["data"])
+    if name != "MT19937":
+        raise ValueError(f"expected the numpy RNG state of an MT19937, found {name!r}")
+    try:
+        key, position = state["key"], state["position"]
+        has_gauss, gauss = state["has_gauss"], state["gauss"]
+    except KeyError as error:
+        raise ValueError(f"expected a numpy RNG state with {error.args[0]!r}, found {sorted(state)}") from None
+    if not isinstance(key, bytes) or len(key) != _MT19937_KEY_BYTES:
+        found = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+        raise ValueError(f"expected a numpy RNG key of {_MT19937_KEY_BYTES} bytes, found {found}")
+    return name, np.frombuffer(key, dtype=np.uint32), position, has_gauss, gauss
+
+
+def _restore_global_numpy(state: Any) -> None:
+    try:
+        np.random.set_state(state)
+    except (TypeError, KeyError, ValueError) as error:
+        live = type(_numpy_random.get_bit_generator()).__name__
+        raise ValueError(f"expected a state of the global numpy generator ({live}), found another: {error}") from error
+
+
+def _cuda_states(states: Any) -> dict[int, torch.Tensor]:
+    if not isinstance(states, dict):
+        raise ValueError(f"expected the CUDA RNG states as a dict, found {type(states).__name__}")
+    if not states:
+        return {}
+    count = torch.cuda.device_count()
+    for device in states:
+        if not isinstance(device, int) or not 0 <= device < count:
+            raise ValueError(
+                f"expected an RNG state of one of {count} CUDA devices, found one of device {device!r}; "
+                "an exact resume needs the devices of the run it continues"
+            )
+    return {device: _bytes_tensor(data, f"CUDA device {device}") for device, data in states.items()}
+
+
+def _encode(value: Any) -> Any:
+    """numpy's nested state dictionaries, with arrays as bytes and 128-bit integers as text."""
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return {"array": value.tobytes(), "dtype": value.dtype.str}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int) and abs(value) >= _LARGEST_PLAIN_INT:
+        return {"integer": hex(value)}
+    return value
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"array", "dtype"}:
+        return np.frombuffer(value["array"], dtype=np.dtype(value["dtype"])).copy()
+    if value.keys() == {"integer"}:
+        return int(value["integer"], 16)
+    return {key: _decode(item) for key, item in value.items()}

@@ -1,0 +1,713 @@
+"""Models, data and trainers for the tests of exact resume with Lightning, and what a run is judged by.
+
+`run` trains one case in a child process that has never trained before, and kills itself with SIGKILL inside a
+named hook at its n-th call. Everything here draws from every RNG it can, in every hook, so that a generator that
+is off by one number anywhere shows in the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_memckpt import MemCheckpoint
+from lightning_memckpt import callback as callback_module
+
+BATCH_SIZE = 4
+SAMPLES = 44
+BATCHES = SAMPLES // BATCH_SIZE
+EPOCHS = 3
+
+Kill = tuple[str, int]
+"""A hook, and at which of its calls the process dies."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. Fields that are not set are the plain case."""
+
+    name: str
+    loader: str = "plain"
+    workers: int = 0
+    persistent: bool = False
+    validation_workers: int = 0
+    validate: bool = True
+    datamodule: bool = False
+    manual: bool = False
+    scheduler: str = "cosine"
+    model: str = "plain"
+    ema: bool = False
+    logger: bool = False
+    stop_at: int | None = None
+    user_hooks: bool = False
+    every_n_train_steps: int | None = None
+    accumulation_schedule: dict[int, int] | None = None
+    compiled: bool = False
+    seed_workers: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Control:
+    """Where a run's hooks are counted, and where it dies."""
+
+    kill: Kill | None = None
+    calls: Counter[str] = field(default_factory=Counter)
+    events: list[tuple[Any, ...]] = field(default_factory=list)
+    losses: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def reach(self, hook: str) -> None:
+        self.calls[hook] += 1
+        if self.kill == (hook, self.calls[hook]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Random augmentation from all three global generators."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(samples, 8, generator=generator)
+        self.targets = torch.randn(samples, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(8) * 0.01 + random.random() * 0.01 + float(np.random.rand()) * 0.01
+        return self.inputs[index] + noise, self.targets[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """No length, no randomness."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(11)
+        for _ in range(SAMPLES):
+            yield torch.randn(8, generator=generator), torch.randn(1, generator=generator)
+
+
+class ShuffledBatches:
+    """A batch sampler of the user's own, which draws from Python's generator."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        for start in range(0, SAMPLES, BATCH_SIZE):
+            yield order[start : start + BATCH_SIZE]
+
+
+class StatefulBatches:
+    """No DataLoader, but it knows its position."""
+
+    def __init__(self) -> None:
+        self.data = Augmented()
+        self.first_batch = 0
+        self.next_batch = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        first, self.first_batch = self.first_batch, 0
+        for batch in range(first, BATCHES):
+            self.next_batch = batch + 1
+            items = [self.data[batch * BATCH_SIZE + item] for item in range(BATCH_SIZE)]
+            yield torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next_batch": self.next_batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first_batch = state["next_batch"]
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(4, 8, generator=generator), torch.zeros(4, 1)) for _ in range(BATCHES)]
+
+
+def train_loader(case: Case) -> Any:
+    workers: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.persistent}
+    if case.workers:
+        workers["multiprocessing_context"] = "fork"
+    data = Augmented()
+    match case.loader:
+        case "plain":
+            return DataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+        case "generator":
+            generator = torch.Generator().manual_seed(3)
+            return DataLoader(data, BATCH_SIZE, shuffle=True, generator=generator, **workers)
+        case "weighted":
+            sampler = WeightedRandomSampler(torch.ones(SAMPLES).tolist(), SAMPLES)
+            return DataLoader(data, BATCH_SIZE, sampler=sampler, **workers)
+        case "replacement":
+            drawn = RandomSampler(data, replacement=True, num_samples=SAMPLES)
+            return DataLoader(data, BATCH_SIZE, sampler=drawn, **workers)
+        case "batch_sampler":
+            return DataLoader(data, batch_sampler=ShuffledBatches(), **workers)
+        case "unbatched":
+            return DataLoader(_batches(), batch_size=None, shuffle=True, **workers)
+        case "iterable":
+            return DataLoader(Stream(), BATCH_SIZE, **workers)
+        case "stateful_loader":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+        case "own_loader":
+            return StatefulBatches()
+        case "max_size_cycle" | "min_size":
+            both = {
+                "a": DataLoader(data, BATCH_SIZE, shuffle=True, **workers),
+                "b": DataLoader(Augmented(20), BATCH_SIZE, shuffle=True, **workers),
+            }
+            return CombinedLoader(both, case.loader)
+        case "nested_sampler":
+            inner = BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False)
+            return DataLoader(data, batch_sampler=inner, **workers)
+    raise KeyError(case.loader)
+
+
+def validation_loader(case: Case) -> DataLoader[Any]:
+    workers: dict[str, Any] = {}
+    if case.validation_workers:
+        workers = {
+            "num_workers": case.validation_workers,
+            "persistent_workers": case.persistent,
+            "multiprocessing_context": "fork",
+        }
+    return DataLoader(Augmented(12), BATCH_SIZE, **workers)
+
+
+class Data(pl.LightningDataModule):
+    """The loaders, made anew at each reload; counts reloads, as a state of its own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.reloads = 0
+
+    def train_dataloader(self) -> Any:
+        self.reloads += 1
+        return train_loader(self.case)
+
+    def val_dataloader(self) -> Any:
+        return validation_loader(self.case)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reloads": self.reloads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        # The loaders that are open are made once more by the new process.
+        self.reloads = state["reloads"] - 1
+
+
+class Net(pl.LightningModule):
+    """Dropout, BatchNorm, a non-persistent buffer, metrics, and hooks that draw random numbers."""
+
+    def __init__(self, case: Case, control: Control) -> None:
+        super().__init__()
+        self.case = case
+        self.control = control
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(16, 1)
+        if case.compiled:
+            self.backbone.compile(backend="eager")
+        if case.model == "tied":
+            self.middle = nn.Linear(16, 16)
+            self.again = nn.Linear(16, 16)
+            self.again.weight = self.middle.weight
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.error = torchmetrics.MeanAbsoluteError()
+        self.both = torchmetrics.MetricCollection(
+            [torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError(), torchmetrics.R2Score()]
+        )
+        self.automatic_optimization = not case.manual
+        self.restored: list[str] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        features = self.backbone(inputs)
+        if self.case.model == "tied":
+            features = self.again(torch.relu(self.middle(features)))
+        return self.head(features)
+
+    def loss(self, batch: Any) -> Tensor:
+        if isinstance(batch, dict):
+            return self.loss(batch["a"]) + self.loss(batch["b"])
+        inputs, targets = batch
+        outputs = self(inputs)
+        self.latest = (outputs.detach(), targets)
+        return nn.functional.mse_loss(outputs, targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.control.reach("training_step")
+        loss = self.loss(batch)
+        if self.case.manual:
+            self.step_by_hand(batch, batch_idx, loss)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=BATCH_SIZE)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max", prog_bar=True)
+        self.error(*self.latest)
+        self.log("mae", self.error, on_epoch=True, on_step=False)
+        self.both.update(*self.latest)
+        self.log_dict(self.both, on_epoch=True, on_step=False)
+        self.control.losses[self.current_epoch, batch_idx] = float(loss).hex()
+        self.control.reach("loss")
+        if self.case.stop_at == self.global_step:
+            self.trainer.should_stop = True
+        return loss
+
+    def step_by_hand(self, batch: Any, batch_idx: int, loss: Tensor) -> None:
+        first, second = self.optimizers()  # type: ignore[misc]
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.control.reach("between_optimizers")
+        if batch_idx % 2 == 0:
+            again = self.loss(batch)
+            second.zero_grad()
+            self.manual_backward(again)
+            second.step()
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+        self.control.reach("train_start")
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(1)
+        self.event("epoch_start", "mae")
+        self.control.reach("epoch_start")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.control.reach("batch_start")
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self.control.reach("before_zero_grad")
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        self.control.reach("before_optimizer")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.control.reach("batch_end")
+        self.seen += torch.rand(())  # a user's code behind all callbacks
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.sanity_checking:
+            self.control.reach("sanity")
+            return
+        self.control.reach("validation_step")
+        inputs, targets = batch
+        noise = torch.randn(()) * 0.01
+        self.log("val_loss", nn.functional.mse_loss(self(inputs), targets) + noise, batch_size=len(inputs))
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.control.reach("val_epoch_end")
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.event("validation", "val_loss")
+            self.control.reach("val_end")
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(2)
+        self.event("epoch_end", "train_loss_epoch")
+        self.control.reach("epoch_end")
+
+    def event(self, name: str, metric: str) -> None:
+        value = float(self.trainer.callback_metrics.get(metric, -1)).hex()
+        self.control.events.append((name, self.current_epoch, self.global_step, value))
+
+    def configure_optimizers(self) -> Any:
+        case = self.case
+        if case.manual:
+            return [
+                AdamW(self.backbone.parameters(), 1e-2),
+                SGD(self.head.parameters(), 1e-2, momentum=0.9),
+            ]
+        if case.model == "finetuned":
+            optimizer: Optimizer = AdamW(self.head.parameters(), 1e-2)
+        elif case.model == "groups":
+            optimizer = AdamW(
+                [{"params": self.backbone.parameters(), "lr": 3e-3}, {"params": self.head.parameters()}], 1e-2
+            )
+        else:
+            optimizer = AdamW(self.parameters(), 1e-2)
+        if (scheduler := _scheduler(case.scheduler, optimizer)) is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class NetWithHooks(Net):
+    """Puts its weights, and something of its own, into every checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        torch.rand(1)
+        checkpoint["weights_again"] = dict(checkpoint["state_dict"])
+        checkpoint["seen_when_saved"] = self.global_step
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if not checkpoint["weights_again"]["head.weight"].equal(self.head.weight):
+            raise AssertionError("expected the live weights behind the reference")
+        self.restored.append(f"step {checkpoint['seen_when_saved']}")
+
+
+def _scheduler(name: str, optimizer: Optimizer) -> dict[str, Any] | None:
+    match name:
+        case "cosine":
+            return {"scheduler": schedulers.CosineAnnealingLR(optimizer, 50), "interval": "step"}
+        case "epoch":
+            return {"scheduler": schedulers.StepLR(optimizer, 1, 0.7), "interval": "epoch"}
+        case "milestones":
+            return {"scheduler": schedulers.MultiStepLR(optimizer, [4, 15, 15, 25], 0.6), "interval": "step"}
+        case "warmup":
+            phases: list[schedulers.LRScheduler] = [
+                schedulers.LinearLR(optimizer, 0.1, total_iters=8),
+                schedulers.CosineAnnealingLR(optimizer, 30),
+            ]
+            return {"scheduler": schedulers.SequentialLR(optimizer, phases, [8]), "interval": "step"}
+        case "one_cycle":
+            return {"scheduler": schedulers.OneCycleLR(optimizer, 2e-2, total_steps=60), "interval": "step"}
+        case "plateau_epoch":
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"scheduler": plateau, "interval": "epoch", "monitor": "val_loss"}
+        case "plateau_step":
+            plateau = schedulers.ReduceLROnPlateau(optimizer, patience=1, factor=0.9)
+            return {"scheduler": plateau, "interval": "step", "monitor": "train_loss"}
+    return None
+
+
+class Watch(pl.Callback):
+    """Kill points in callback hooks, which run at other moments than the module's."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.control.reach("callback_batch_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.control.reach("callback_batch_end")
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.control.reach("callback_epoch_end")
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.control.reach("callback_val_start")
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.control.reach("callback_val_end")
+
+    def on_train_end(self, *_: Any) -> None:
+        self.control.reach("train_end")
+
+
+class Tally(pl.Callback):
+    """Keeps state, and resets it at the start of training as if there were no resume; draws when saved."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.sums: dict[int, float] = {}
+        self.loaded: list[int] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.batches += 1
+        self.sums[trainer.current_epoch] = self.sums.get(trainer.current_epoch, 0.0) + self.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches, "sums": self.sums, "unstorable": object()} if not self.batches else {
+            "batches": self.batches,
+            "sums": self.sums,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches, self.sums = state["batches"], state["sums"]
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        torch.rand(1)
+        checkpoint["tally"] = torch.tensor(self.batches)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.loaded.append(int(checkpoint["tally"]))
+
+
+# --- one run ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a child process is told."""
+
+    case: Case
+    directory: Path
+    protected: bool = True
+    kill: Kill | None = None
+    attach: Callable[..., Any] | None = None
+    encodable: Callable[..., Any] | None = None
+    sabotage: str | None = None
+
+    @property
+    def result(self) -> Path:
+        return self.directory / "result.pt"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.txt"
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train the case to its end, in this process; dies where it was told to."""
+    case = run.case
+    control = Control(kill=run.kill)
+    torch.set_num_threads(1)
+    if run.attach is not None:
+        callback_module._attach = run.attach
+    if run.encodable is not None:
+        callback_module._is_encodable = run.encodable
+    if run.sabotage is not None:
+        sabotage(run.sabotage)
+    pl.seed_everything(1, workers=case.seed_workers, verbose=False)
+    model: Any = (NetWithHooks if case.user_hooks else Net)(case, control)
+    trainer = make_trainer(run, control)
+    if case.datamodule:
+        trainer.fit(model, datamodule=Data(case))
+    else:
+        trainer.fit(model, train_loader(case), validation_loader(case) if case.validate else None)
+    return outcome(trainer, model, control)
+
+
+def make_trainer(run: Run, control: Control) -> Any:
+    case = run.case
+    callbacks: list[pl.Callback] = [Watch(control)]
+    if run.protected:
+        callbacks.insert(0, MemCheckpoint(run.directory / "run"))
+    callbacks.append(
+        ModelCheckpoint(
+            run.directory / "files",
+            monitor="val_loss" if case.validate else None,
+            save_top_k=2 if case.validate else 1,
+            save_last=True,
+            every_n_train_steps=case.every_n_train_steps,
+        )
+    )
+    if case.validate:
+        callbacks.append(EarlyStopping("val_loss", patience=50))
+    if case.ema:
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        callbacks.append(EMAWeightAveraging(decay=0.9))
+    if case.model == "finetuned":
+        callbacks.append(BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=_half_more))
+    if case.accumulation_schedule is not None:
+        callbacks.append(GradientAccumulationScheduler(case.accumulation_schedule))
+    if case.user_hooks:
+        callbacks.append(Tally())
+    if case.logger:
+        callbacks.append(LearningRateMonitor())
+    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
+    if not case.validate:
+        arguments["limit_val_batches"] = 0
+    return pl.Trainer(
+        logger=CSVLogger(run.directory / "csv") if case.logger else False,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **arguments,
+    )
+
+
+def _half_more(epoch: int) -> float:
+    return 1.5
+
+
+def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
+    """Everything that an interruption might have changed."""
+    files = trainer.checkpoint_callback
+    stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
+    average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
+    tally = [each for each in trainer.callbacks if isinstance(each, Tally)]
+    loops = trainer.fit_loop.epoch_loop
+    return {
+        "tensors": dict(itertools.chain(model.named_parameters(), model.named_buffers())),
+        "requires_grad": {name: each.requires_grad for name, each in model.named_parameters()},
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()),
+        "losses": dict(control.losses),
+        "events": list(control.events),
+        "callback_metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
+        "early_stopping": [each.state_dict() for each in stopping],
+        "best_score": files.best_model_score,
+        "best_scores": sorted(float(score) for score in files.best_k_models.values()),
+        "average": [None if each is None else each.state_dict() for each in average],
+        "tally": [(each.batches, each.sums) for each in tally],
+        "reloads": getattr(trainer.datamodule, "reloads", None),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "should_stop": trainer.should_stop,
+        "batches_that_stepped": loops._batches_that_stepped,
+        "total_batches": loops.total_batch_idx,
+        "accumulate": trainer.accumulate_grad_batches,
+        "files": sorted(os.listdir(files.dirpath)) if os.path.isdir(files.dirpath) else [],
+        "residue": residue(trainer, model),
+    }
+
+
+def residue(trainer: Any, model: nn.Module) -> list[str]:
+    """Traces of ours that a finished fit has left behind; there must be none."""
+    loaders = CombinedLoader([trainer.train_dataloader, trainer.val_dataloaders]).flattened
+    holders = {
+        "module": model,
+        "strategy": trainer.strategy,
+        "fit_loop": trainer.fit_loop,
+        "epoch_loop": trainer.fit_loop.epoch_loop,
+        "val_loop": trainer.fit_loop.epoch_loop.val_loop,
+        **{f"loader {index}": loader for index, loader in enumerate(loaders)},
+        **{type(callback).__name__: callback for callback in trainer.callbacks},
+    }
+    found = []
+    for owner, holder in holders.items():
+        if any(ours in f"{type(holder).__module__}.{type(holder).__name__}" for ours in ("memckpt.", "Grafted")):
+            if not isinstance(holder, MemCheckpoint):
+                found.append(f"{owner} is a {type(holder).__name__}")
+        for name, value in getattr(holder, "__dict__", {}).items():
+            if "memckpt" in type(value).__module__ or "memckpt" in name:
+                if not (isinstance(holder, MemCheckpoint) and name == "config"):
+                    found.append(f"{owner}.{name}")
+    found += [f"warnings filter {each}" for each in warnings.filters if "resuming" in str(each[1])]
+    return found
+
+
+# What must not differ from the uninterrupted run. The killed process's losses and events are not the resumed
+# one's to repeat, so those two are compared by `differences` alone.
+_EQUAL = (
+    "tensors",
+    "requires_grad",
+    "optimizers",
+    "schedulers",
+    "rng",
+    "callback_metrics",
+    "early_stopping",
+    "best_score",
+    "best_scores",
+    "average",
+    "tally",
+    "reloads",
+    "global_step",
+    "epoch",
+    "should_stop",
+    "batches_that_stepped",
+    "total_batches",
+    "accumulate",
+    "files",
+)
+
+
+def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What of an interrupted run is not, bit for bit, as in the uninterrupted one."""
+    names = [name for name in _EQUAL if not same(reference[name], found[name])]
+    if any(reference["losses"].get(step) != loss for step, loss in found["losses"].items()):
+        names.append("losses")
+    events = found["events"]
+    if events and reference["events"][-len(events) :] != events:
+        names.append("events")
+    return names + found["residue"]
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return bool(np.array_equal(first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def sabotage(what: str) -> None:
+    """Leave one part of the restore out, to see that the comparison notices."""
+    from lightning_memckpt.metrics_state import LoggingState
+    from lightning_memckpt.reentry import Reentry
+    from tests import fake_session
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    match what:
+        case "rng":
+            fake_session.FakeSession.restore_rng = nothing  # type: ignore[method-assign]
+        case "aggregates":
+            LoggingState._restore_result = nothing  # type: ignore[method-assign]
+        case "metrics":
+            capture = LoggingState.capture
+            LoggingState.capture = lambda self: {**capture(self), "metrics": {}, "groups": {}}  # type: ignore[method-assign]
+        case "restart flags":
+            Reentry.finish = Reentry.abandon  # type: ignore[method-assign]
+        case _:
+            raise KeyError(what)
+
+
+def child(run: Run) -> None:
+    """The body of a child process: train, and write down how it ended."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    log = os.open(run.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    warnings.simplefilter("ignore")
+    # Collectors must not be found in another process's exit.
+    with contextlib.suppress(FileNotFoundError):
+        run.result.unlink()
+    try:
+        torch.save(train(run), run.result)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(3)
+    os._exit(0)
