@@ -1,22 +1,16 @@
-"""Models, data and trainers for the tests of exact resume with Lightning, and what a run is judged by.
+"""Models, data, loaders and callbacks for the tests of exact resume with Lightning.
 
-`run` trains one case in a child process that has never trained before, and kills itself with SIGKILL inside a
-named hook at its n-th call. Everything here draws from every RNG it can, in every hook, so that a generator that
-is off by one number anywhere shows in the weights.
+Everything here draws from every RNG it can, in every hook, so that a generator that is off by one number anywhere
+shows in the weights.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import random
 import signal
-import sys
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,14 +19,6 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelCheckpoint,
-)
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -46,9 +32,6 @@ from torch.utils.data import (
     SequentialSampler,
     WeightedRandomSampler,
 )
-
-from lightning_memckpt import MemCheckpoint
-from lightning_memckpt import callback as callback_module
 
 BATCH_SIZE = 4
 SAMPLES = 44
@@ -86,12 +69,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Control:
-    """Where a run's hooks are counted, and where it dies."""
+    """Where a process's hooks are counted, and where it dies.
 
+    Losses are also written to a file as they come, so that those of a killed process can be judged, too.
+    """
+
+    losses_file: Path
     kill: Kill | None = None
     calls: Counter[str] = field(default_factory=Counter)
     events: list[tuple[Any, ...]] = field(default_factory=list)
     losses: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def loss(self, epoch: int, batch: int, value: Tensor) -> None:
+        self.losses[epoch, batch] = float(value).hex()
+        with self.losses_file.open("a") as file:
+            file.write(f"{epoch} {batch} {self.losses[epoch, batch]}\n")
 
     def reach(self, hook: str) -> None:
         self.calls[hook] += 1
@@ -290,7 +282,7 @@ class Net(pl.LightningModule):
         self.log("mae", self.error, on_epoch=True, on_step=False)
         self.both.update(*self.latest)
         self.log_dict(self.both, on_epoch=True, on_step=False)
-        self.control.losses[self.current_epoch, batch_idx] = float(loss).hex()
+        self.control.loss(self.current_epoch, batch_idx, loss)
         self.control.reach("loss")
         if self.case.stop_at == self.global_step:
             self.trainer.should_stop = True
@@ -473,241 +465,3 @@ class Tally(pl.Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.loaded.append(int(checkpoint["tally"]))
-
-
-# --- one run ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a child process is told."""
-
-    case: Case
-    directory: Path
-    protected: bool = True
-    kill: Kill | None = None
-    attach: Callable[..., Any] | None = None
-    encodable: Callable[..., Any] | None = None
-    sabotage: str | None = None
-
-    @property
-    def result(self) -> Path:
-        return self.directory / "result.pt"
-
-    @property
-    def log(self) -> Path:
-        return self.directory / "log.txt"
-
-
-def train(run: Run) -> dict[str, Any]:
-    """Train the case to its end, in this process; dies where it was told to."""
-    case = run.case
-    control = Control(kill=run.kill)
-    torch.set_num_threads(1)
-    if run.attach is not None:
-        callback_module._attach = run.attach
-    if run.encodable is not None:
-        callback_module._is_encodable = run.encodable
-    if run.sabotage is not None:
-        sabotage(run.sabotage)
-    pl.seed_everything(1, workers=case.seed_workers, verbose=False)
-    model: Any = (NetWithHooks if case.user_hooks else Net)(case, control)
-    trainer = make_trainer(run, control)
-    if case.datamodule:
-        trainer.fit(model, datamodule=Data(case))
-    else:
-        trainer.fit(model, train_loader(case), validation_loader(case) if case.validate else None)
-    return outcome(trainer, model, control)
-
-
-def make_trainer(run: Run, control: Control) -> Any:
-    case = run.case
-    callbacks: list[pl.Callback] = [Watch(control)]
-    if run.protected:
-        callbacks.insert(0, MemCheckpoint(run.directory / "run"))
-    callbacks.append(
-        ModelCheckpoint(
-            run.directory / "files",
-            monitor="val_loss" if case.validate else None,
-            save_top_k=2 if case.validate else 1,
-            save_last=True,
-            every_n_train_steps=case.every_n_train_steps,
-        )
-    )
-    if case.validate:
-        callbacks.append(EarlyStopping("val_loss", patience=50))
-    if case.ema:
-        from lightning.pytorch.callbacks import EMAWeightAveraging
-
-        callbacks.append(EMAWeightAveraging(decay=0.9))
-    if case.model == "finetuned":
-        callbacks.append(BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=_half_more))
-    if case.accumulation_schedule is not None:
-        callbacks.append(GradientAccumulationScheduler(case.accumulation_schedule))
-    if case.user_hooks:
-        callbacks.append(Tally())
-    if case.logger:
-        callbacks.append(LearningRateMonitor())
-    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
-    if not case.validate:
-        arguments["limit_val_batches"] = 0
-    return pl.Trainer(
-        logger=CSVLogger(run.directory / "csv") if case.logger else False,
-        callbacks=callbacks,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        log_every_n_steps=1,
-        **arguments,
-    )
-
-
-def _half_more(epoch: int) -> float:
-    return 1.5
-
-
-def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
-    """Everything that an interruption might have changed."""
-    files = trainer.checkpoint_callback
-    stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
-    average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
-    tally = [each for each in trainer.callbacks if isinstance(each, Tally)]
-    loops = trainer.fit_loop.epoch_loop
-    return {
-        "tensors": dict(itertools.chain(model.named_parameters(), model.named_buffers())),
-        "requires_grad": {name: each.requires_grad for name, each in model.named_parameters()},
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()),
-        "losses": dict(control.losses),
-        "events": list(control.events),
-        "callback_metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
-        "early_stopping": [each.state_dict() for each in stopping],
-        "best_score": files.best_model_score,
-        "best_scores": sorted(float(score) for score in files.best_k_models.values()),
-        "average": [None if each is None else each.state_dict() for each in average],
-        "tally": [(each.batches, each.sums) for each in tally],
-        "reloads": getattr(trainer.datamodule, "reloads", None),
-        "global_step": trainer.global_step,
-        "epoch": trainer.current_epoch,
-        "should_stop": trainer.should_stop,
-        "batches_that_stepped": loops._batches_that_stepped,
-        "total_batches": loops.total_batch_idx,
-        "accumulate": trainer.accumulate_grad_batches,
-        "files": sorted(os.listdir(files.dirpath)) if os.path.isdir(files.dirpath) else [],
-        "residue": residue(trainer, model),
-    }
-
-
-def residue(trainer: Any, model: nn.Module) -> list[str]:
-    """Traces of ours that a finished fit has left behind; there must be none."""
-    loaders = CombinedLoader([trainer.train_dataloader, trainer.val_dataloaders]).flattened
-    holders = {
-        "module": model,
-        "strategy": trainer.strategy,
-        "fit_loop": trainer.fit_loop,
-        "epoch_loop": trainer.fit_loop.epoch_loop,
-        "val_loop": trainer.fit_loop.epoch_loop.val_loop,
-        **{f"loader {index}": loader for index, loader in enumerate(loaders)},
-        **{type(callback).__name__: callback for callback in trainer.callbacks},
-    }
-    found = []
-    for owner, holder in holders.items():
-        if any(ours in f"{type(holder).__module__}.{type(holder).__name__}" for ours in ("memckpt.", "Grafted")):
-            if not isinstance(holder, MemCheckpoint):
-                found.append(f"{owner} is a {type(holder).__name__}")
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if "memckpt" in type(value).__module__ or "memckpt" in name:
-                if not (isinstance(holder, MemCheckpoint) and name == "config"):
-                    found.append(f"{owner}.{name}")
-    found += [f"warnings filter {each}" for each in warnings.filters if "resuming" in str(each[1])]
-    return found
-
-
-# What must not differ from the uninterrupted run. The killed process's losses and events are not the resumed
-# one's to repeat, so those two are compared by `differences` alone.
-_EQUAL = (
-    "tensors",
-    "requires_grad",
-    "optimizers",
-    "schedulers",
-    "rng",
-    "callback_metrics",
-    "early_stopping",
-    "best_score",
-    "best_scores",
-    "average",
-    "tally",
-    "reloads",
-    "global_step",
-    "epoch",
-    "should_stop",
-    "batches_that_stepped",
-    "total_batches",
-    "accumulate",
-    "files",
-)
-
-
-def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What of an interrupted run is not, bit for bit, as in the uninterrupted one."""
-    names = [name for name in _EQUAL if not same(reference[name], found[name])]
-    if any(reference["losses"].get(step) != loss for step, loss in found["losses"].items()):
-        names.append("losses")
-    events = found["events"]
-    if events and reference["events"][-len(events) :] != events:
-        names.append("events")
-    return names + found["residue"]
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, np.ndarray):
-        return bool(np.array_equal(first, second))
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)):
-        return len(first) == len(second) and all(map(same, first, second))
-    return bool(first == second)
-
-
-def sabotage(what: str) -> None:
-    """Leave one part of the restore out, to see that the comparison notices."""
-    from lightning_memckpt.metrics_state import LoggingState
-    from lightning_memckpt.reentry import Reentry
-    from tests import fake_session
-
-    def nothing(*_: Any, **__: Any) -> None:
-        return None
-
-    match what:
-        case "rng":
-            fake_session.FakeSession.restore_rng = nothing  # type: ignore[method-assign]
-        case "aggregates":
-            LoggingState._restore_result = nothing  # type: ignore[method-assign]
-        case "metrics":
-            capture = LoggingState.capture
-            LoggingState.capture = lambda self: {**capture(self), "metrics": {}, "groups": {}}  # type: ignore[method-assign]
-        case "restart flags":
-            Reentry.finish = Reentry.abandon  # type: ignore[method-assign]
-        case _:
-            raise KeyError(what)
-
-
-def child(run: Run) -> None:
-    """The body of a child process: train, and write down how it ended."""
-    run.directory.mkdir(parents=True, exist_ok=True)
-    log = os.open(run.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    warnings.simplefilter("ignore")
-    # Collectors must not be found in another process's exit.
-    with contextlib.suppress(FileNotFoundError):
-        run.result.unlink()
-    try:
-        torch.save(train(run), run.result)
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(3)
-    os._exit(0)

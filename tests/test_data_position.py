@@ -244,7 +244,7 @@ def _generators(loader: DataLoader[Any]) -> int:
 
 
 # Of 6 batches per epoch: the first one, mid-epoch, the epoch's end, the next one's first, and on.
-KILLS = {NONE: [1, 4, 6, 7, 8, 11], TWO: [3, 6, 7], PERSISTENT: [1, 6, 7, 11]}
+KILLS = {NONE: [1, 4, 6, 7, 8, 11], TWO: [3, 6, 7], PERSISTENT: [1, 6, 7]}
 NAMES = [name for name in MAKERS if name != "iterable"]
 CHAINS = [(name, workers) for name in NAMES for workers in (NONE, PERSISTENT)] + [
     (name, TWO)
@@ -270,12 +270,12 @@ def test_an_epoch_that_ends_before_its_data_does(name: str, workers: Workers, tm
     expected = job.uninterrupted()
     assert len(expected.steps) == EPOCHS * 3
     assert job.uninterrupted(grafted=True) == expected
-    assert job.chain([2, 3, 5, 6]) == expected
+    assert job.chain([2, 3, 5]) == expected
 
 
 @each_kind_of_workers
 def test_the_order_of_iterating_and_restoring_the_generators_is_free(workers: Workers, tmp_path: Path) -> None:
-    job = Job(lambda: make("own-generator", workers), tmp_path, iterate_first=True)
+    job = Job(lambda: make("own-generator", workers), tmp_path, epochs=2, iterate_first=True)
     assert job.chain([4, 6]) == job.uninterrupted()
 
 
@@ -299,10 +299,10 @@ def test_spawned_workers(tmp_path: Path) -> None:
 
 @each_kind_of_workers
 def test_a_stream_is_read_again_up_to_the_position(workers: Workers, tmp_path: Path) -> None:
-    job = Job(lambda: make("iterable", workers), tmp_path)
+    job = Job(lambda: make("iterable", workers), tmp_path, epochs=2)
     expected = job.uninterrupted()
     assert job.uninterrupted(grafted=True) == expected
-    assert job.chain([2, 6, 7]) == expected
+    assert job.chain([2, 7]) == expected
 
 
 def test_what_was_consumed_counts_not_what_was_fetched_ahead(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def _without_dispatched_ahead(state: dict[str, Any]) -> None:
 def test_negative_control(
     name: str, workers: Workers, limit: int | None, kill_at: int, tamper: Tamper, tmp_path: Path
 ) -> None:
-    job = Job(lambda: make(name, workers), tmp_path, limit=limit, tamper=tamper)
+    job = Job(lambda: make(name, workers), tmp_path, epochs=2, limit=limit, tamper=tamper)
     assert job.chain([kill_at]) != job.uninterrupted()
 
 

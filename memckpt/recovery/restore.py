@@ -74,6 +74,7 @@ class Restorer:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
             self._restore_from_replica(missing, codec.decode(plain) if plain else {})
+        self._order_state_keys()
         self._restore_static()
         self._restore_by_value(record, rank)
 
@@ -81,6 +82,16 @@ class Restorer:
         for spec, param in zip(self._layout.spec.params, self._params, strict=True):
             for owner in spec.owners:
                 self._optimizers[owner.optimizer].state.pop(param, None)
+
+    def _order_state_keys(self) -> None:
+        """Give every parameter's state the order of keys that the optimizer makes: state_dict() shows it."""
+        for spec, param in zip(self._layout.spec.params, self._params, strict=True):
+            for owner in spec.owners:
+                state = self._optimizers[owner.optimizer].state
+                if param in state:
+                    found = state[param]
+                    ordered = {one.key: found[one.key] for one in owner.state if one.key in found}
+                    state[param] = {**ordered, **found}
 
     def _state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
         """Room for state, not zeroed: every byte of it is about to be overwritten."""

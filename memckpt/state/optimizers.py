@@ -179,7 +179,7 @@ def state_specs(
     specs = {key: _spec(key, value, param, elementwise) for key, value in found.items()}
     for key, spec in _dry_run(optimizer, param, group, elementwise, dry_runs).items():
         specs.setdefault(key, spec)
-    return tuple(specs[key] for key in sorted(specs))
+    return tuple(specs.values())
 
 
 def _spec(key: str, value: torch.Tensor, param: torch.Tensor, elementwise: bool) -> StateTensorSpec:

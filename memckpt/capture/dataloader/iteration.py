@@ -221,7 +221,8 @@ class GraftedLoader:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or a pickle, is that of a loader that was never grafted."""
-        reduced: Any = self._memckpt_base.__reduce_ex__(self, protocol)  # type: ignore[arg-type]
+        # From protocol 2 on, pickle insists on the class of the object itself.
+        reduced: Any = self._memckpt_base.__reduce_ex__(self, min(protocol, 1))
         rebuild, arguments, state, *rest = reduced
         arguments = tuple(self._memckpt_base if item is type(self) else item for item in arguments)
         state = {name: value for name, value in state.items() if name != RECORD}

@@ -1,0 +1,321 @@
+"""Exact resume with Lightning: killed anywhere, any number of times, a run must end as if it never had been.
+
+A run's processes are killed in turn at the given points; the last one trains to the end. What is compared, bit
+for bit, with an uninterrupted run that never saw the callback is listed in `lightning_runs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import fake_session
+from tests.lightning_cases import Case, Kill
+from tests.lightning_runs import Run, Server, differences, wrong_losses
+
+# Where a step, a validation, or an epoch's end can die, in the order of one run.
+POINTS: list[Kill] = [
+    ("sanity", 1),
+    ("epoch_start", 1),
+    ("training_step", 1),
+    ("before_optimizer", 1),
+    ("batch_end", 1),
+    ("callback_batch_start", 2),
+    ("training_step", 6),
+    ("before_zero_grad", 6),
+    ("before_optimizer", 6),
+    ("loss", 6),
+    ("callback_batch_end", 6),
+    ("batch_end", 6),
+    ("batch_end", 11),
+    ("callback_val_start", 1),
+    ("validation_step", 2),
+    ("val_epoch_end", 1),
+    ("callback_val_end", 1),
+    ("val_end", 1),
+    ("callback_epoch_end", 1),
+    ("epoch_end", 1),
+    ("epoch_start", 2),
+    ("callback_batch_start", 12),
+    ("batch_end", 12),
+    ("callback_batch_start", 13),
+    ("training_step", 20),
+    ("validation_step", 5),
+    ("epoch_end", 2),
+    ("callback_batch_start", 24),
+    ("batch_end", 33),
+    ("validation_step", 8),
+    ("epoch_end", 3),
+    ("train_end", 1),
+]
+
+# The same points for one run that is killed at all of them: each process counts from its own start.
+ONE_AFTER_ANOTHER: list[Kill] = [
+    ("sanity", 1),
+    ("epoch_start", 1),
+    ("training_step", 1),
+    ("before_optimizer", 1),
+    ("batch_end", 1),
+    ("callback_batch_start", 2),
+    ("training_step", 5),
+    ("before_zero_grad", 1),
+    ("before_optimizer", 1),
+    ("loss", 1),
+    ("callback_batch_end", 1),
+    ("batch_end", 1),
+    ("batch_end", 6),
+    ("callback_val_start", 1),
+    ("validation_step", 2),
+    ("val_epoch_end", 1),
+    ("callback_val_end", 1),
+    ("val_end", 1),
+    ("callback_epoch_end", 1),
+    ("epoch_end", 1),
+    ("epoch_start", 1),
+    ("callback_batch_start", 1),
+    ("batch_end", 1),
+    ("callback_batch_start", 2),
+    ("training_step", 8),
+    ("validation_step", 2),
+    ("epoch_end", 1),
+    ("callback_batch_start", 2),
+    ("batch_end", 10),
+    ("validation_step", 2),
+    ("epoch_end", 1),
+    ("train_end", 1),
+]
+
+# One run of every case: in the middle of a step, in a validation, and in the first batch of the next epoch.
+BRIEFLY: list[Kill] = [("before_optimizer", 6), ("validation_step", 2), ("callback_batch_start", 3)]
+WITHOUT_VALIDATION: list[Kill] = [("before_optimizer", 6), ("epoch_end", 1), ("callback_batch_start", 3)]
+
+THOROUGHLY: list[list[Kill]] = [
+    [("before_optimizer", 6)],
+    [("batch_end", 6)],
+    [("batch_end", 11)],
+    [("validation_step", 2)],
+    [("val_end", 1)],
+    [("epoch_end", 1)],
+    [("callback_batch_start", 12)],
+    [("batch_end", 13)],
+    [("validation_step", 5)],
+    [("callback_batch_start", 24)],
+    [("training_step", 30)],
+    [("epoch_end", 3)],
+    [("before_optimizer", 6), ("before_optimizer", 3), ("batch_end", 9)],
+    [("validation_step", 2), ("validation_step", 1)],
+]
+
+PERSISTENT: dict[str, Any] = {"workers": 2, "persistent": True}
+
+CASES = [
+    Case("accumulation", trainer={"accumulate_grad_batches": 3}),
+    Case("validation_mid_epoch", trainer={"val_check_interval": 4}),
+    Case("limited_epoch_persistent_workers", trainer={"limit_train_batches": 7}, **PERSISTENT),
+    Case("max_steps_at_boundary", trainer={"max_steps": 22, "max_epochs": -1}),
+    Case("no_validation", validate=False),
+    Case("reload", datamodule=True, trainer={"reload_dataloaders_every_n_epochs": 1}),
+    Case("plateau_epoch", scheduler="plateau_epoch"),
+    Case("plateau_step", scheduler="plateau_step"),
+    Case("milestones", scheduler="milestones"),
+    Case("manual", manual=True),
+    Case("average", ema=True),
+    Case("finetuned", model="finetuned"),
+    Case("user_hooks", user_hooks=True, logger=True),
+    Case("checkpoint_every_3", every_n_train_steps=3),
+    Case("bf16_clipped", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}),
+    Case("stateful_loader", loader="stateful_loader"),
+    Case("cycled_loaders", loader="max_size_cycle"),
+]
+
+MORE_CASES = [
+    Case("validation_half", trainer={"val_check_interval": 0.5}),
+    Case("validation_any_step", trainer={"val_check_interval": 7, "check_val_every_n_epoch": None}),
+    Case("validation_every_2", trainer={"check_val_every_n_epoch": 2}),
+    Case("limited_epoch", trainer={"limit_train_batches": 7}),
+    Case("max_steps", trainer={"max_steps": 20, "max_epochs": -1}),
+    Case("datamodule", datamodule=True),
+    Case("reload_every_2", datamodule=True, trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}),
+    Case("reload_workers", workers=2, datamodule=True, trainer={"reload_dataloaders_every_n_epochs": 1}),
+    Case("epoch_scheduler", scheduler="epoch"),
+    Case("warmup", scheduler="warmup"),
+    Case("one_cycle", scheduler="one_cycle"),
+    Case(
+        "accumulation_plateau",
+        scheduler="plateau_step",
+        trainer={"accumulate_grad_batches": 3, "val_check_interval": 0.5},
+    ),
+    Case("accumulation_schedule", accumulation_schedule={0: 2, 2: 3}),
+    Case("groups", model="groups"),
+    Case("tied", model="tied"),
+    Case("compiled", compiled=True),
+    Case("bf16", trainer={"precision": "bf16-true"}),
+    Case("clipped_by_value", trainer={"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    Case("should_stop", stop_at=8),
+    Case("should_stop_without_validation", stop_at=8, validate=False),
+    Case("should_stop_too_early", stop_at=8, trainer={"min_epochs": 2}),
+    Case("workers", workers=2),
+    Case("seeded_workers", workers=2, seed_workers=True),
+    Case("persistent_workers", **PERSISTENT),
+    Case("persistent_validation", validation_workers=2, **PERSISTENT),
+    Case("persistent_validation_every_2", validation_workers=2, trainer={"check_val_every_n_epoch": 2}, **PERSISTENT),
+    Case("no_sanity_check", validation_workers=2, trainer={"num_sanity_val_steps": 0}, **PERSISTENT),
+    Case("own_generator", loader="generator"),
+    Case("own_generator_persistent", loader="generator", **PERSISTENT),
+    Case("weighted", loader="weighted"),
+    Case("replacement", loader="replacement"),
+    Case("own_batch_sampler", loader="batch_sampler"),
+    Case("nested_sampler", loader="nested_sampler"),
+    Case("unbatched", loader="unbatched"),
+    Case("unbatched_workers", loader="unbatched", workers=2),
+    Case("iterable", loader="iterable"),
+    Case("own_loader", loader="own_loader"),
+    Case("shortest_of_two", loader="min_size"),
+    Case("cycled_loaders_workers", loader="max_size_cycle", workers=2),
+    Case("stateful_loader_workers", loader="stateful_loader", workers=2),
+    Case("stateful_loader_persistent", loader="stateful_loader", **PERSISTENT),
+]
+
+Attach = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    clean = Server()
+    yield clean
+    clean.close()
+
+
+@pytest.fixture(scope="module")
+def attach() -> dict[str, Any]:
+    """The engine that the callback is given: a stand-in, so that what fails here is the adapter."""
+    return {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
+
+
+@pytest.fixture(scope="module")
+def reference(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """The uninterrupted run of a case, without the callback, made once."""
+    known: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def get(case: Case, ranks: int = 1) -> dict[str, Any]:
+        if (case.name, ranks) not in known:
+            run = Run(case, tmp_path_factory.mktemp(case.name), protected=False, ranks=ranks)
+            known[case.name, ranks] = finish(server, run)
+        return known[case.name, ranks]
+
+    return get
+
+
+Reference = Callable[..., dict[str, Any]]
+
+
+def finish(server: Server, run: Run) -> dict[str, Any]:
+    codes = server.run(run)
+    assert codes == [0] * run.ranks, run.log.read_text()[-4000:]
+    outcome: dict[str, Any] = torch.load(run.directory / f"result-{run.ranks - 1}.pt", weights_only=False)
+    return outcome
+
+
+def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, **arguments: Any) -> dict[str, Any]:
+    """Kill a process of the run at each point in turn, then let one finish."""
+    for kill in kills:
+        run = Run(case, directory, kill=kill, **arguments)
+        code = server.run(run)[-1]
+        assert code == -9, f"expected death at {kill}, found exit code {code}: {run.log.read_text()[-4000:]}"
+    return finish(server, Run(case, directory, **arguments))
+
+
+def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> None:
+    assert differences(reference, found) == []
+    assert wrong_losses(reference, run) == []
+
+
+PLAIN = Case("plain")
+
+
+def test_one_run_killed_at_every_point(
+    server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    found = interrupted(server, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **attach)
+    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+
+
+@pytest.mark.parametrize("case", [PLAIN, *CASES], ids=lambda case: case.name)
+def test_nothing_fails_and_nothing_changes(
+    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    found = finish(server, Run(case, tmp_path, **attach))
+    assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_feature(
+    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
+    found = interrupted(server, kills, case, tmp_path, **attach)
+    assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])
+def test_the_comparison_notices_a_part_left_out(
+    sabotage: str, server: Server, reference: Reference, tmp_path: Path
+) -> None:
+    case = Case("plateau_epoch", scheduler="plateau_epoch")
+    stand_in = {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
+    found = interrupted(server, [("before_optimizer", 6)], case, tmp_path, sabotage=sabotage, **stand_in)
+    assert differences(reference(case), found) != []
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_ranks(
+    workers: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0, trainer={"sync_batchnorm": True})
+    kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3)]
+    found = interrupted(server, kills, case, tmp_path, ranks=2, **attach)
+    assert differences(reference(case, 2), found) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", POINTS, ids=lambda kill: f"{kill[0]}-{kill[1]}")
+def test_each_point(
+    kill: Kill, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    found = interrupted(server, [kill], PLAIN, tmp_path, **attach)
+    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", THOROUGHLY, ids=lambda kills: "+".join(f"{hook}-{count}" for hook, count in kills))
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
+def test_each_feature_at_each_point(
+    case: Case, kills: list[Kill], server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = reference(case)
+    for index, kill in enumerate(kills):
+        run = Run(case, tmp_path, kill=kill, **attach)
+        code = server.run(run)[-1]
+        if code == 0 and index == 0:
+            pytest.skip(f"{case.name} never reaches {kill}")
+        if code == 0:
+            break  # the point lies behind the end of a resumed run: what it has trained counts
+        assert code == -9, run.log.read_text()[-4000:]
+    else:
+        assert_exact(expected, finish(server, Run(case, tmp_path, **attach)), Run(case, tmp_path))
+        return
+    outcome = torch.load(tmp_path / "result-0.pt", weights_only=False)
+    assert_exact(expected, outcome, Run(case, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE_CASES, ids=lambda case: case.name)
+def test_nothing_fails_and_nothing_changes_more(
+    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    found = finish(server, Run(case, tmp_path, **attach))
+    assert_exact(reference(case), found, Run(case, tmp_path))
