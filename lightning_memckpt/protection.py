@@ -223,7 +223,7 @@ class Protection:
             self._warn_once(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
         for line in self._loaders.look_again():
             self._warn_once(line)
-        inform(session.describe())
+        inform(session.describe().removeprefix("memckpt: "))
         if self._pending is None:
             return
         state, self._pending = self._pending, None

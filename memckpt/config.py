@@ -90,7 +90,7 @@ class MemckptConfig:
 def check_resume(resume: object) -> ResumeChoice | int:
     """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number."""
     if resume == "auto" or resume == "require" or resume == "never":
-        return resume  # type: ignore[return-value]
+        return resume
     if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
         return resume
     raise ConfigurationError(

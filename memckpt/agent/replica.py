@@ -228,7 +228,7 @@ class Replica:
             for owner, spec, offset in self._layout.piece_parts(piece):
                 if owner is None or spec is None:
                     home = self._values[piece.param]
-                    shape, dtype, cut = (piece.stop - piece.start,), self._layout.spec.params[piece.param].tensor.dtype, True
+                    dtype, cut = self._layout.spec.params[piece.param].tensor.dtype, True
                 else:
                     home = self._states[piece.param][owner.optimizer, spec.key]
                     state = member.states.setdefault(owner.optimizer, {})
@@ -237,12 +237,11 @@ class Replica:
                             worst, where = float("inf"), f"{name} ({spec.key} is gone)"
                             del state[spec.key]
                         continue
-                    cut = spec.elementwise
-                    shape, dtype = ((piece.stop - piece.start,) if cut else spec.shape), spec.dtype
+                    dtype, cut = spec.dtype, spec.elementwise
                     if not isinstance(state.get(spec.key), torch.Tensor):
                         state[spec.key] = home
-                anchor = tensor_at(self._slots_map, base + offset, shape, dtype)
                 target = home.view(-1)[piece.start : piece.stop] if cut else home
+                anchor = tensor_at(self._slots_map, base + offset, tuple(target.shape), dtype)
                 distance = ulp_distance(anchor, target)
                 if distance:
                     target.copy_(anchor)

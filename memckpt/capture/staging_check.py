@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.state.redo import change_values
 
 STRIDE = 997
 FULL_RECORDS = 2
@@ -57,7 +58,7 @@ class StagingCheck:
                 expected = torch.cat(staged)
                 for op in ops:
                     if batch[0] in op.params:
-                        expected = _apply(op, expected)
+                        expected = change_values(op.kind, op.operand, expected)
                 found = torch.cat(used)
                 bits = _BITS[found.element_size()]
                 if expected.dtype != found.dtype or not torch.equal(expected.view(bits), found.view(bits)):
@@ -84,7 +85,7 @@ class StagingCheck:
         for index, ours, theirs in zip(batch, staged, used, strict=True):
             for op in ops:
                 if index in op.params:
-                    ours = _apply(op, ours)
+                    ours = change_values(op.kind, op.operand, ours)
             if not torch.equal(ours, theirs):
                 return (
                     f"the gradient of {writer.spec.params[index].tensor.name} was changed between backward and the "
@@ -92,9 +93,3 @@ class StagingCheck:
                 )
         return "gradients were changed between backward and the optimizer's step"
 
-
-def _apply(op: Op, values: torch.Tensor) -> torch.Tensor:
-    if op.kind == "clamp":
-        return values.clamp(op.operand[0], op.operand[1])
-    factor = op.operand.to(values.device).reshape(())
-    return values * factor if op.kind == "mul" else values / factor

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from memckpt.capture.recorder import Recorder
 
 _log = logging.getLogger("memckpt")
 
-CommHook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Tap(Protocol):
@@ -68,7 +69,7 @@ class ParameterTap:
         if self._copier.asynchronous and not self._callback_queued:
             # Gradients may be changed in place as soon as backward has ended.
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
@@ -104,9 +105,11 @@ class CommHookTap:
         return not getattr(model, "_comm_hooks", [])
 
     def install(self) -> None:
-        def memckpt_tap(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def memckpt_tap(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             return self._reduce(bucket)
 
+        # Torch compares the annotations with its own classes and would not know them by name.
+        memckpt_tap.__annotations__.clear()
         self._model.register_comm_hook(None, memckpt_tap)
         # From now on a user's registration reaches us and not torch, which would refuse a second hook.
         self._model.register_comm_hook = self._adopt  # type: ignore[method-assign]
@@ -121,7 +124,7 @@ class CommHookTap:
         self._removed = True
         self._model.__dict__.pop("register_comm_hook", None)
 
-    def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not self._removed:
             self._before_reduction()
             self.reductions += 1
@@ -146,7 +149,7 @@ class CommHookTap:
 
         if self._copier.asynchronous and not self._callback_queued:
             self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)
         return future.then(staged)
 
     def _backward_ending(self) -> None:
@@ -155,7 +158,7 @@ class CommHookTap:
             self._callback_queued = False
             self._copier.wait_before_changes()
 
-        torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
 
 
 def _first(done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -56,11 +56,11 @@ class Ranks:
         result: tuple[str, Any]
         failure: MemckptError | None = None
         try:
-            result = ("", work())
+            result = "", work()
         except MemckptError as error:
             failure = error
-            result = (type(error).__name__, str(error))
-        results = self.gather(result)
+            result = type(error).__name__, str(error)
+        results: list[tuple[str, Any]] = self.gather(result)
         if failure is not None:
             raise failure
         for rank, (kind, value) in enumerate(results):

@@ -151,7 +151,10 @@ def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Keep hooks that the user registered for all optimizers from seeing the steps of a redo."""
-    registries = (_optimizer_module._global_optimizer_pre_hooks, _optimizer_module._global_optimizer_post_hooks)
+    registries: tuple[dict[int, Any], ...] = (
+        _optimizer_module._global_optimizer_pre_hooks,
+        _optimizer_module._global_optimizer_post_hooks,
+    )
     saved = [dict(registry) for registry in registries]
     for registry in registries:
         registry.clear()

@@ -63,32 +63,35 @@ class StagedGradients:
         )
 
 
-def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int, device: torch.device) -> torch.Tensor:
+def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int) -> torch.Tensor:
     """The gradient as the optimizer saw it: every recorded factor of `param`, in order. Never in place."""
     for op in ops:
         if param not in op.params:
             continue
         operand = codec.decode(op.value)
-        if op.kind == "clamp":
-            gradient = _on_values(gradient, lambda values, low=operand[0], high=operand[1]: values.clamp(low, high))
-            continue
-        factor = operand.to(device)
-        if op.kind == "mul":
-            gradient = _on_values(gradient, lambda values, factor=factor: values * factor)
-        elif op.kind == "div":
-            gradient = _on_values(gradient, lambda values, factor=factor: values / factor)
+        if gradient.is_sparse:
+            gradient = _with_values(gradient, change_values(op.kind, operand, gradient._values()))
         else:
-            raise ValueError(f"gradient operation: expected 'mul', 'div' or 'clamp', found {op.kind!r}")
+            gradient = change_values(op.kind, operand, gradient)
     return gradient
 
 
-def _on_values(gradient: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    if not gradient.is_sparse:
-        # A 1-element factor broadcasts; the gradient keeps its own shape.
-        return change(gradient).view(gradient.shape)
+def change_values(kind: str, operand: Any, values: torch.Tensor) -> torch.Tensor:
+    """`values` after one recorded change, as a new tensor."""
+    if kind == "clamp":
+        return values.clamp(operand[0], operand[1])
+    factor: torch.Tensor = operand.to(values.device).reshape(())
+    if kind == "mul":
+        return values * factor
+    if kind == "div":
+        return values / factor
+    raise ValueError(f"gradient operation: expected 'mul', 'div' or 'clamp', found {kind!r}")
+
+
+def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         gradient._indices(),
-        change(gradient._values()),
+        values,
         gradient.shape,
         is_coalesced=gradient.is_coalesced(),
         check_invariants=False,
@@ -165,9 +168,8 @@ class RedoGroup:
                 continue
             if member.stop - member.start != self._layout.spec.params[member.param].tensor.numel:
                 gradient = gradient.view(-1)[member.start : member.stop]
-            device = member.parameter.device
-            gradient = gradient.to(device)
-            member.parameter.grad = apply_ops(gradient, sub_step.ops, member.param, device)
+            gradient = gradient.to(member.parameter.device)
+            member.parameter.grad = apply_ops(gradient, sub_step.ops, member.param)
         optimizer.step()
         for member in members:
             member.parameter.grad = None
