@@ -96,5 +96,3 @@ def check_resume(resume: object) -> ResumeChoice | int:
     raise ConfigurationError(
         f"resume: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
     )
-
-

@@ -242,7 +242,7 @@ def freeze(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return ("array", value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, Mapping):
-        return ("mapping", [(freeze(key), freeze(item)) for key, item in value.items()])
+        return {freeze(key): freeze(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return (type(value).__name__, [freeze(item) for item in value])
     if isinstance(value, float):
@@ -257,7 +257,7 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
     if type(expected) is not type(found):
         return [f"{path}: {str(expected)[:80]} became {str(found)[:80]}"]
     if isinstance(expected, dict):
-        keys = [] if list(expected) == list(found) else [f"{path}: keys {list(expected)} became {list(found)}"]
+        keys = [] if list(expected) == list(found) else [f"{path}: keys {_keys(expected)} became {_keys(found)}"]
         both = [key for key in expected if key in found]
         return keys + [line for key in both for line in differences(expected[key], found[key], f"{path}/{key}")]
     if isinstance(expected, (list, tuple)) and not (expected and expected[0] == "tensor"):
@@ -266,6 +266,10 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
         pairs = enumerate(zip(expected, found, strict=True))
         return [line for index, (a, b) in pairs for line in differences(a, b, f"{path}/{index}")]
     return [] if expected == found else [f"{path}: {str(expected)[:120]} became {str(found)[:120]}"]
+
+
+def _keys(mapping: dict[Any, Any]) -> list[Any]:
+    return [key[1] if isinstance(key, tuple) else key for key in mapping]
 
 
 # In the pytest process

@@ -21,9 +21,7 @@ def main() -> int:
     parser.add_argument("--niceness", type=int, default=0)
     parser.add_argument("--ready-fd", type=int, required=True, help="where to report that it answers")
     arguments = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     os.nice(arguments.niceness)
     address = AgentAddress.of(arguments.run_dir, arguments.node)
     try:

@@ -37,7 +37,7 @@ def runtime_directory() -> Path:
     elif base and os.access(base, os.W_OK):
         directory = Path(base) / "memckpt"
     else:
-        directory = Path("/tmp") / f"memckpt-{os.getuid()}"  # noqa: S108  ownership and mode are checked below
+        directory = Path("/tmp") / f"memckpt-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=bool(configured))
     found = directory.lstat()

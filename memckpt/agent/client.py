@@ -36,7 +36,7 @@ from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
 Notice = Begin | Protected | Drift | Alarm
-_live: weakref.WeakSet["AgentClient"] = weakref.WeakSet()
+_live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
 class PreparedRegions:

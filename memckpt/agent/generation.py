@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from memckpt.agent.messages import Commit, GenerationCommit, Message
+from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
-from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import Branch, HeldRecords, Timeline
 

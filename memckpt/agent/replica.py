@@ -37,7 +37,13 @@ class Replica:
     """
 
     def __init__(
-        self, layout: Layout, slots: Region, replica: Region, ring: SlotRing, threads: int, notify: Callable[[Message], None]
+        self,
+        layout: Layout,
+        slots: Region,
+        replica: Region,
+        ring: SlotRing,
+        threads: int,
+        notify: Callable[[Message], None],
     ) -> None:
         torch.set_num_threads(threads)
         self._layout = layout
@@ -49,13 +55,15 @@ class Replica:
         self._states: list[dict[tuple[int, str], torch.Tensor]] = []
         for param, (value, states) in zip(layout.spec.params, layout.replica_offsets, strict=True):
             self._values.append(tensor_at(replica.map, value, param.tensor.shape, param.tensor.dtype))
-            self._states.append({
-                (owner.optimizer, state.key): tensor_at(
-                    replica.map, states[owner.optimizer, state.key], state.shape, state.dtype
-                )
-                for owner in param.owners
-                for state in owner.state
-            })
+            self._states.append(
+                {
+                    (owner.optimizer, state.key): tensor_at(
+                        replica.map, states[owner.optimizer, state.key], state.shape, state.dtype
+                    )
+                    for owner in param.owners
+                    for state in owner.state
+                }
+            )
         self._groups: list[RedoGroup] = []
         self._members: list[Member] = []
         self._condition = threading.Condition()
@@ -166,7 +174,9 @@ class Replica:
     def _ready(self) -> bool:
         if self._closing:
             return True
-        return not self._frozen and self._broken is None and self.applied < self._limit and self.applied + 1 in self._metas
+        return (
+            not self._frozen and self._broken is None and self.applied < self._limit and self.applied + 1 in self._metas
+        )
 
     def _run(self) -> None:
         while True:
@@ -280,5 +290,3 @@ def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
     # Doubles hold the differences of 64-bit patterns only roughly, which is enough to see how far apart they are.
     return max(float((a.double() - b.double()).abs().max()), 1.0)
-
-

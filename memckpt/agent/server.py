@@ -26,7 +26,6 @@ from memckpt.agent.messages import (
     Begin,
     Commit,
     Configure,
-    Credit,
     Drift,
     GenerationCommit,
     Goodbye,
@@ -269,7 +268,9 @@ class Agent:
                 return
         member = connection.member
         if member is None or self._attempt is None or connection.nonce != self._attempt.nonce:
-            _log.info("ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid)
+            _log.info(
+                "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
+            )
             return
         match message:
             case Prepare():
@@ -403,9 +404,7 @@ class Agent:
             self._history = branch_off(self._history, message.record, message.timeline)
             _log.info("resuming at record %d", message.record)
         if self._resumed_to != message.record:
-            raise AgentError(
-                f"ranks of one node resume at different records: {self._resumed_to} and {message.record}"
-            )
+            raise AgentError(f"ranks of one node resume at different records: {self._resumed_to} and {message.record}")
         held = self._held
         if held.replica is not None:
             held.replica.freeze()
@@ -491,5 +490,3 @@ def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     ready()
     agent.run()
-
-

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad
 
+
 class Listener(Protocol):
     """Told of each in-place change, right before it is made."""
 

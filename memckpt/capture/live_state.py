@@ -59,7 +59,9 @@ class Growth:
 class LiveState:
     """Names of the live tensors of a model, its optimizers and modules beside it."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], extra_modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], extra_modules: Mapping[str, nn.Module]
+    ) -> None:
         self.model = model
         self.optimizers = list(optimizers)
         self.extra_modules = dict(extra_modules)
@@ -130,9 +132,9 @@ class LiveState:
             described = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
             if id(tensor) in owners:
                 params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
-            elif id(tensor) not in model_params and (described.nbytes <= SMALL_BYTES or name in self.growth.changing):
-                by_value.append(described)
-            elif name in self.growth.changing:
+            elif (
+                id(tensor) not in model_params and (described.nbytes <= SMALL_BYTES or name in self.growth.changing)
+            ) or name in self.growth.changing:
                 by_value.append(described)
             else:
                 static.append(described)

@@ -92,4 +92,3 @@ class StagingCheck:
                     "optimizer's step in a way that streaming does not know"
                 )
         return "gradients were changed between backward and the optimizer's step"
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -76,11 +77,25 @@ class ParameterTap:
         self._copier.wait_before_changes()
 
 
+@dataclass
+class _HeldBucket:
+    """A bucket whose reduction waits until all of its backward's buckets are there."""
+
+    params: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    buffer: torch.Tensor
+    future: torch.futures.Future[torch.Tensor]
+
+
 class CommHookTap:
     """Streaming under DDP: the communication hook's future carries each bucket's synchronized gradients.
 
     DDP takes one communication hook. Ours runs the user's inside, when it is registered after us; without one it
     averages as DDP itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
+
+    With three ranks or more the order of a sum depends on where in a buffer an element lies, and DDP lays its buckets
+    out anew after the first backward of a process. So the layout belongs to the state: the first backward after a
+    resume is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
     """
 
     name = "streaming (DDP communication hook)"
@@ -94,10 +109,18 @@ class CommHookTap:
         self._before_reduction = before_reduction
         self._users: tuple[Any, CommHook] | None = None
         self._group = model.process_group
-        self._factor = 1.0 / dist.get_world_size(self._group)
+        self._world_size = dist.get_world_size(self._group)
+        self._factor = 1.0 / self._world_size
         self._removed = False
         self._callback_queued = False
+        self._positions = {id(param): index for index, param in enumerate(model.module.parameters())}
+        self._observed: list[list[int]] = []
+        self._held: list[_HeldBucket] = []
+        self._resumed_layout: list[list[int]] | None = None
+        self._backwards = 0
         self.reductions = 0
+        #: Parameter positions bucket by bucket, as the next backward reduces them; None while that is not known yet.
+        self.layout: list[list[int]] | None = None
 
     @staticmethod
     def available(model: DistributedDataParallel) -> bool:
@@ -124,33 +147,82 @@ class CommHookTap:
         self._removed = True
         self._model.__dict__.pop("register_comm_hook", None)
 
+    def resume_layout(self, layout: list[list[int]] | None) -> None:
+        """Reduce the next backward in this layout. Before the first backward of the process."""
+        if self._world_size > 2 and layout is not None:
+            self._resumed_layout = self.layout = layout
+
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not self._removed:
-            self._before_reduction()
-            self.reductions += 1
-        if self._users is not None:
-            state, hook = self._users
-            future = hook(state, bucket)
-        else:
-            work = dist.all_reduce(bucket.buffer().mul_(self._factor), group=self._group, async_op=True)
-            assert work is not None
-            future = work.get_future().then(_first)
         if self._removed:
-            return future
+            return self._average(bucket)
+        self._before_reduction()
+        self.reductions += 1
+        self._observe(bucket)
+        if self._copier.asynchronous and not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)
+        if self._resumed_layout is not None and self._users is None:
+            return self._hold(bucket, self._resumed_layout)
         offsets = [gradient.storage_offset() - bucket.buffer().storage_offset() for gradient in bucket.gradients()]
         params = bucket.parameters()
 
         def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            reduced = done.value()  # raises when the reduction failed, which is not ours to hide
-            flat = reduced[0] if isinstance(reduced, list) else reduced
+            flat = _first(done)  # raises when the reduction failed, which is not ours to hide
             for param, offset in zip(params, offsets, strict=True):
                 self._recorder.stage(param, flat.view(-1)[offset : offset + param.numel()].view(param.shape))
             return flat
 
-        if self._copier.asynchronous and not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)
-        return future.then(staged)
+        return self._average(bucket).then(staged)
+
+    def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if self._users is not None:
+            state, hook = self._users
+            return hook(state, bucket)
+        work = dist.all_reduce(bucket.buffer().mul_(self._factor), group=self._group, async_op=True)
+        assert work is not None
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(_first)
+        return future
+
+    def _observe(self, bucket: GradBucket) -> None:
+        """Learn the layout. That of a process's first backward is DDP's provisional one, which it never uses again."""
+        self._observed.append([self._positions[id(param)] for param in bucket.parameters()])
+        if bucket.is_last():
+            self._backwards += 1
+            if self._backwards > 1 or self._model.find_unused_parameters:
+                self.layout = self._observed
+            self._observed = []
+
+    def _hold(self, bucket: GradBucket, layout: list[list[int]]) -> torch.futures.Future[torch.Tensor]:
+        devices: list[int | str | torch.device] | None = (
+            [bucket.buffer().device] if bucket.buffer().device.type == "cuda" else None
+        )
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        self._held.append(_HeldBucket(bucket.parameters(), bucket.gradients(), bucket.buffer(), future))
+        if bucket.is_last():
+            held, self._held, self._resumed_layout = self._held, [], None
+            self._reduce_in(layout, held)
+        return future
+
+    def _reduce_in(self, layout: list[list[int]], held: list[_HeldBucket]) -> None:
+        gradients = {
+            self._positions[id(param)]: (param, gradient)
+            for one in held
+            for param, gradient in zip(one.params, one.gradients, strict=True)
+        }
+        if sorted(position for positions in layout for position in positions) != sorted(gradients):
+            _log.warning("memckpt: DDP reduces other parameters than before; this step may differ in the last bits")
+            layout = [[self._positions[id(param)] for param in one.params] for one in held]
+        for positions in layout:
+            flat = torch.cat([gradients[position][1].reshape(-1) for position in positions]).mul_(self._factor)
+            dist.all_reduce(flat, group=self._group)
+            offset = 0
+            for position in positions:
+                param, gradient = gradients[position]
+                gradient.copy_(flat[offset : offset + param.numel()].view(gradient.shape))
+                offset += param.numel()
+                self._recorder.stage(param, gradient)
+        for one in held:
+            one.future.set_result(one.buffer)
 
     def _backward_ending(self) -> None:
         # DDP finalizes its buckets in a callback of its own; one queued from inside a callback runs after it.

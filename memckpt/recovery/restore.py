@@ -84,14 +84,19 @@ class Restorer:
                 self._optimizers[owner.optimizer].state.pop(param, None)
 
     def _order_state_keys(self) -> None:
-        """Give every parameter's state the order of keys that the optimizer makes: state_dict() shows it."""
-        for spec, param in zip(self._layout.spec.params, self._params, strict=True):
-            for owner in spec.owners:
-                state = self._optimizers[owner.optimizer].state
-                if param in state:
-                    found = state[param]
-                    ordered = {one.key: found[one.key] for one in owner.state if one.key in found}
-                    state[param] = {**ordered, **found}
+        """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
+        orders: dict[tuple[int, int], list[str]] = {
+            (id(param), owner.optimizer): [state.key for state in owner.state]
+            for spec, param in zip(self._layout.spec.params, self._params, strict=True)
+            for owner in spec.owners
+        }
+        for index, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    found = optimizer.state.pop(param, None)
+                    if found is not None:
+                        order = orders.get((id(param), index), [])
+                        optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
 
     def _state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
         """Room for state, not zeroed: every byte of it is about to be overwritten."""

@@ -39,7 +39,7 @@ from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks, Tap
 from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume
-from memckpt.errors import AgentError, AgentGoneError, MemckptError, UnsupportedError, UsageError
+from memckpt.errors import AgentGoneError, MemckptError, UnsupportedError, UsageError
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver, make_plan
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.choice import choose_redo
@@ -227,9 +227,7 @@ class Session:
     def _prepare(self, spec: StateSpec, discard: bool = False) -> PreparedRegions:
         assert self._client is not None
         agent = self._config.agent
-        return self._client.prepare(
-            Prepare(spec, self._timeline, agent.threads, agent.memory_budget_bytes, discard)
-        )
+        return self._client.prepare(Prepare(spec, self._timeline, agent.threads, agent.memory_budget_bytes, discard))
 
     def _open_held(self, plan: RestoreRecord) -> None:
         assert self._client is not None
@@ -270,6 +268,7 @@ class Session:
                 "rng": rng.capture(),
                 "groups": self._live.describe_groups(),
                 "trainable": self._live.trainable(),
+                "reduction": self._tap.layout if isinstance(self._tap, CommHookTap) else None,
                 "provided": {name: capture() for name, capture in self._captures.items()},
             }
         )
@@ -313,6 +312,8 @@ class Session:
             restorer.restore(plan.record, self._ranks.rank, message.metas, message.missing, message.plain)
         self._agree_on_replicas(writer)
         self._adopt_writer(writer)
+        if isinstance(self._tap, CommHookTap):
+            self._tap.resume_layout(self._resume_state["reduction"])
         if self._live.spec(self._request) == message.spec:
             self._begin_record(plan.record + 1)
         else:

@@ -198,19 +198,22 @@ def _spec(key: str, value: torch.Tensor, param: torch.Tensor, elementwise: bool)
 def _dry_run(
     optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], elementwise: bool, cached: DryRuns
 ) -> dict[str, StateTensorSpec]:
-    if param in optimizer.state and optimizer.state[param]:
+    if optimizer.state.get(param):
         return {}
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(param.shape)
-    key = (shape, param.dtype, str(param.device), tuple(sorted((k, repr(v)) for k, v in group.items() if k != "params")))
+    key = (
+        shape,
+        param.dtype,
+        str(param.device),
+        tuple(sorted((k, repr(v)) for k, v in group.items() if k != "params")),
+    )
     if key not in cached:
         cached[key] = _dry_step(optimizer, param, group, shape)
     result = {}
     for name, spec in cached[key].items():
         same = elementwise and spec.shape == shape
-        result[name] = StateTensorSpec(
-            name, tuple(param.shape) if same else spec.shape, spec.dtype, same, spec.on_cpu
-        )
+        result[name] = StateTensorSpec(name, tuple(param.shape) if same else spec.shape, spec.dtype, same, spec.on_cpu)
     return result
 
 
@@ -232,4 +235,3 @@ def _dry_step(
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
-

@@ -58,9 +58,7 @@ class StagedGradients:
         indices = tensor_at(self._buffer, offset, indices_shape, "int64")
         offset += prod(indices_shape) * ITEM_BYTES["int64"]
         values = tensor_at(self._buffer, offset, (sparse.nnz, *shape[sparse.sparse_dim :]), dtype)
-        return torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=sparse.coalesced, check_invariants=False
-        )
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=sparse.coalesced, check_invariants=False)
 
 
 def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int) -> torch.Tensor:

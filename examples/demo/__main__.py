@@ -1,0 +1,127 @@
+"""``python -m examples.demo``: train, train again through kills, compare."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from examples.demo import show
+from examples.demo.black_box import Position
+from examples.demo.supervise import Kill, Plan, Run, RunResult, TrainingFailedError, draw_instants
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Kill a training run and see it resume.")
+    parser.add_argument("--seed", type=int, help="draws the instants of the kills (default: a new one each time)")
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--size", default="demo", help="of the model: tiny, demo (default), 30M or 100M")
+    parser.add_argument("--keep", action="store_true", help="leave logs and final states on disk")
+    parser.add_argument("--sabotage", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.kills < 1 or args.steps < 3 * args.kills + 5:
+        parser.error("expected at least one kill, and at least 3 steps for each and 5 more")
+    if args.seed is None:
+        args.seed = random.SystemRandom().randrange(10_000)
+    return args
+
+
+def explain(console: Console, args: argparse.Namespace, instants: list[float]) -> None:
+    """Say what is going to happen."""
+    console.print(
+        f"A small GPT learns to write Python: the same {args.steps} steps in two runs.\n"
+        "  1. uninterrupted, without memckpt\n"
+        f"  2. with the MemCheckpoint callback, killed {args.kills} times with SIGKILL; no checkpoint\n"
+        "     is written, an agent process that outlives the trainer holds the state\n"
+        "Then all bits of both are compared: weights, optimizer, RNG, every loss.\n",
+        highlight=False,
+    )
+    drawn = ", ".join(f"{instant:.1f}" for instant in instants)
+    console.print(f"Seed {args.seed} draws the instants of the kills, in steps: {drawn}\n", highlight=False)
+
+
+def both_runs(console: Console, args: argparse.Namespace, instants: list[float], plan: Plan) -> tuple[RunResult, RunResult]:
+    """Run the training twice, with progress bars and a line for each kill."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[where]}"), console=console) as progress:
+        first = progress.add_task("1. uninterrupted", total=args.steps, where="")
+        second = progress.add_task(f"2. killed {args.kills} times", total=args.steps, where="", start=False)
+
+        def show_position(task: int, position: Position, process: str) -> None:
+            where = "starting" if position.phase == "start-up" else f"{position.phase}"
+            done = {} if position.phase == "start-up" else {"completed": position.finished}
+            progress.update(task, where=f"{process}: {where}", **done)  # type: ignore[arg-type]
+
+        def show_kill(kill: Kill) -> None:
+            progress.console.print(
+                f"  [red]SIGKILL[/] in step {kill.at.step}, {kill.at.phase}: resumed after step {kill.resumed}, "
+                f"{kill.resume_seconds:.1f} s after the imports",
+                highlight=False,
+            )
+
+        plain = Run(plan, "uninterrupted", False, lambda *at: show_position(first, *at)).execute([])
+        progress.update(first, completed=args.steps, where=f"{plain.step_seconds * 1e3:.0f} ms a step")
+        progress.stop_task(first)
+        progress.start_task(second)
+        run = Run(plan, "killed", True, lambda *at: show_position(second, *at))
+        killed = run.execute(instants, plain.step_seconds, show_kill)
+        progress.update(second, completed=args.steps, where=f"{killed.step_seconds * 1e3:.0f} ms a step")
+        progress.stop_task(second)
+    return plain, killed
+
+
+def judge(console: Console, args: argparse.Namespace, plain: RunResult, killed: RunResult) -> bool:
+    """Show what came out; True if the two runs are the same."""
+    from examples.demo.verdict import compare_losses, compare_states  # torch takes seconds to import
+
+    comparisons = [*compare_states(plain.final, killed.final), compare_losses(plain.losses, killed.losses)]
+    console.print()
+    console.print(show.kill_table(killed.kills))
+    if any(kill.lost for kill in killed.kills):
+        console.print("Lost: killed between the optimizer and the commit of a step, which is done again.")
+    console.print(show.curves(plain, killed, args.steps, console.width))
+    console.print(show.verdict_table(comparisons))
+    equal = all(each.equal for each in comparisons)
+    if equal:
+        console.print(
+            f"[bold green]Equal, bit for bit:[/] the result does not show that there were {len(killed.kills)} kills.",
+            highlight=False,
+        )
+    else:
+        console.print("[bold red]Different:[/] the resumed run has not become what the uninterrupted one is.")
+    return equal
+
+
+def main(arguments: list[str] | None = None) -> int:
+    args = parse(arguments)
+    console = Console()
+    began = time.monotonic()
+    instants = draw_instants(args.seed, args.kills, args.steps)
+    explain(console, args, instants)
+    directory = Path(tempfile.mkdtemp(prefix="memckpt-demo-"))
+    try:
+        plan = Plan(args.steps, args.size, directory, args.sabotage)
+        equal = judge(console, args, *both_runs(console, args, instants, plan))
+    except TrainingFailedError as error:
+        console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", highlight=False)
+        return 1
+    finally:
+        if args.keep:
+            console.print(f"Kept: {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+    console.print(f"Seed {args.seed}, {time.monotonic() - began:.0f} s in all.", highlight=False)
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

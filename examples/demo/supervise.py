@@ -1,0 +1,242 @@
+"""Starts the training process, watches it, and kills it at instants that were drawn before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from examples.demo.black_box import BlackBox, Position
+from memckpt.agent.address import AgentAddress, peer
+
+_POLL_SECONDS = 0.002
+_SILENCE_SECONDS = 120.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class TrainingFailedError(Exception):
+    """The training process did not do what it should; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What both runs train, and where they write."""
+
+    steps: int
+    size: str
+    directory: Path
+    sabotage: bool = False
+
+
+@dataclass
+class Kill:
+    """One SIGKILL and the resume after it.
+
+    Attributes:
+        drawn: the instant that was drawn, in steps since the start of the training.
+        at: where the training stood when the process was gone.
+        resumed: the step behind which the next process went on.
+        tier: where it found the state.
+        import_seconds, resume_seconds: from the start of the next process to the end of its imports, and from there to
+            the start of its first step.
+    """
+
+    drawn: float
+    at: Position
+    resumed: int = -1
+    tier: str = ""
+    import_seconds: float = 0.0
+    resume_seconds: float = 0.0
+
+    @property
+    def lost(self) -> int:
+        """Steps that the optimizer had taken and that have to be done again."""
+        return self.at.finished - self.resumed
+
+
+@dataclass
+class RunResult:
+    """What is known about a run when it has ended.
+
+    Attributes:
+        final: the file with its last state.
+        losses: of each step, as the text of a hexadecimal float, which is exact.
+        step_seconds: median duration of a step.
+        seconds: of the whole run, with all the processes' starts.
+    """
+
+    final: Path
+    losses: dict[int, str]
+    step_seconds: float
+    seconds: float
+    kills: list[Kill] = field(default_factory=list)
+
+
+def draw_instants(seed: int, kills: int, steps: int) -> list[float]:
+    """Instants in steps: 37.4 is 0.4 of a step's duration after step 37 has ended."""
+    generator = random.Random(seed)
+    return sorted(generator.uniform(1, 0.95 * steps - 2) for _ in range(kills))
+
+
+class Run:
+    """One run: a process, and after each kill another one."""
+
+    def __init__(self, plan: Plan, name: str, protected: bool, on_progress: Callable[[Position, str], None]) -> None:
+        self._plan = plan
+        self._on_progress = on_progress
+        directory = plan.directory / name
+        directory.mkdir(parents=True)
+        self._events_path, self._log_path = directory / "events.jsonl", directory / "training.log"
+        self._final = directory / "final.pt"
+        self._run_dir = directory / "memckpt" if protected else None
+        self._box_path = directory / "black_box"
+        self._box = BlackBox(self._box_path)
+        self._events_read = 0
+        self._losses: dict[int, str] = {}
+        self._moments: list[tuple[int, float]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
+
+    def execute(
+        self, instants: Sequence[float], step_seconds: float = 0.0, on_kill: Callable[[Kill], None] = lambda kill: None
+    ) -> RunResult:
+        """Train to the end through a kill at each instant.
+
+        Raises:
+            TrainingFailedError: a process ended by itself before it was done, or said nothing for long.
+        """
+        began = time.monotonic()
+        kills: list[Kill] = []
+        try:
+            self._start(attempt=1)
+            self._wait_for_training()
+            for instant in instants:
+                kill = self._kill_at(instant, step_seconds)
+                kills.append(kill)
+                self._start(attempt=len(kills) + 1)
+                self._note_resume(kill, self._wait_for_training())
+                on_kill(kill)
+            self._wait_for_end()
+        finally:
+            self._end_everything()
+        return RunResult(self._final, self._losses, self._median_step(), time.monotonic() - began, kills)
+
+    # Processes
+
+    def _start(self, attempt: int) -> None:
+        plan = self._plan
+        command = [sys.executable, "-m", "examples.demo.train", "--steps", str(plan.steps), "--size", plan.size]
+        command += ["--events", str(self._events_path), "--black-box", str(self._box_path), "--final", str(self._final)]
+        if self._run_dir is not None:
+            command += ["--run-dir", str(self._run_dir)] + (["--sabotage"] if plan.sabotage else [])
+        self._box.write(step=0, phase="start-up", finished=0, closed=0)
+        self._attempt = attempt
+        self._started_at = time.monotonic()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=log, stderr=log)
+
+    def _end_everything(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        if self._run_dir is not None:
+            end_agent(self._run_dir)
+
+    def _kill_at(self, instant: float, step_seconds: float) -> Kill:
+        """SIGKILL at the drawn instant, or right behind the first new step if that is later."""
+        assert self._process is not None
+        first_new = self._resumed_at + 1
+        whole, fraction = int(instant), instant - int(instant)
+        for position in self._watch():
+            if position.closed >= max(whole, first_new):
+                break
+        else:
+            raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
+        time.sleep(fraction * step_seconds)
+        self._process.send_signal(signal.SIGKILL)
+        if self._process.wait() != -signal.SIGKILL:
+            raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
+        self._read_events()
+        return Kill(instant, self._box.read())
+
+    # Watching
+
+    def _watch(self) -> Iterator[Position]:
+        """Positions, as they change, until the process ends by itself."""
+        assert self._process is not None
+        last, changed_at = None, time.monotonic()
+        while self._process.poll() is None:
+            position = self._box.read()
+            if position != last:
+                last, changed_at = position, time.monotonic()
+                self._on_progress(position, f"process {self._attempt}")
+                yield position
+            elif time.monotonic() - changed_at > _SILENCE_SECONDS:
+                raise TrainingFailedError(f"no progress for {_SILENCE_SECONDS:.0f} s\n{self._log_tail()}")
+            time.sleep(_POLL_SECONDS)
+        if self._process.returncode != 0:
+            raise TrainingFailedError(f"the training ended with status {self._process.returncode}\n{self._log_tail()}")
+
+    def _wait_for_training(self) -> dict[str, Any]:
+        """Wait for the first step of the process; returns what it said about itself."""
+        for position in self._watch():
+            if position.phase != "start-up":
+                break
+        found = [event for event in self._read_events() if event["event"] == "training"]
+        if not found:
+            raise TrainingFailedError(f"the training ended before its first step\n{self._log_tail()}")
+        self._resumed_at: int = found[-1]["step"]
+        return found[-1]
+
+    def _note_resume(self, kill: Kill, hello: dict[str, Any]) -> None:
+        kill.resumed = hello["step"]
+        kill.tier = hello.get("tier", "nothing: started over")
+        kill.import_seconds = hello["imported_at"] - self._started_at
+        kill.resume_seconds = hello["at"] - hello["imported_at"]
+
+    def _wait_for_end(self) -> None:
+        for _ in self._watch():
+            pass
+        self._read_events()
+
+    def _read_events(self) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = self._events_path.read_text().splitlines()
+            events = [json.loads(line) for line in lines[self._events_read :]]
+            self._events_read = len(lines)
+            for event in events:
+                if event["event"] == "step":
+                    self._losses[event["step"]] = event["loss"]
+                    self._moments.append((event["step"], event["at"]))
+            return events
+        return []
+
+    def _median_step(self) -> float:
+        pairs = zip(self._moments, self._moments[1:], strict=False)
+        durations = [after[1] - before[1] for before, after in pairs if after[0] == before[0] + 1]
+        return statistics.median(durations) if durations else 0.0
+
+    def _log_tail(self, lines: int = 25) -> str:
+        text = self._log_path.read_text(errors="replace").splitlines()
+        return "\n".join(["the last lines of its log:", *text[-lines:]])
+
+
+def end_agent(run_dir: Path) -> None:
+    """End the agent of a run if there is one: a finished training has ended it already."""
+    with contextlib.suppress(OSError):
+        connection = AgentAddress.of(run_dir).connect()
+        if connection is not None:
+            pid, _ = peer(connection)
+            connection.close()
+            os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,55 @@
+"""Compares what two runs wrote at their end, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind of state in both runs.
+
+    Attributes:
+        kind: parameters, optimizer state, ...
+        tensors, nbytes: how much was compared.
+        differing: names of what is not the same.
+    """
+
+    kind: str
+    tensors: int
+    nbytes: int
+    differing: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        return not self.differing
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Stricter than ``==``: tells 0.0 from -0.0, and finds equal NaNs equal."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def compare_states(one: Path, other: Path) -> list[Comparison]:
+    """Compare two files that `train` wrote."""
+    first, second = (torch.load(path, weights_only=True) for path in (one, other))
+    return [_compare(kind, first.get(kind, {}), second.get(kind, {})) for kind in {**first, **second}]
+
+
+def _compare(kind: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> Comparison:
+    differing = tuple(
+        name for name in {**one, **other} if name not in one or name not in other or not same_bits(one[name], other[name])
+    )
+    return Comparison(kind, len(one), sum(tensor.nbytes for tensor in one.values()), differing)
+
+
+def compare_losses(one: dict[int, str], other: dict[int, str]) -> Comparison:
+    """Compare the loss of every step; the texts are exact."""
+    differing = tuple(f"step {step}" for step in sorted({*one, *other}) if one.get(step) != other.get(step))
+    return Comparison("loss of each step", len(one), 8 * len(one), differing)

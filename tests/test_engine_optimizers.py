@@ -1,0 +1,38 @@
+"""Any optimizer, killed at several steps in a row, resumes bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine_cases import OPTIMIZER_CASES, Case
+from tests.engine_harness import Lab, config
+
+KILLS = [("after commit", 2), ("backward", 3), ("after step", 9), ("forward", 17)]
+#: What makes every ordinary run; the rest is run with the slow ones.
+FIRST = {"sgd", "adamw", "adamw-fused", "adagrad", "own", "muon", "sparse-adam", "sparse-sgd"}
+#: These need whole tensors.
+WHOLE = {"adafactor", "own", "local", "muon", "sparse-adam", "sparse-adagrad", "sparse-sgd"}
+
+
+def cases(first: set[str]) -> list[object]:
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(case, id=case.name, marks=marks[case.name in first]) for case in OPTIMIZER_CASES]
+
+
+@pytest.mark.parametrize("case", cases({case.name for case in OPTIMIZER_CASES}))
+def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
+    attempts = lab.survives(case, config("lazy"), KILLS)
+    for attempt in attempts[1:]:
+        assert attempt.of("restored")[0]["cut"] == (case.name not in WHOLE)
+        assert attempt.of("restored")[0]["lost"] == 0
+
+
+@pytest.mark.parametrize("case", cases(FIRST))
+def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
+    attempts = lab.survives(case, config("eager"), KILLS)
+    local = case.name == "local"
+    for attempt in attempts:
+        assert attempt.mode == ("lazy" if local else "eager")
+        if local:
+            assert "cannot be imported by name" in attempt.of("attached")[0]["text"]
+    assert attempts[-1].end["drift"] == 0.0
