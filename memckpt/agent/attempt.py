@@ -72,8 +72,8 @@ class Attempt:
         if not self._superseded_by(newcomer):
             pids = ", ".join(str(member.process.pid) for member in living)
             raise RunBusyError(
-                f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run directory. "
-                "End that process first, or choose another run directory"
+                f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run "
+                "directory. End that process first, or choose another run directory"
             )
         for member in living:
             _log.warning("killing pid %d (rank %d), left over from an earlier attempt", member.process.pid, member.rank)

@@ -13,7 +13,7 @@ _SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is no such process (or a zombie is all that is left)."""
+    """When a process started, in clock ticks since boot; 0 if there is no such process, or only a zombie of it."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

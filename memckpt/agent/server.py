@@ -309,7 +309,7 @@ class Agent:
     def _hello(self, connection: _Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise AgentError(
-                f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent run different versions; "
+                f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent differ in version; "
                 "stop the agent (memckpt stop) and start again"
             )
         if hello.nonce in self._past_nonces:

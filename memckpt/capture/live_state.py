@@ -130,11 +130,10 @@ class LiveState:
         model_params = {id(param) for param in self.model.parameters()}
         for name, tensor in self.tensors().items():
             described = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            small_buffer = id(tensor) not in model_params and described.nbytes <= SMALL_BYTES
             if id(tensor) in owners:
                 params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
-            elif (
-                id(tensor) not in model_params and (described.nbytes <= SMALL_BYTES or name in self.growth.changing)
-            ) or name in self.growth.changing:
+            elif small_buffer or name in self.growth.changing:
                 by_value.append(described)
             else:
                 static.append(described)
@@ -216,4 +215,5 @@ class LiveState:
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     """An optimizer's state for a parameter, without making an entry where there is none."""
-    return optimizer.state[param] if param in optimizer.state else {}
+    state: dict[str, Any] = optimizer.state.get(param, {})
+    return state

@@ -68,7 +68,7 @@ class ParameterWatch:
 
 
 class StaticWatch:
-    """Watches tensors that are staged once a generation. A changed count is settled by comparing with the staged copy."""
+    """Watches tensors that are staged once a generation: a changed count is settled by comparing with the copy."""
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer

@@ -333,7 +333,7 @@ class Session:
         for param in writer.params:
             self._ranks.broadcast_tensor(param.data, 0)
             for optimizer in self._live.optimizers:
-                state = optimizer.state[param] if param in optimizer.state else {}
+                state = optimizer.state.get(param, {})
                 for key in sorted(state):
                     if isinstance(state[key], torch.Tensor):
                         self._ranks.broadcast_tensor(state[key], 0)
@@ -371,9 +371,10 @@ class Session:
             writer.close()
 
     def _begin_record(self, record: int) -> None:
-        """Open the slot of the next record and stage the anchors due in it: the state is read-only until the next step."""
+        """Open the next record's slot and stage the anchors due in it: the state is read-only until the next step."""
         writer, client = self._writer, self._client
-        assert writer is not None and client is not None
+        assert writer is not None
+        assert client is not None
         if writer.spec.mode == "eager":
             started = time.perf_counter()
             client.wait_applied(record - writer.spec.slots)

@@ -270,7 +270,7 @@ class Layout:
                 yield owner, state, nbytes
 
     def piece_parts(self, piece: Piece) -> Iterator[tuple[OwnerSpec | None, StateTensorSpec | None, int]]:
-        """The parts of an anchored piece with their offsets in the slot: the parameter first (owner None), then states."""
+        """The parts of an anchored piece with their offsets in the slot: the parameter first (owner None)."""
         offset = piece.offset
         for owner, state, nbytes in self._piece_parts(self.spec.params[piece.param], piece.stop - piece.start):
             yield owner, state, offset
