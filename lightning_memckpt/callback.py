@@ -75,9 +75,7 @@ class MemCheckpoint(pl.Callback):
         if self._protection is not None:
             self._protection.finish_epoch()
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Training broke off: what is held stays held."""
         self._close(finished=False)
 
@@ -90,4 +88,3 @@ class MemCheckpoint(pl.Callback):
         protection, self._protection = self._protection, None
         if protection is not None:
             protection.close(finished=finished)
-

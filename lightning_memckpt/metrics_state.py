@@ -10,7 +10,7 @@ Captured values may share memory with live ones: the session encodes them before
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,6 +46,14 @@ class LoggingState:
         self._pl_module = pl_module
         self._internals = internals
         self.left_out: set[str] = set()
+        self._metrics: list[tuple[str, Metric]] = []
+        self._collections: list[tuple[str, MetricCollection]] = []
+
+    def find_metrics(self) -> None:
+        """Look for metrics in the module, which is too slow to be done at every step."""
+        modules = list(self._pl_module.named_modules())
+        self._metrics = [(name, module) for name, module in modules if isinstance(module, Metric)]
+        self._collections = [(name, module) for name, module in modules if isinstance(module, MetricCollection)]
 
     def capture(self) -> dict[str, Any]:
         """The state at the end of a training batch."""
@@ -56,11 +64,10 @@ class LoggingState:
                 for key, result in self._internals.training_results.items()
                 if (captured := self._capture_result(key, result)) is not None
             },
-            "metrics": {name: _capture_metric(metric) for name, metric in self._metrics()},
+            "metrics": {name: _capture_metric(metric) for name, metric in self._metrics},
             "groups": {
-                name: {field: getattr(module, field) for field in _GROUP_FIELDS if hasattr(module, field)}
-                for name, module in self._pl_module.named_modules()
-                if isinstance(module, MetricCollection)
+                name: {field: getattr(collection, field) for field in _GROUP_FIELDS if hasattr(collection, field)}
+                for name, collection in self._collections
             },
         }
 
@@ -76,11 +83,6 @@ class LoggingState:
         for key, captured in state["results"].items():
             self._restore_result(key, captured, modules)
         self._internals.set_logger_fields(_to_device(state["logger"], self._trainer.strategy.root_device))
-
-    def _metrics(self) -> Iterator[tuple[str, Metric]]:
-        for name, module in self._pl_module.named_modules():
-            if isinstance(module, Metric):
-                yield name, module
 
     def _capture_result(self, key: str, result: Any) -> dict[str, Any] | None:
         meta = result.meta

@@ -154,9 +154,7 @@ class Protection:
             self._session = self._connect("never")
             held = None
         self._session.provide(_STATE, lambda: self._captured)
-        self._user = UserState(
-            trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable
-        )
+        self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
             self._warn_once(line)
         if held is None:
@@ -280,6 +278,8 @@ class Protection:
     def _capture(self) -> dict[str, Any]:
         internals = self._internals
         _, user = self._active()
+        if self._commits % _LOOK_EVERY_COMMITS == 0:
+            self._logging.find_metrics()
         validation_owed = internals.validation_follows()
         epoch_over = internals.epoch_is_over()
         loops = behind_batch(internals.loop_state(), validation_follows=validation_owed)

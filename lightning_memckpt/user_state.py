@@ -216,9 +216,7 @@ class UserState:
     def restore_late(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
         """Once more where a start hook has reset it; and the `on_load_checkpoint` hooks, with live tensors."""
         extras = {
-            name.removeprefix("checkpoint/"): piece
-            for name, piece in pieces.items()
-            if name.startswith("checkpoint/")
+            name.removeprefix("checkpoint/"): piece for name, piece in pieces.items() if name.startswith("checkpoint/")
         }
         loading = self._overriding("on_load_checkpoint")
         if loading:

@@ -157,6 +157,15 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=5.0),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.005),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.05),
+    # Some of these change the gradients in place, inside their step.
+    "adagrad-foreach": lambda p: torch.optim.Adagrad(p, lr=0.05, foreach=True),
+    "rmsprop-foreach": lambda p: torch.optim.RMSprop(p, lr=0.005, foreach=True, maximize=True, weight_decay=0.01),
+    "nadam-foreach": lambda p: torch.optim.NAdam(p, lr=0.01, foreach=True, weight_decay=0.01),
+    "radam-foreach": lambda p: torch.optim.RAdam(p, lr=0.01, foreach=True),
+    "adadelta-foreach": lambda p: torch.optim.Adadelta(p, foreach=True),
+    "adamax-foreach": lambda p: torch.optim.Adamax(p, lr=0.01, foreach=True),
+    "asgd-foreach": lambda p: torch.optim.ASGD(p, lr=0.05, t0=5.0, foreach=True),
+    "rprop-foreach": lambda p: torch.optim.Rprop(p, lr=0.005, foreach=True),
     "own": lambda p: Momentum(p),
     "local": lambda p: local_momentum()(p),
 }
@@ -560,11 +569,11 @@ class OddNet(nn.Module):
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.transposed = nn.Parameter(torch.randn(CLASSES, INPUTS).t())
-        self.double = nn.Parameter(torch.randn(CLASSES, dtype=torch.float64))
+        self.bias64 = nn.Parameter(torch.randn(CLASSES, dtype=torch.float64))
         self.last = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x @ self.transposed * self.scale + self.double.float() + self.empty.sum()
+        x = x @ self.transposed * self.scale + self.bias64.float() + self.empty.sum()
         return self.last(x)
 
 
@@ -582,13 +591,14 @@ class BufferNet(nn.Module):
         self.register_buffer("large", torch.randn(20_000))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
+        self.last = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.hidden.mul_(0.9).add_(x.mean(0), alpha=0.1)
             self.count += 1
             self.flags[int(self.count) % 5] ^= True
-        return self.linear(x - self.hidden) * self.large[:CLASSES] * self.replaced
+        return self.last(self.linear(x - self.hidden) * self.large[:CLASSES] * self.replaced)
 
 
 class Buffers(Training):

@@ -87,7 +87,8 @@ class FakeSession:
             raise NothingHeldError("nothing is held")
         self._backward_since_step = False
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in model.parameters()
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in model.parameters()
             if parameter.requires_grad
         ]
         self._handles += [each.register_step_post_hook(self._on_step) for each in self._optimizers]

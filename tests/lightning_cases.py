@@ -451,10 +451,14 @@ class Tally(pl.Callback):
         self.sums[trainer.current_epoch] = self.sums.get(trainer.current_epoch, 0.0) + self.batches
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batches, "sums": self.sums, "unstorable": object()} if not self.batches else {
-            "batches": self.batches,
-            "sums": self.sums,
-        }
+        return (
+            {"batches": self.batches, "sums": self.sums, "unstorable": object()}
+            if not self.batches
+            else {
+                "batches": self.batches,
+                "sums": self.sums,
+            }
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches, self.sums = state["batches"], state["sums"]

@@ -216,15 +216,20 @@ def residue(trainer: Any, model: nn.Module) -> list[str]:
     }
     found = []
     for owner, holder in holders.items():
-        if any(ours in f"{type(holder).__module__}.{type(holder).__name__}" for ours in ("memckpt.", "Grafted")):
-            if not isinstance(holder, MemCheckpoint):
+        if isinstance(holder, MemCheckpoint):
+            ours = holder._protection is not None and ["_protection"]
+        else:
+            ours = [name for name, value in getattr(holder, "__dict__", {}).items() if _is_ours(name, value)]
+            if _is_ours("", holder):
                 found.append(f"{owner} is a {type(holder).__name__}")
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if "memckpt" in type(value).__module__ or "memckpt" in name:
-                if not (isinstance(holder, MemCheckpoint) and name == "config"):
-                    found.append(f"{owner}.{name}")
+        found += [f"{owner}.{name}" for name in ours or ()]
     found += [f"warnings filter {each}" for each in warnings.filters if "resuming" in str(each[1])]
     return found
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    kind = type(value)
+    return any("memckpt" in text for text in (name, kind.__module__)) or kind.__name__.startswith("Grafted")
 
 
 # What must not differ from the uninterrupted run.
@@ -282,6 +287,7 @@ def same(first: Any, second: Any) -> bool:
 
 def sabotage(what: str) -> None:
     """Leave one part of the restore out, to see that the comparison notices."""
+
     def nothing(*_: Any, **__: Any) -> None:
         return None
 

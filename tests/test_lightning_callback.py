@@ -249,9 +249,7 @@ def test_wall_clock_callbacks_are_announced(
 
 
 def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> None:
-    fitted = trainer(
-        tmp_path, MemCheckpoint(tmp_path / "run"), logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2
-    )
+    fitted = trainer(tmp_path, MemCheckpoint(tmp_path / "run"), logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2)
     fitted.fit(Small(), loader())
     table = next((tmp_path / "csv").rglob("metrics.csv")).read_text().splitlines()
     column = table[0].split(",").index("memckpt/step")

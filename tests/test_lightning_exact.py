@@ -190,10 +190,14 @@ def server() -> Iterator[Server]:
     clean.close()
 
 
+STAND_IN: dict[str, Any] = {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
+ENGINE: dict[str, Any] = {}
+
+
 @pytest.fixture(scope="module")
 def attach() -> dict[str, Any]:
     """The engine that the callback is given: a stand-in, so that what fails here is the adapter."""
-    return {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
+    return STAND_IN
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +242,11 @@ def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> 
 PLAIN = Case("plain")
 
 
+@pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
 def test_one_run_killed_at_every_point(
-    server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+    engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path
 ) -> None:
-    found = interrupted(server, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **attach)
+    found = interrupted(server, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **engine)
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
 
 
@@ -254,9 +259,7 @@ def test_nothing_fails_and_nothing_changes(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_feature(
-    case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_feature(case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
     found = interrupted(server, kills, case, tmp_path, **attach)
     assert_exact(reference(case), found, Run(case, tmp_path))
@@ -267,28 +270,32 @@ def test_the_comparison_notices_a_part_left_out(
     sabotage: str, server: Server, reference: Reference, tmp_path: Path
 ) -> None:
     case = Case("plateau_epoch", scheduler="plateau_epoch")
-    stand_in = {"attach": fake_session.attach, "encodable": fake_session.is_encodable}
-    found = interrupted(server, [("before_optimizer", 6)], case, tmp_path, sabotage=sabotage, **stand_in)
+    found = interrupted(server, [("before_optimizer", 6)], case, tmp_path, sabotage=sabotage, **STAND_IN)
     assert differences(reference(case), found) != []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.name)
+def test_each_feature_with_the_engine(case: Case, server: Server, reference: Reference, tmp_path: Path) -> None:
+    kills = BRIEFLY[:2] if case.validate else WITHOUT_VALIDATION[:2]
+    found = interrupted(server, kills, case, tmp_path, **ENGINE)
+    assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.parametrize("engine", [STAND_IN, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["stand-in", "engine"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_two_ranks(
-    workers: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
+def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path) -> None:
     case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0)
     # Behind the epoch's start, in its validation, and twice in the next epoch, which has another sampler seed.
     kills: list[Kill] = [("before_optimizer", 4), ("validation_step", 1), ("loss", 3), ("callback_batch_start", 2)]
-    found = interrupted(server, kills, case, tmp_path, ranks=2, **attach)
+    found = interrupted(server, kills, case, tmp_path, ranks=2, **engine)
     expected = reference(case, 2)
     assert {rank: differences(expected[rank], found[rank]) for rank in expected} == {"rank 0": [], "rank 1": []}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", POINTS, ids=lambda kill: f"{kill[0]}-{kill[1]}")
-def test_each_point(
-    kill: Kill, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_point(kill: Kill, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
     found = interrupted(server, [kill], PLAIN, tmp_path, **attach)
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
 

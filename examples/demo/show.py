@@ -78,7 +78,7 @@ def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
         str(kill.at.finished),
         str(kill.resumed),
         f"[{'green' if kill.lost == 0 else 'yellow'}]{kill.lost}[/]",
-        f"{kill.import_seconds:.1f} s + [bold]{kill.resume_seconds:.1f} s[/]",
+        f"{kill.import_seconds:.1f} + [bold]{kill.resume_seconds:.1f} s[/]",
         kill.tier,
     )
 
@@ -88,9 +88,9 @@ def kill_table(kills: Sequence[Kill]) -> Table:
     table = Table(title="SIGKILL of the training process", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
     table.add_column("killed in", no_wrap=True)
-    for heading in ("last step\ntaken", "resumed\nafter", "steps\nlost", "imports\n+ resume"):
+    for heading in ("last step\ntaken", "resumed\nafter", "steps\nlost", "imports +\nresume"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("restored from")
+    table.add_column("from", no_wrap=True)
     for number, kill in enumerate(kills, start=1):
         table.add_row(*kill_row(number, kill))
     return table

@@ -30,7 +30,7 @@ from memckpt import AgentConfig, MemckptConfig
 IMPORTED_AT = time.monotonic()
 
 TRAINING_SEED = 20
-BATCH = 8
+BATCH = 4
 
 
 class ByteModel(pl.LightningModule):

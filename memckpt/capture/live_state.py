@@ -23,11 +23,12 @@ from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec
 from memckpt.state.optimizers import (
     DryRuns,
     attributes,
+    changes_gradients,
+    describe_state,
     dtype_name,
     hyperparameters,
     is_elementwise,
     refuse_unsupported,
-    state_specs,
 )
 
 #: Buffers up to this size are copied at every step without asking whether they change.
@@ -70,6 +71,10 @@ class LiveState:
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
+        #: Optimizers whose step changes gradients in place: they cannot be read after it.
+        self.changing_optimizers = {
+            index for index, optimizer in enumerate(self.optimizers) if changes_gradients(optimizer)
+        }
 
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -157,7 +162,8 @@ class LiveState:
         for index, group_index in owners:
             optimizer = self.optimizers[index]
             group = optimizer.param_groups[group_index]
-            specs.append(OwnerSpec(index, group_index, state_specs(optimizer, param, group, self._dry_runs[index])))
+            described_state = describe_state(optimizer, param, group, self._dry_runs[index])
+            specs.append(OwnerSpec(index, group_index, described_state.tensors, described_state.keys))
             whole = whole or not is_elementwise(optimizer)
         sparse_bytes = self.growth.sparse_bytes.get(described.name, 0)
         return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0, sparse_bytes)

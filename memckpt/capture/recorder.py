@@ -75,6 +75,7 @@ class Recorder:
         self.check = StagingCheck()
         self.watch: ParameterWatch | None = None
         self.on_backward: Callable[[], None] | None = None
+        self._noted_before: set[int] = set()
         self._ops: list[_PendingOp] = []
         self._sub_steps: list[_PendingSubStep] = []
         self._steps_taken: dict[int, int] = {}
@@ -144,22 +145,37 @@ class Recorder:
 
     # From optimizers
 
+    def optimizer_stepping(self, number: int, optimizer: Optimizer, with_closure: bool) -> None:
+        """An optimizer is about to step. Only one that changes its gradients is noted here, while they are whole.
+
+        With a closure they do not exist yet (Lightning computes them inside it): then only streaming has them.
+        """
+        if number in self._live.changing_optimizers and not with_closure:
+            self._guarded_note(number, optimizer, whole=True)
+            self._noted_before.add(number)
+
     def optimizer_stepped(self, number: int, optimizer: Optimizer) -> None:
         """An optimizer has just taken a step (or decided to skip it): note what it used."""
         started = time.perf_counter()
         self.gradients_pending = False
+        if number in self._noted_before:
+            self._noted_before.discard(number)
+        else:
+            self._guarded_note(number, optimizer, whole=number not in self._live.changing_optimizers)
+        if self.watch is not None:
+            self.watch.note(number)
+        self._clock.hooks += time.perf_counter() - started
+
+    def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool) -> None:
+        """Note a step; `whole` says that gradients are still what the step uses."""
         try:
             if self.writer is not None and self.problem is None and not _skipped(optimizer):
-                self._note_step(self.writer, number, optimizer)
-            if self.watch is not None:
-                self.watch.note(number)
-        except Exception as error:  # the step is done; training must go on
+                self._note_step(self.writer, number, optimizer, whole)
+        except Exception as error:  # the user's training must go on
             _log.exception("memckpt: recording a step failed")
             self.fail(f"recording a step failed: {type(error).__name__}: {error}")
-        finally:
-            self._clock.hooks += time.perf_counter() - started
 
-    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer) -> None:
+    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer, whole: bool) -> None:
         taken = self._steps_taken.get(number, 0)
         self._steps_taken[number] = taken + 1
         growth = self._live.growth.sub_steps
@@ -178,9 +194,9 @@ class Recorder:
             self._ops.append(_PendingOp("div", scale.detach().clone(), tuple(writer.layout.optimizer_params(number))))
         streamed: list[int] = []
         for index in writer.layout.optimizer_params(number):
-            self._settle(writer, step, index, streamed)
+            self._settle(writer, step, index, streamed, whole)
         step.ops = self._ops_for(step, writer.layout.optimizer_params(number), streamed)
-        if streamed:
+        if streamed and whole:
             mismatch = self.check.compare(writer, self.record, step.optimizer, step.index, streamed, step.ops)
             if mismatch is not None:
                 self.tap_mismatch = mismatch
@@ -191,12 +207,14 @@ class Recorder:
                     self.fail("a parameter that was frozen has a gradient now")
         self._sub_steps.append(step)
 
-    def _settle(self, writer: SlotWriter, step: _PendingSubStep, index: int, streamed: list[int]) -> None:
+    def _settle(self, writer: SlotWriter, step: _PendingSubStep, index: int, streamed: list[int], whole: bool) -> None:
         """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
         gradient = writer.params[index].grad
         staged = self._staged_after[index]
         if gradient is None:
             step.absent.append(index)
+        elif not staged and not whole:
+            self.fail("a gradient that was not streamed has been changed by the step itself")
         elif gradient.is_sparse:
             sparse = writer.stage_sparse(self.record, step.optimizer, step.index, index, gradient)
             if sparse is None:

@@ -281,6 +281,12 @@ class StepHooks:
             def stepped(stepping: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
                 self._recorder.optimizer_stepped(number, stepping)
 
+            def stepping(about_to: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
+                # The step's own arguments follow the optimizer itself.
+                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                self._recorder.optimizer_stepping(number, about_to, closure is not None)
+
+            self._handles.append(optimizer.register_step_pre_hook(stepping))
             self._handles.append(optimizer.register_step_post_hook(stepped))
 
     def remove(self) -> None:

@@ -86,7 +86,7 @@ class Restorer:
     def _order_state_keys(self) -> None:
         """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
         orders: dict[tuple[int, int], list[str]] = {
-            (id(param), owner.optimizer): [state.key for state in owner.state]
+            (id(param), owner.optimizer): list(owner.keys)
             for spec, param in zip(self._layout.spec.params, self._params, strict=True)
             for owner in spec.owners
         }

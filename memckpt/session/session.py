@@ -89,6 +89,15 @@ class RestoreReport:
     steps_lost: int
 
 
+@dataclass(frozen=True)
+class _RestorePoint:
+    """What a commit is made of beside the staged tensors."""
+
+    record: int
+    step: int
+    rank_state: bytes
+
+
 class Session:
     """Protects one model and its optimizers. Made by :func:`memckpt.attach`; not thread-safe.
 
@@ -144,6 +153,8 @@ class Session:
         self._reductions_at_commit = 0
         self._watch_problem: str | None = None
         self.drift_ulp = 0.0
+        #: What cannot be made exact or be checked, in words, one line each.
+        self.caveats: list[str] = []
         self._stalled_before = 0.0
         self.held: HeldState | None = None
 
@@ -176,6 +187,12 @@ class Session:
 
     def _choose_tap(self) -> tuple[Tap, str]:
         params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
+        for index in self._live.changing_optimizers:
+            name = type(self._live.optimizers[index]).__qualname__
+            self.caveats.append(
+                f"{name} as configured changes gradients within its step; where it is called with a closure, changes "
+                "to gradients that torch's own functions did not make go unnoticed (foreach=False avoids that)"
+            )
         if self._config.tap == "step":
             self._recorder.streams = False
             return PendingTap(params, self._recorder), "as configured"
@@ -426,8 +443,13 @@ class Session:
         try:
             if not self._is_restore_point(gradients_pending):
                 return False
+            # First of all: user code runs in it, and what it raises leaves everything as it was.
+            rank_state = self._rank_state()
+            self._recorder.gradients_pending = False
+            if isinstance(self._tap, CommHookTap):
+                self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
-            self._commit(record, record if step is None else step)
+            self._commit(_RestorePoint(record, record if step is None else step, rank_state))
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
@@ -435,40 +457,35 @@ class Session:
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         pending = self._recorder.gradients_pending if gradients_pending is None else gradients_pending
-        if pending:
-            return False
-        if isinstance(self._tap, CommHookTap):
-            # A batch without a reduction of all ranks belongs to the next record: nothing orders the ranks in it.
-            if self._tap.reductions == self._reductions_at_commit:
-                return False
-            self._reductions_at_commit = self._tap.reductions
-        self._recorder.gradients_pending = False
-        return True
+        # A batch without a reduction of all ranks belongs to the next record: nothing orders the ranks in it.
+        unordered = isinstance(self._tap, CommHookTap) and self._tap.reductions == self._reductions_at_commit
+        return not pending and not unordered
 
-    def _commit(self, record: int, step: int) -> None:
+    def _commit(self, point: _RestorePoint) -> None:
         try:
-            self._listen(record)
+            self._listen()
             if self._client is None:
-                self._try_again(record)
-            if self._client is not None:
-                self._commit_or_begin(record, step)
+                self._try_again(point)
+            else:
+                self._commit_or_begin(point)
         except AgentGoneError as error:
-            self._lose_agent(record, str(error))
-            self._try_again(record, step)
+            self._lose_agent(point.record, str(error))
+            self._try_again(point)
         except MemckptError as error:
-            self._lose_agent(record, str(error))
-        if self._recorder.record == record:
-            self._recorder.begin(None, record + 1)
+            self._lose_agent(point.record, str(error))
+        if self._recorder.record == point.record:
+            self._recorder.begin(None, point.record + 1)
 
-    def _commit_or_begin(self, record: int, step: int) -> None:
+    def _commit_or_begin(self, point: _RestorePoint) -> None:
+        record = point.record
         problem = self._find_problem()
         due = self._generation_after
         if due is None and problem is not None:
             due = self._order_generation(record, problem)
         if due is not None and record >= due:
-            self._begin_generation(record, step)
+            self._begin_generation(point)
         elif self._writer is not None and self._recorder.writer is not None and self._recorder.problem is None:
-            self._send_commit(self._writer, record, step)
+            self._send_commit(self._writer, point)
             self._begin_record(record + 1)
         else:
             assert self._client is not None
@@ -507,10 +524,10 @@ class Session:
             self._tap = PendingTap(params, self._recorder)
             self._tap.install()
 
-    def _send_commit(self, writer: SlotWriter, record: int, step: int) -> None:
+    def _send_commit(self, writer: SlotWriter, point: _RestorePoint) -> None:
+        record = point.record
         with torch.no_grad():
             writer.stage_by_value(record)
-        state = self._rank_state()
         missing, plain = self._anchored
         copied = self._copier.token()
         sub_steps = self._recorder.take_sub_steps()
@@ -524,7 +541,7 @@ class Session:
                 steps = sub_steps()
                 meta = encode_meta(RecordMeta(record, record - 1, False, steps, missing, plain))
             writer.ring.seal(record, self._ranks.rank)
-            client.send(Commit(writer.generation, record, step, state, meta))
+            client.send(Commit(writer.generation, record, point.step, point.rank_state, meta))
 
         if self._copier.asynchronous:
             self._send_from_thread(send)
@@ -546,9 +563,9 @@ class Session:
 
     # Generations
 
-    def _begin_generation(self, record: int, step: int) -> None:
+    def _begin_generation(self, point: _RestorePoint) -> None:
         """Write the whole state by value; the log goes on from here."""
-        client = self._client
+        record, client = point.record, self._client
         assert client is not None
         self._join_sender()
         started = time.perf_counter()
@@ -565,11 +582,12 @@ class Session:
                 metas, missing, plain = writer.start_generation(record)
             self._copier.token()()
             writer.seal_generation(record)
-            state = self._rank_state()
             if not writer.leads:
                 metas, missing, plain = (), (), b""
             client.applied = record
-            client.send(GenerationCommit(writer.generation, record, step, state, metas, missing, plain))
+            client.send(
+                GenerationCommit(writer.generation, record, point.step, point.rank_state, metas, missing, plain)
+            )
         except BaseException:
             writer.close()
             raise
@@ -582,14 +600,14 @@ class Session:
             self._tap.install()
         if self._unprotected_since is not None:
             gap = record - self._unprotected_since
-            _log.warning("memckpt: protected again from step %d on; %d steps were not", step, gap)
+            _log.warning("memckpt: protected again from step %d on; %d steps were not", point.step, gap)
             self._unprotected_since = None
         _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
         self._begin_record(record + 1)
 
     # The agent's news, and its loss
 
-    def _listen(self, record: int) -> None:
+    def _listen(self) -> None:
         self._watch_changes()
         if self._send_problem is not None:
             problem, self._send_problem = self._send_problem, None
@@ -658,19 +676,18 @@ class Session:
             self._client = None
         self._retry_at = record
 
-    def _try_again(self, record: int, step: int | None = None) -> None:
+    def _try_again(self, point: _RestorePoint) -> None:
         """Start a new agent and, when this rank is alone, a new generation at once."""
-        if record < self._retry_at:
+        if point.record < self._retry_at:
             return
         try:
             self._say_hello(self._live.spec(self._request), rejoining=True)
-            self._generation_after = record if self._ranks.world_size == 1 else None
-            if step is not None:
-                self._listen(record)
-                self._commit_or_begin(record, step)
+            self._generation_after = point.record if self._ranks.world_size == 1 else None
+            self._listen()
+            self._commit_or_begin(point)
         except MemckptError as error:
-            self._lose_agent(record, str(error))
-            self._retry_at = record + _RETRY_RECORDS
+            self._lose_agent(point.record, str(error))
+            self._retry_at = point.record + _RETRY_RECORDS
             _log.warning("memckpt: no agent (%s); trying again in %d steps", error, _RETRY_RECORDS)
 
     # What is shown
@@ -707,6 +724,7 @@ class Session:
             f"memckpt: protecting every step of {layout.numel / 1e6:.1f}M parameters: {self.mode} redo "
             f"({self.mode_reason}), tap: {self._tap.name}, T={self._request.period}, D={self._request.slots}, "
             f"{layout.total_bytes / 2**20:.0f} MiB on node {self._ranks.node}, agent pid {self.agent_pid}"
+            + "".join(f"; note: {caveat}" for caveat in self.caveats)
         )
 
     # End

@@ -86,11 +86,12 @@ class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One optimizer that steps a parameter, and the state that it keeps for it."""
+    """One optimizer that steps a parameter, and the state that it keeps for it; `keys` are all, in their order."""
 
     optimizer: int
     group: int
     state: tuple[StateTensorSpec, ...]
+    keys: tuple[str, ...] = ()
 
 
 class ParamSpec(msgspec.Struct, frozen=True, array_like=True):

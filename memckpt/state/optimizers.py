@@ -165,73 +165,101 @@ def without_global_hooks() -> Iterator[None]:
             registry.update(hooks)
 
 
-DryRuns = dict[Any, dict[str, StateTensorSpec]]
+class StateDescription:
+    """What an optimizer keeps for one parameter: its tensors, and all keys (plain values included) in their order."""
+
+    def __init__(self, tensors: tuple[StateTensorSpec, ...], keys: tuple[str, ...]) -> None:
+        self.tensors = tensors
+        self.keys = keys
 
 
-def state_specs(
+DryRuns = dict[Any, StateDescription]
+
+
+def describe_state(
     optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], dry_runs: DryRuns
-) -> tuple[StateTensorSpec, ...]:
-    """The tensors that the optimizer keeps, or will keep after its first step, for one parameter.
+) -> StateDescription:
+    """What the optimizer keeps, or will keep after its first step, for one parameter.
 
     State that is there already is read; what is not is found by a dry run of one step on a stand-in. No RNG stream
     moves and neither parameter nor optimizer changes. `dry_runs` remembers results for one optimizer: begin with an
     empty dict.
+
+    Raises:
+        UnsupportedError: the optimizer cannot take a step on a stand-in.
     """
     elementwise = is_elementwise(optimizer)
-    found = {key: value for key, value in optimizer.state.get(param, {}).items() if isinstance(value, torch.Tensor)}
-    specs = {key: _spec(key, value, param, elementwise) for key, value in found.items()}
-    for key, spec in _dry_run(optimizer, param, group, elementwise, dry_runs).items():
-        specs.setdefault(key, spec)
-    return tuple(specs.values())
-
-
-def _spec(key: str, value: torch.Tensor, param: torch.Tensor, elementwise: bool) -> StateTensorSpec:
-    return StateTensorSpec(
-        key=key,
-        shape=tuple(value.shape),
-        dtype=dtype_name(value.dtype),
-        elementwise=elementwise and value.shape == param.shape,
-        on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
-    )
-
-
-def _dry_run(
-    optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], elementwise: bool, cached: DryRuns
-) -> dict[str, StateTensorSpec]:
-    if optimizer.state.get(param):
-        return {}
+    state = optimizer.state.get(param)
+    if state:
+        return _describe(state, param, elementwise)
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(param.shape)
-    key = (
-        shape,
-        param.dtype,
-        str(param.device),
-        tuple(sorted((k, repr(v)) for k, v in group.items() if k != "params")),
-    )
-    if key not in cached:
-        cached[key] = _dry_step(optimizer, param, group, shape)
-    result = {}
-    for name, spec in cached[key].items():
+    settings = tuple(sorted((name, repr(value)) for name, value in group.items() if name != "params"))
+    key = (shape, param.dtype, str(param.device), settings)
+    if key not in dry_runs:
+        stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
+        clone, _ = _dry_steps(optimizer, stand_in, group, 1)
+        dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, True)
+    found = dry_runs[key]
+    tensors = []
+    for spec in found.tensors:
         same = elementwise and spec.shape == shape
-        result[name] = StateTensorSpec(name, tuple(param.shape) if same else spec.shape, spec.dtype, same, spec.on_cpu)
-    return result
+        full = tuple(param.shape) if same else spec.shape
+        tensors.append(StateTensorSpec(spec.key, full, spec.dtype, same, spec.on_cpu))
+    return StateDescription(tuple(tensors), found.keys)
 
 
-def _dry_step(
-    optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], shape: tuple[int, ...]
-) -> dict[str, StateTensorSpec]:
-    stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
-    gradient = torch.zeros_like(stand_in)
-    sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    stand_in.grad = gradient.to_sparse() if sparse else gradient
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
-    with rng.preserved(), without_global_hooks():
-        clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
-        clone.step()
-    state = clone.state.get(stand_in, {})
-    return {
-        key: _spec(key, value, stand_in, elementwise=True)
+def _describe(state: dict[str, Any], param: torch.Tensor, elementwise: bool) -> StateDescription:
+    tensors = tuple(
+        StateTensorSpec(
+            key=key,
+            shape=tuple(value.shape),
+            dtype=dtype_name(value.dtype),
+            elementwise=elementwise and value.shape == param.shape,
+            on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
+        )
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
-    }
+    )
+    return StateDescription(tensors, tuple(state))
+
+
+def changes_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step changes the gradients it was given, so that they cannot be read after it.
+
+    Found by a dry run: torch's SGD does so with nesterov and foreach (the default on CUDA), and any class may.
+    """
+    for group in optimizer.param_groups:
+        params = [param for param in group["params"] if param.numel()]
+        if not params:
+            continue
+        smallest = min(params, key=lambda param: param.numel())
+        stand_in = torch.nn.Parameter(torch.ones_like(smallest))
+        _, changed = _dry_steps(optimizer, stand_in, group, 2)
+        if changed:
+            return True
+    return False
+
+
+def _dry_steps(
+    optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int
+) -> tuple[Optimizer, bool]:
+    """Step a sibling of the optimizer on a stand-in; says whether its gradient was changed by that."""
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
+    gradient = torch.full_like(stand_in, 0.5, requires_grad=False)
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    stand_in.grad = gradient.to_sparse() if sparse else gradient
+    before = gradient.clone()
+    with rng.preserved(), without_global_hooks():
+        try:
+            clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
+            for _ in range(steps):
+                clone.step()
+        except Exception as error:
+            raise UnsupportedError(
+                f"{type(optimizer).__qualname__} could not take a step on a stand-in of shape {list(stand_in.shape)} "
+                f"({type(error).__name__}: {error}); expected an optimizer that steps from gradients alone"
+            ) from error
+    after = stand_in.grad.to_dense() if stand_in.grad is not None else None
+    return clone, after is None or not torch.equal(after, before)

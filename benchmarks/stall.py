@@ -1,0 +1,132 @@
+"""Where a protected step waits inside the training thread, and how far that is from the bare copies."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from benchmarks.command import Options, run
+from benchmarks.report import Report, Table
+from benchmarks.workloads import SharedCopy, Trainee, best_of, copy_bandwidth, protected
+from memckpt import Session
+from memckpt.errors import MemoryBudgetError
+
+TITLE = "What protection takes of the training thread at each step"
+METHOD = """\
+Seconds that memckpt itself counts in the training thread, over steps of 512 tokens with fused AdamW, after the
+generation and the first records. *hooks* copies gradients as backward produces them and notes the optimizer's step,
+*anchors* copies 1/T of the state, *commit* is the rank state and the message, *slot wait* is waiting for an eager
+agent. *floor* is (4 + 12/T) bytes a parameter at the speed at which one thread copies from private into shared memory,
+measured here; the bare copies move all gradients, or parameters and optimizer state, once, in a loop that does nothing
+else."""
+
+PARTS = ("hooks", "anchors", "commit", "slot_wait")
+MODES = {"lazy T=8": 8, "lazy T=16": 16, "eager": 32}
+
+
+@dataclass
+class StallPerStep:
+    """Accumulates a session's stall over the steps that are measured.
+
+    Attributes:
+        session: whose.
+        numel: parameters.
+        steps: how many were measured.
+        seconds: by cause.
+    """
+
+    session: Session
+    numel: int
+    steps: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @contextlib.contextmanager
+    def collect(self, steps: int) -> Iterator[None]:
+        """Count what happens inside as `steps` steps."""
+        before = asdict(self.session.stall)
+        yield
+        after = asdict(self.session.stall)
+        self.steps += steps
+        for part in PARTS:
+            self.seconds[part] += after[part] - before[part]
+
+    def milliseconds(self, part: str) -> float:
+        """A part's share of one step."""
+        return self.seconds[part] / max(1, self.steps) * 1e3
+
+    @property
+    def total_ms(self) -> float:
+        return sum(self.milliseconds(part) for part in PARTS)
+
+
+def measure(size: str, mode: str, steps: int) -> StallPerStep:
+    """Stall of a protected training."""
+    trainee = Trainee(size)
+    with protected(trainee, mode) as session:
+        stall = StallPerStep(session, trainee.model.numel)
+        for _ in range(4):
+            trainee.step()
+            session.commit()
+        with stall.collect(steps):
+            for _ in range(steps):
+                trainee.step()
+                session.commit()
+    return stall
+
+
+def add_modes(report: Report, table: Table, size: str, steps: int, bandwidth: float) -> None:
+    for mode, period in MODES.items():
+        try:
+            stall = measure(size, mode, steps)
+        except MemoryBudgetError as error:
+            report.leave_out(f"{mode} at {size}", str(error))
+            continue
+        floor = (4 + 12 / period) * stall.numel / bandwidth * 1e3
+        per_parameter = 1e6 / stall.numel
+        table.add(
+            f"memckpt, {mode}",
+            *(f"{stall.milliseconds(part):.2f}" for part in PARTS),
+            f"{stall.total_ms:.2f}",
+            f"{stall.total_ms * per_parameter:.3f}",
+            f"{floor:.2f}",
+            arm=mode, steps=steps, total_ms=stall.total_ms, floor_ms=floor, numel=stall.numel,
+            **{f"{part}_ms": stall.milliseconds(part) for part in PARTS},
+        )  # fmt: skip
+
+
+def add_copies(table: Table, size: str, bandwidth: float) -> None:
+    """The bare copies, of gradients and of the whole state."""
+    trainee = Trainee(size)
+    trainee.step()
+    trainee.model.loss(*trainee.batch).backward()
+    gradients = [param.grad for param in trainee.model.parameters() if param.grad is not None]
+    numel = trainee.model.numel
+    for name, tensors, width in (("gradients", gradients, 4), ("state", trainee.tensors(), 12)):
+        target = SharedCopy(tensors)
+        milliseconds = best_of(lambda target=target, tensors=tensors: target.take(tensors), 5) * 1e3
+        floor = width * numel / bandwidth * 1e3
+        per_parameter = f"{milliseconds * 1e6 / numel:.3f}"
+        table.add(
+            f"bare copy of the {name}", "-", "-", "-", "-", f"{milliseconds:.2f}", per_parameter, f"{floor:.2f}",
+            arm=f"copy of {name}", total_ms=milliseconds, floor_ms=floor, numel=numel,
+        )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("stall", TITLE, METHOD, options.command, options.quick)
+    bandwidth = copy_bandwidth()
+    report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
+    for size, steps in (("demo", 8),) if options.quick else (("30M", 24), ("100M", 12)):
+        numel = Trainee(size).model.numel
+        table = report.table(
+            f"{numel / 1e6:.1f}M parameters, ms per step",
+            "every step", "hooks", "anchors", "commit", "slot wait", "sum", "ns per parameter", "floor"
+        )  # fmt: skip
+        add_modes(report, table, size, steps, bandwidth)
+        add_copies(table, size, bandwidth)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("stall", main)

@@ -1,0 +1,278 @@
+"""What a step costs with every step protected, over what it costs without."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.command import Options, run
+from benchmarks.report import Ratio, Report
+from benchmarks.stall import StallPerStep
+from benchmarks.workloads import SharedCopy, Trainee, catch_up, protected, scratch_directory
+from memckpt.errors import MemoryBudgetError
+
+TITLE = "Wall time of a step with every step protected, over a step without"
+METHOD = """\
+Two sides take turns in one process, in blocks of a few steps whose order changes from pair to pair; each block begins
+with a step that is not timed, and work left in the background is waited for, untimed, before the other side's turn. The
+ratio is the median over pairs of blocks, the spread half the distance between its quartiles. For memckpt and for the
+null pair the sides are two copies of model and optimizer; for the others one, saved after each step or not. The null
+pair has nothing on either side: what it differs from 1 is noise, and so is as much of everything else. `torch.save`,
+`ModelCheckpoint` and `dcp.async_save` write to a disk, without a sync; `ModelCheckpoint` keeps the newest file. `bare
+copy` copies parameters and optimizer state into shared memory after each step, and nothing more. The optimizer is AdamW;
+a batch has 512 tokens."""
+
+MEMCKPT_MODES = ("lazy T=8", "lazy T=16", "eager")
+
+
+@dataclass
+class Sides:
+    """The two sides of one comparison.
+
+    Attributes:
+        protected, plain: one training step each.
+        settle: waits for what a protected step has left in the background.
+        stall: collects where memckpt spends its time, None where it is not in use.
+    """
+
+    protected: Callable[[], None]
+    plain: Callable[[], None]
+    settle: Callable[[], None] = lambda: None
+    stall: StallPerStep | None = None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to protect steps, and how many pairs it takes to tell its cost: few where it is far from 1."""
+
+    name: str
+    open: Callable[[str, str], contextlib.AbstractContextManager[Sides]]
+    costly: bool = False
+
+
+def measure(sides: Sides, pairs: int, block: int) -> list[tuple[float, float]]:
+    """Pairs of seconds for a step (protected, plain)."""
+    found = []
+    for number in range(pairs):
+        seconds: dict[bool, float] = {}
+        for turn in ((True, False), (False, True))[number % 2]:
+            step = sides.protected if turn else sides.plain
+            step()
+            with sides.stall.collect(block) if turn and sides.stall is not None else contextlib.nullcontext():
+                started = time.perf_counter()
+                for _ in range(block):
+                    step()
+                seconds[turn] = (time.perf_counter() - started) / block
+            sides.settle()
+        found.append((seconds[True], seconds[False]))
+    return found
+
+
+# Arms
+
+
+@contextlib.contextmanager
+def nothing(size: str, optimizer: str) -> Iterator[Sides]:
+    yield Sides(Trainee(size, optimizer).step, Trainee(size, optimizer).step)
+
+
+def memckpt_arm(mode: str) -> Arm:
+    @contextlib.contextmanager
+    def open_sides(size: str, optimizer: str) -> Iterator[Sides]:
+        ours, plain = Trainee(size, optimizer), Trainee(size, optimizer)
+        with protected(ours, mode) as session:
+
+            def step() -> None:
+                ours.step()
+                session.commit()
+
+            for _ in range(4):  # the generation, the first records and the checks that only they get
+                step()
+                plain.step()
+            yield Sides(step, plain.step, lambda: catch_up(session), StallPerStep(session, ours.model.numel))
+
+    return Arm(f"memckpt, {mode}", open_sides)
+
+
+@contextlib.contextmanager
+def bare_copy(size: str, optimizer: str) -> Iterator[Sides]:
+    trainee = Trainee(size, optimizer)
+    trainee.step()
+    target = SharedCopy(trainee.tensors())
+
+    def step() -> None:
+        trainee.step()
+        target.take(trainee.tensors())
+
+    yield Sides(step, trainee.step)
+
+
+@contextlib.contextmanager
+def torch_save(size: str, optimizer: str) -> Iterator[Sides]:
+    trainee = Trainee(size, optimizer)
+    with scratch_directory() as directory:
+
+        def step() -> None:
+            trainee.step()
+            torch.save(trainee.state_dict(), directory / "checkpoint.pt")
+
+        yield Sides(step, trainee.step)
+
+
+@dataclass
+class AsyncSaver:
+    """dcp.async_save after each step; a new one begins when the last has ended."""
+
+    trainee: Trainee
+    directory: Path
+    saved: int = 0
+    pending: list[Any] = field(default_factory=list)
+
+    def step(self) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        self.trainee.step()
+        self.wait()
+        target = self.directory / str(self.saved % 2)
+        self.saved += 1
+        self.pending.append(dcp.async_save(self.trainee.state_dict(), checkpoint_id=target, no_dist=True))
+
+    def wait(self) -> None:
+        while self.pending:
+            self.pending.pop().result()
+
+
+@contextlib.contextmanager
+def dcp_async_save(size: str, optimizer: str) -> Iterator[Sides]:
+    with scratch_directory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saver = AsyncSaver(Trainee(size, optimizer), directory)
+        try:
+            yield Sides(saver.step, saver.trainee.step, saver.wait)
+        finally:
+            saver.wait()
+
+
+NULL = Arm("nothing (null pair)", nothing)
+BESIDE = (
+    Arm("bare copy of the state", bare_copy),
+    Arm("torch.save", torch_save, costly=True),
+    Arm("dcp.async_save", dcp_async_save, costly=True),
+)
+
+
+def model_checkpoint(size: str, pairs: int, block: int) -> list[tuple[float, float]]:
+    """Pairs for Lightning's ModelCheckpoint: each side of a pair is a fit of its own, timed between batch starts."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    trainee = Trainee(size)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = trainee.model
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return trainee.model.loss(*trainee.batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return trainee.optimizer
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.starts: list[float] = []
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.starts.append(time.perf_counter())
+
+    module = Module()
+
+    def fit(*callbacks: pl.Callback) -> float:
+        clock = Clock()
+        trainer = pl.Trainer(
+            max_steps=block + 2,
+            accelerator="cpu",
+            callbacks=[clock, *callbacks],
+            logger=False,
+            enable_checkpointing=bool(callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(range(block + 2)))  # type: ignore[arg-type]
+        return (clock.starts[-1] - clock.starts[1]) / (len(clock.starts) - 2)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = []
+    with scratch_directory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(pairs):
+            saving = fit(ModelCheckpoint(directory, every_n_train_steps=1))
+            found.append((saving, fit()))
+    return found
+
+
+# The whole
+
+
+def arms_for(size: str, optimizer: str) -> list[Arm]:
+    ours = [memckpt_arm(mode) for mode in MEMCKPT_MODES]
+    return [NULL, *ours] if optimizer != "fused" else [NULL, *ours, *BESIDE]
+
+
+def measure_size(report: Report, options: Options, size: str, optimizer: str) -> None:
+    """One table: a size of model with one implementation of AdamW."""
+    pairs, block = (2, 3) if options.quick else (8, 4) if size == "30M" else (6, 3)
+    costly_pairs = min(pairs, 3)
+    numel = Trainee(size).model.numel
+    table = report.table(
+        f"{numel / 1e6:.1f}M parameters, {optimizer} AdamW",
+        "every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms"
+    )  # fmt: skip
+
+    def add(name: str, found: list[tuple[float, float]], stall: StallPerStep | None) -> None:
+        ratio = Ratio.of(found)
+        milliseconds = stall.total_ms if stall is not None else None
+        table.add(
+            name,
+            f"{ratio.ratio:.3f}",
+            f"{ratio.spread:.3f}",
+            f"{ratio.with_ms:.1f}",
+            f"{ratio.without_ms:.1f}",
+            f"{ratio.pairs} x {block}",
+            "-" if milliseconds is None else f"{milliseconds:.1f}",
+            arm=name, ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms, without_ms=ratio.without_ms,
+            pairs=found, block=block, stall_ms=milliseconds,
+        )  # fmt: skip
+        print(f"{size} {optimizer} {name}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
+
+    for arm in arms_for(size, optimizer):
+        try:
+            with arm.open(size, optimizer) as sides:
+                add(arm.name, measure(sides, costly_pairs if arm.costly else pairs, block), sides.stall)
+        except (MemoryBudgetError, MemoryError) as error:
+            report.leave_out(f"{arm.name} at {size}", str(error))
+    if optimizer == "fused" and size != "100M":
+        add("Lightning ModelCheckpoint", model_checkpoint(size, costly_pairs, block), None)
+
+
+def main(options: Options) -> None:
+    report = Report("step_overhead", TITLE, METHOD, options.command, options.quick)
+    if options.quick:
+        measure_size(report, options, "demo", "fused")
+    else:
+        for size, optimizer in (("30M", "fused"), ("30M", "single-tensor"), ("100M", "fused")):
+            measure_size(report, options, size, optimizer)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("step_overhead", main)

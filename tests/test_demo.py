@@ -1,0 +1,71 @@
+"""The demo ends well when the two runs are the same, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.demo.__main__ import main
+from examples.demo.show import Canvas
+from examples.demo.supervise import draw_instants
+from examples.demo.verdict import compare_losses, compare_states, same_bits
+
+TINY = ["--size", "tiny", "--seed", "3"]
+
+
+def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "24", "--kills", "2"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("SIGKILL in step") == 2
+    assert "Equal, bit for bit" in said
+
+
+@pytest.mark.slow
+def test_demo_sees_one_changed_weight(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TINY, "--steps", "16", "--kills", "1", "--sabotage"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("SIGKILL in step") == 1
+    assert "Different" in said
+
+
+def test_a_child_that_fails_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--size", "no such size", "--steps", "24", "--kills", "1"]) == 1
+    assert "invalid choice: 'no such size'" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_states_that_differ_in_one_bit_differ(tmp_path: Path) -> None:
+    one = {"parameters": {"weight": torch.ones(4), "bias": torch.zeros(2)}}
+    other = {"parameters": {"weight": torch.nextafter(torch.ones(4), torch.full((4,), 2.0)), "bias": torch.zeros(2)}}
+    torch.save(one, tmp_path / "one.pt")
+    torch.save(other, tmp_path / "other.pt")
+    (found,) = compare_states(tmp_path / "one.pt", tmp_path / "other.pt")
+    assert found.differing == ("weight",)
+    assert compare_states(tmp_path / "one.pt", tmp_path / "one.pt")[0].equal
+
+
+def test_a_state_that_one_run_lacks_differs(tmp_path: Path) -> None:
+    torch.save({"parameters": {"weight": torch.ones(4)}}, tmp_path / "one.pt")
+    torch.save({"parameters": {}}, tmp_path / "other.pt")
+    assert compare_states(tmp_path / "one.pt", tmp_path / "other.pt")[0].differing == ("weight",)
+
+
+def test_bits_are_compared_and_not_values() -> None:
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+
+
+def test_losses_of_all_steps_count() -> None:
+    assert compare_losses({1: "0x1p0", 2: "0x1p1"}, {1: "0x1p0"}).differing == ("step 2",)
+
+
+def test_instants_depend_on_the_seed_alone() -> None:
+    assert draw_instants(5, 4, 100) == draw_instants(5, 4, 100) != draw_instants(6, 4, 100)
+    assert all(1 <= instant < 100 for instant in draw_instants(5, 50, 100))
+
+
+def test_a_line_on_the_canvas_has_no_gap() -> None:
+    canvas = Canvas(columns=4, rows=2)
+    canvas.polyline([(0, 0), (7, 7)])
+    assert canvas.lines() == ["⠑⢄⠀⠀", "⠀⠀⠑⢄"]

@@ -1,0 +1,111 @@
+"""Trainings of every shape, killed at several steps in a row, resume bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine_cases import ACCUMULATION, COMPILED, PLAIN, SHAPE_CASES, UNKNOWN_CHANGE_CASES, Case
+from tests.engine_harness import Lab, config
+
+#: One kill right after each of the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
+KILLS = [("after commit", 1), ("backward", 3), ("after commit", 7), ("before step", 9), ("forward", 12), ("after commit", 16)]
+EAGER_FIRST = {"adversarial", "clip-norm", "scaler-fused", "unfrozen", "unused", "buffers", "groups"}
+
+
+def eager_cases() -> list[Any]:
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in EAGER_FIRST else pytest.mark.slow)
+        for case in SHAPE_CASES
+    ]
+
+
+def names(case: Case) -> str:
+    return case.name
+
+
+def kills_of(case: Case) -> list[tuple[str, int]]:
+    if case.name == "closure":
+        return [kill if kill[0] != "before step" else ("backward", kill[1]) for kill in KILLS]
+    if case.name == "idle":  # no backward in batches 7 and 16, no optimizer step
+        return [("after commit", 1), ("backward", 3), ("after commit", 7), ("before step", 9), ("forward", 11)]
+    return KILLS
+
+
+@pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
+def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
+    lab.survives(case, config("lazy"), kills_of(case))
+
+
+@pytest.mark.parametrize("case", eager_cases())
+def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
+    attempts = lab.survives(case, config("eager"), kills_of(case))
+    assert {attempt.mode for attempt in attempts} == {"eager"}
+    assert attempts[-1].end["drift"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
+def test_step_tap_is_exact(lab: Lab, case: Case) -> None:
+    attempts = lab.survives(case, config("lazy", tap="step"), kills_of(case)[2:4])
+    assert attempts[-1].end["tap"] == "step"
+
+
+@pytest.mark.parametrize("case", UNKNOWN_CHANGE_CASES, ids=names)
+def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab, case: Case) -> None:
+    kills = [("after commit", 2), ("backward", 3), ("after commit", 6), ("after commit", 7), ("forward", 11)]
+    attempts = lab.survives(case, config("lazy"), kills)
+    assert attempts[-1].end["tap"] == "step"
+    assert "in a way that streaming does not know" in attempts[-1].end["tap_reason"]
+    assert "gradients are now taken after the optimizer's step" in attempts[-1].log
+
+
+def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:
+    case = UNKNOWN_CHANGE_CASES[0]
+    # The first record begins the generation, the second is the first that carries gradients.
+    ended = lab.train(case, config("lazy"), last_step=2)
+    assert ended.end["tap"] == "step"
+    lab.stop()
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_accumulation_resumes_at_the_last_optimizer_step(lab: Lab, redo: str) -> None:
+    kills = [("after commit", 4), ("after commit", 9), ("forward", 11), ("before step", 15), ("backward", 16)]
+    attempts = lab.survives(ACCUMULATION, config(redo), kills, expected=[3, 9, 9, 12, 15])
+    done = [each["step"] for attempt in attempts for each in attempt.of("commit") if each["done"]]
+    assert all(step % 3 == 0 for step in done)
+    not_done = [each["step"] for attempt in attempts for each in attempt.of("commit") if not each["done"]]
+    assert all(step % 3 for step in not_done)
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@pytest.mark.parametrize("case", [PLAIN, ACCUMULATION, SHAPE_CASES[0]], ids=names)
+def test_without_a_kill_training_is_what_it_is_without_memckpt(lab: Lab, case: Case, redo: str) -> None:
+    lab.check_same(case, lab.train(case, config(redo)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SHAPE_CASES[1:], *UNKNOWN_CHANGE_CASES], ids=names)
+def test_neutral_for_every_training(lab: Lab, case: Case) -> None:
+    lab.check_same(case, lab.train(case, config("lazy")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_compiled_model_resumes(lab: Lab) -> None:
+    lab.survives(COMPILED, config("lazy"), [("after commit", 5), ("before step", 8)])
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_with_the_default_periods(lab: Lab, redo: str) -> None:
+    """Not one round of anchors passes before the first kill."""
+    lab.survives(PLAIN, config(redo, period=None), [("after commit", 4), ("backward", 14)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("period", [1, 2, 7])
+@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_any_period_and_number_of_slots(lab: Lab, redo: str, slots: int, period: int) -> None:
+    lab.survives(PLAIN, config(redo, period=period, slots=slots), [("after commit", 2), ("backward", 3), ("after step", 14)])
