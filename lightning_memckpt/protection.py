@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning
@@ -103,6 +103,7 @@ class Protection:
         self._silenced: Any = None
         self._said: set[str] = set()
         self._commits = 0
+        self._dropped: set[str] = set()
 
     def install(self) -> None:
         """Take hold of the strategy; nothing else of the trainer is touched before it has set up."""
@@ -295,16 +296,46 @@ class Protection:
             "user": user.capture(loops),
             "loaders": self._loaders.capture(epoch_over=epoch_over),
         }
+        if self._commits == 0:
+            self._find_unstorable(state)
+        self._drop_unstorable(state)
         if self._commits % _LOOK_EVERY_COMMITS == 0:
             self._announce(state)
         return state
 
+    @staticmethod
+    def _foreign(state: Mapping[str, Any]) -> Iterator[tuple[str, list[Any], int]]:
+        """States of schedulers and loaders, which users may have written: (name, list, index in it)."""
+        for kind, states in (
+            ("LR scheduler", state["trainer"]["schedulers"]),
+            ("train loader", state["loaders"]["train"]),
+        ):
+            for index in range(len(states)):
+                yield f"{kind} {index}", states, index
+
+    def _find_unstorable(self, state: Mapping[str, Any]) -> bool:
+        """Remember which of them the engine cannot store, and say so; True if there is a new one."""
+        found = False
+        for name, states, index in self._foreign(state):
+            if name not in self._dropped and (paths := self._encodable(states[index])):
+                self._dropped.add(name)
+                self._warn_once(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
+                found = True
+        return found
+
+    def _drop_unstorable(self, state: Mapping[str, Any]) -> None:
+        for name, states, index in self._foreign(state):
+            if name in self._dropped:
+                states[index] = None
+
     def _leave_out(self, captured: dict[str, Any]) -> bool:
-        """After the engine has refused a value: leave the user's part of it out, and say so."""
+        """After the engine has refused a value: leave out what it belongs to, and say so."""
         _, user = self._active()
-        if not user.leave_out_unencodable(captured["user"]):
+        found = self._find_unstorable(captured)
+        if not user.leave_out_unencodable(captured["user"]) and not found:
             return False
         captured["user"] = user.without_left_out(captured["user"])
+        self._drop_unstorable(captured)
         self._announce(captured)
         return True
 

@@ -77,6 +77,8 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> No
             'resume with the same schedulers, or start anew with MemCheckpoint(resume="never")'
         )
     for config, state in zip(configs, states, strict=True):
+        if state is None:  # it could not be stored
+            continue
         scheduler: Any = config.scheduler
         scheduler.load_state_dict(_with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
 

@@ -502,7 +502,7 @@ class Lab:
 
     # The end
 
-    def left_behind(self, limit: float = 10.0) -> list[str]:
+    def left_behind(self, limit: float = 5.0) -> list[str]:
         """Processes, mappings, sockets and locks of ours that are still there; ends what is alive."""
         left = []
         deadline = time.monotonic() + limit

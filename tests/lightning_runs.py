@@ -43,19 +43,10 @@ from lightning_memckpt import callback as callback_module
 from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
 from tests import fake_session
-from tests.lightning_cases import (
-    EPOCHS,
-    Case,
-    Control,
-    Data,
-    Kill,
-    Net,
-    NetWithHooks,
-    Tally,
-    Watch,
-    train_loader,
-    validation_loader,
-)
+from tests.lightning_cases import Control, Kill, Net, NetWithHooks, Tally, Watch
+from tests.lightning_data import Case, Data, train_loader, validation_loader
+
+EPOCHS = 3
 
 # A child that takes longer hangs: it then writes down where, and ends.
 CHILD_SECONDS = 120

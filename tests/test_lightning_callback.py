@@ -240,6 +240,32 @@ def test_state_that_cannot_be_stored_is_left_out_and_named(
     assert sessions.made[0].commits == STEPS
 
 
+class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):
+    """As warm-up wrappers do, whose state_dict() then has the object in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return self.inner.get_lr()
+
+
+class WithForeignScheduler(Small):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [HoldsAScheduler(optimizer)]
+
+
+def test_a_scheduler_that_cannot_be_stored_does_not_end_training(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(WithForeignScheduler(), loader())
+    assert sessions.made[0].commits == STEPS
+    assert any("not carried over a restart: LR scheduler 0" in each.getMessage() for each in caplog.records)
+
+
 def test_wall_clock_callbacks_are_announced(
     tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

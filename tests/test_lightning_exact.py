@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests import fake_session
-from tests.lightning_cases import Case, Kill
+from tests.lightning_cases import Kill
+from tests.lightning_data import Case
 from tests.lightning_runs import Run, Server, differences, wrong_losses
 
 # Where a step, a validation, or an epoch's end can die, in the order of one run.

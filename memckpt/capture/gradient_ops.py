@@ -7,10 +7,11 @@ session is open; a change made in another way shows up in the check of the first
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -18,10 +19,13 @@ from torch.nn.utils import clip_grad
 
 
 class Listener(Protocol):
-    """Told of each in-place change, right before it is made."""
+    """Told of each in-place change, right before it is made and right after."""
 
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
         """`kind` and `operand` as in GradientOp; `params` are the parameters whose gradients change."""
+
+    def gradients_changed(self, params: list[torch.Tensor]) -> None:
+        """The change is made."""
 
 
 _lock = threading.Lock()
@@ -47,10 +51,14 @@ def unlisten(listener: Listener) -> None:
                 setattr(owner, name, original)
 
 
-def _tell(kind: str, operand: Any, params: Iterable[torch.Tensor]) -> None:
+@contextlib.contextmanager
+def _telling(kind: str, operand: Any, params: Iterable[torch.Tensor]) -> Iterator[None]:
     changed = [param for param in params if param.grad is not None]
     for listener in list(_listeners):
         listener.gradients_change(kind, operand, changed)
+    yield
+    for listener in list(_listeners):
+        listener.gradients_changed(changed)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -71,24 +79,24 @@ def _install() -> None:
             parameters = _as_list(parameters)
             with torch.no_grad():
                 factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
-            _tell("mul", factor, parameters)
-            original(parameters, max_norm, total_norm, foreach)
+            with _telling("mul", factor, parameters):
+                original(parameters, max_norm, total_norm, foreach)
 
         return wrapper
 
     def clip_by_value(original: Any) -> Any:
         def wrapper(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
             parameters = _as_list(parameters)
-            _tell("clamp", (-float(clip_value), float(clip_value)), parameters)
-            original(parameters, clip_value, foreach)
+            with _telling("clamp", (-float(clip_value), float(clip_value)), parameters):
+                original(parameters, clip_value, foreach)
 
         return wrapper
 
     def unscale(original: Any) -> Any:
         def wrapper(self: Any, optimizer: Any, inv_scale: torch.Tensor, found_inf: Any, allow_fp16: bool) -> Any:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            _tell("mul", inv_scale, params)
-            return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+            with _telling("mul", inv_scale, params):
+                return original(self, optimizer, inv_scale, found_inf, allow_fp16)
 
         return wrapper
 

@@ -23,9 +23,9 @@ from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec
 from memckpt.state.optimizers import (
     DryRuns,
     attributes,
-    changes_gradients,
     describe_state,
     dtype_name,
+    gradient_habits,
     hyperparameters,
     is_elementwise,
     refuse_unsupported,
@@ -71,10 +71,11 @@ class LiveState:
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
+        habits = [gradient_habits(optimizer) for optimizer in self.optimizers]
         #: Optimizers whose step changes gradients in place: they cannot be read after it.
-        self.changing_optimizers = {
-            index for index, optimizer in enumerate(self.optimizers) if changes_gradients(optimizer)
-        }
+        self.changing_optimizers = {index for index, habit in enumerate(habits) if habit.changes}
+        #: By how much a step moves a gradient's version counter though its values stay.
+        self.version_moves = [habit.version_moves for habit in habits]
 
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -205,6 +206,29 @@ class LiveState:
                 else:
                     live.append(values)
             del live[len(groups) :]
+
+    def describe_state_order(self) -> list[list[str] | None]:
+        """For each optimizer the names of the parameters with state, in its order; None where that is the groups'."""
+        orders: list[list[str] | None] = []
+        names: dict[int, str] = {}
+        for optimizer in self.optimizers:
+            found = [id(param) for param in optimizer.state]
+            usual = [id(p) for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+            if found == usual:
+                orders.append(None)
+                continue
+            names = names or {id(tensor): name for name, tensor in self.tensors().items()}
+            orders.append([names[one] for one in found if one in names])
+        return orders
+
+    def restore_state_order(self, orders: list[list[str] | None]) -> None:
+        """Put the optimizers' state into the order that :meth:`describe_state_order` saw: state_dict() shows it."""
+        tensors = self.tensors()
+        for optimizer, order in zip(self.optimizers, orders, strict=True):
+            for name in order or ():
+                state = optimizer.state.pop(tensors[name], None)
+                if state is not None:
+                    optimizer.state[tensors[name]] = state
 
     def trainable(self) -> dict[str, bool]:
         """requires_grad of every parameter of the model, by name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import GradientOp, SparseGradient, SubStep
 
 _log = logging.getLogger("memckpt")
+#: So many gradients may be changed in unknown ways, each staged once more, before the tap is changed.
+_PATIENCE = 16
 
 
 @dataclass
@@ -40,6 +42,7 @@ class _PendingSubStep:
     optimizer: int
     index: int
     groups: list[dict[str, Any]]
+    stepped: bool
     absent: list[int] = field(default_factory=list)
     sparse: list[SparseGradient] = field(default_factory=list)
     ops: list[_PendingOp] = field(default_factory=list)
@@ -82,6 +85,9 @@ class Recorder:
         # For each parameter: 0 while its gradient is not staged for the coming step, else 1 + the number of
         # in-place changes that had been made when it was.
         self._staged_after: list[int] = []
+        # The gradient that was staged and its version counter after the last known change; None where unknown.
+        self._versions: list[tuple[torch.Tensor, int] | None] = []
+        self._unexplained = 0
 
     def begin(self, writer: SlotWriter | None, record: int) -> None:
         """Start to collect `record`."""
@@ -92,6 +98,7 @@ class Recorder:
         self._sub_steps = []
         self._steps_taken = {}
         self._staged_after = [0] * len(writer.params) if writer is not None else []
+        self._versions = [None] * len(self._staged_after)
 
     def fail(self, reason: str) -> None:
         """This record cannot be whole: the session begins a new generation at its end."""
@@ -126,6 +133,9 @@ class Recorder:
                     view = writer.gradient_view(self.record, owner.optimizer, taken, index)
                     self._copier.copy(view, gradient)
             self._staged_after[index] = 1 + len(self._ops)
+            self._versions[index] = None
+            if param.grad is not None:
+                self._versions[index] = (param.grad, param.grad._version)
         except Exception as error:  # a tap must never end the user's training
             _log.exception("memckpt: staging failed")
             self.fail(f"staging a gradient failed: {type(error).__name__}: {error}")
@@ -143,6 +153,25 @@ class Recorder:
             operand = operand.detach().clone() if isinstance(operand, torch.Tensor) else operand
             self._ops.append(_PendingOp(kind, operand, indices))
 
+    def note_versions(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """The gradients of these parameters (None: of all staged ones) are as known changes have left them."""
+        writer = self.writer
+        if writer is None:
+            return
+        indices = range(len(writer.params)) if params is None else [writer.index.get(id(param)) for param in params]
+        for index in indices:
+            if index is not None and self._staged_after[index]:
+                gradient = writer.params[index].grad
+                self._versions[index] = None if gradient is None else (gradient, gradient._version)
+
+    def _as_staged(self, number: int, index: int, gradient: torch.Tensor, stepped: bool) -> bool:
+        """Whether a staged gradient went through known changes only, as far as version counters tell."""
+        noted = self._versions[index]
+        if noted is None:
+            return True  # not known; the check of the values is left
+        moves = self._live.version_moves[number] if stepped else 0
+        return noted[0] is gradient and gradient._version == noted[1] + moves
+
     # From optimizers
 
     def optimizer_stepping(self, number: int, optimizer: Optimizer, with_closure: bool) -> None:
@@ -151,7 +180,7 @@ class Recorder:
         With a closure they do not exist yet (Lightning computes them inside it): then only streaming has them.
         """
         if number in self._live.changing_optimizers and not with_closure:
-            self._guarded_note(number, optimizer, whole=True)
+            self._guarded_note(number, optimizer, whole=True, stepped=False)
             self._noted_before.add(number)
 
     def optimizer_stepped(self, number: int, optimizer: Optimizer) -> None:
@@ -161,21 +190,21 @@ class Recorder:
         if number in self._noted_before:
             self._noted_before.discard(number)
         else:
-            self._guarded_note(number, optimizer, whole=number not in self._live.changing_optimizers)
+            self._guarded_note(number, optimizer, number not in self._live.changing_optimizers, stepped=True)
         if self.watch is not None:
             self.watch.note(number)
         self._clock.hooks += time.perf_counter() - started
 
-    def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool) -> None:
-        """Note a step; `whole` says that gradients are still what the step uses."""
+    def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
+        """Note a step, before or after it was made; `whole` says that the gradients are what it uses."""
         try:
             if self.writer is not None and self.problem is None and not _skipped(optimizer):
-                self._note_step(self.writer, number, optimizer, whole)
+                self._note_step(self.writer, number, optimizer, whole, stepped)
         except Exception as error:  # the user's training must go on
             _log.exception("memckpt: recording a step failed")
             self.fail(f"recording a step failed: {type(error).__name__}: {error}")
 
-    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer, whole: bool) -> None:
+    def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
         taken = self._steps_taken.get(number, 0)
         self._steps_taken[number] = taken + 1
         growth = self._live.growth.sub_steps
@@ -187,7 +216,7 @@ class Recorder:
         if spec.group_sizes != tuple(len(group["params"]) for group in optimizer.param_groups):
             self.fail(f"the parameter groups of optimizer {number} have changed")
             return
-        step = _PendingSubStep(number, taken, hyperparameters(optimizer))
+        step = _PendingSubStep(number, taken, _snapshot(hyperparameters(optimizer)), stepped)
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, torch.Tensor):
             # Fused kernels unscale by themselves, inside the step.
@@ -206,6 +235,9 @@ class Recorder:
                 if param.grad is not None and id(param) not in writer.index:
                     self.fail("a parameter that was frozen has a gradient now")
         self._sub_steps.append(step)
+        if self._unexplained > _PATIENCE and self.streams:
+            # Every one of them was staged again and is right; but streaming is of no use here.
+            self.tap_mismatch = "gradients are changed after backward in a way that streaming does not know"
 
     def _settle(self, writer: SlotWriter, step: _PendingSubStep, index: int, streamed: list[int], whole: bool) -> None:
         """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
@@ -221,10 +253,11 @@ class Recorder:
                 self.fail("a sparse gradient needs more room")
             else:
                 step.sparse.append(sparse)
-        elif staged:
+        elif staged and (not whole or self._as_staged(step.optimizer, index, gradient, step.stepped)):
             streamed.append(index)
             return
         elif writer.mine[index]:
+            self._unexplained += bool(staged)
             view = writer.gradient_view(self.record, step.optimizer, step.index, index)
             self._copier.copy(view, gradient)
         # Staged after all the changes: none of them applies.
@@ -248,6 +281,17 @@ class Recorder:
         """The record's steps. Encoding reads operands back from the device, so it is left to whoever sends them."""
         steps, self._sub_steps = self._sub_steps, []
         return lambda: tuple(_encode(step) for step in steps)
+
+
+def _snapshot(value: Any) -> Any:
+    """Hyperparameters as they are now: schedulers change tensors in place after the step."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _snapshot(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_snapshot(item) for item in value)
+    return value
 
 
 def _encode(step: _PendingSubStep) -> SubStep:

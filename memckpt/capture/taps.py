@@ -158,7 +158,7 @@ class CommHookTap:
         self._before_reduction()
         self.reductions += 1
         self._observe(bucket)
-        if self._copier.asynchronous and not self._callback_queued:
+        if not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)
         if self._resumed_layout is not None and self._users is None:
@@ -229,6 +229,7 @@ class CommHookTap:
         def ended() -> None:
             self._callback_queued = False
             self._copier.wait_before_changes()
+            self._recorder.note_versions()
 
         torch.autograd.Variable._execution_engine.queue_callback(ended)
 

@@ -285,6 +285,7 @@ class Session:
                 "rng": rng.capture(),
                 "groups": self._live.describe_groups(),
                 "trainable": self._live.trainable(),
+                "state_order": self._live.describe_state_order(),
                 "reduction": self._tap.layout if isinstance(self._tap, CommHookTap) else None,
                 "provided": {name: capture() for name, capture in self._captures.items()},
             }
@@ -327,6 +328,7 @@ class Session:
         )
         with rng.preserved():
             restorer.restore(plan.record, self._ranks.rank, message.metas, message.missing, message.plain)
+        self._live.restore_state_order(self._resume_state["state_order"])
         self._agree_on_replicas(writer)
         self._adopt_writer(writer)
         if isinstance(self._tap, CommHookTap):
@@ -411,6 +413,10 @@ class Session:
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
         """From :mod:`memckpt.capture.gradient_ops`: gradients are about to be changed in place."""
         self._recorder.gradients_change(kind, operand, params)
+
+    def gradients_changed(self, params: list[torch.Tensor]) -> None:
+        """From :mod:`memckpt.capture.gradient_ops`: the change is made."""
+        self._recorder.note_versions(params)
 
     def _before_backward(self) -> None:
         """No rank enters the backward of a record before its commit of the one before has been sent."""

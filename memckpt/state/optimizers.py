@@ -9,6 +9,7 @@ import contextlib
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -224,33 +225,43 @@ def _describe(state: dict[str, Any], param: torch.Tensor, elementwise: bool) -> 
     return StateDescription(tensors, tuple(state))
 
 
-def changes_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step changes the gradients it was given, so that they cannot be read after it.
+@dataclass(frozen=True)
+class GradientHabits:
+    """What an optimizer's step does to the gradients it is given.
 
-    Found by a dry run: torch's SGD does so with nesterov and foreach (the default on CUDA), and any class may.
+    Attributes:
+        changes: their values change, so that they cannot be read after the step. Torch's SGD does that with nesterov
+            and foreach (the default on CUDA), and any class may.
+        version_moves: by how much their version counters move in a step (fused kernels declare them as outputs).
     """
+
+    changes: bool
+    version_moves: int
+
+
+def gradient_habits(optimizer: Optimizer) -> GradientHabits:
+    """Found by a dry run of two steps on the smallest parameter of each group."""
+    changes, moves = False, 0
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if param.numel()]
-        if not params:
-            continue
-        smallest = min(params, key=lambda param: param.numel())
-        stand_in = torch.nn.Parameter(torch.ones_like(smallest))
-        _, changed = _dry_steps(optimizer, stand_in, group, 2)
-        if changed:
-            return True
-    return False
+        if params:
+            smallest = min(params, key=lambda param: param.numel())
+            stand_in = torch.nn.Parameter(torch.ones_like(smallest))
+            _, habits = _dry_steps(optimizer, stand_in, group, 2)
+            changes, moves = changes or habits.changes, max(moves, habits.version_moves)
+    return GradientHabits(changes, moves)
 
 
 def _dry_steps(
     optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int
-) -> tuple[Optimizer, bool]:
-    """Step a sibling of the optimizer on a stand-in; says whether its gradient was changed by that."""
+) -> tuple[Optimizer, GradientHabits]:
+    """Step a sibling of the optimizer on a stand-in; says what that did to the gradient."""
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     gradient = torch.full_like(stand_in, 0.5, requires_grad=False)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     stand_in.grad = gradient.to_sparse() if sparse else gradient
-    before = gradient.clone()
+    before, version = gradient.clone(), stand_in.grad._version
     with rng.preserved(), without_global_hooks():
         try:
             clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
@@ -261,5 +272,7 @@ def _dry_steps(
                 f"{type(optimizer).__qualname__} could not take a step on a stand-in of shape {list(stand_in.shape)} "
                 f"({type(error).__name__}: {error}); expected an optimizer that steps from gradients alone"
             ) from error
-    after = stand_in.grad.to_dense() if stand_in.grad is not None else None
-    return clone, after is None or not torch.equal(after, before)
+    if stand_in.grad is None:
+        return clone, GradientHabits(True, 0)
+    changed = not torch.equal(stand_in.grad.to_dense(), before)
+    return clone, GradientHabits(changed, (stand_in.grad._version - version) // steps)

@@ -1,0 +1,122 @@
+"""The small pieces that every protected step runs, each by itself."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.command import Options, run
+from benchmarks.report import Report
+from benchmarks.workloads import SharedCopy, Trainee, best_of, copy_bandwidth, protected
+from memckpt import Session
+from memckpt.state import codec, rng
+from memckpt.state.records import RecordMeta, SubStep, decode_meta, encode_meta
+
+TITLE = "The pieces of a protected step, each by itself"
+METHOD = """\
+Best of several repetitions of each piece in a loop of its own, with a session attached to a GPT in lazy mode at T = 8.
+Copies are given as bandwidth, beside a copy between private tensors and one into shared memory. The rank state is what
+every commit carries beside tensors: random generators, hyperparameters and flags; beside the safe codec stands what
+`pickle` takes for the same values, without being safe to read."""
+
+
+def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
+    """The staging copies beside plain ones of the same tensors."""
+    trainee.model.loss(*trainee.batch).backward()
+    gradients = [param.grad for param in trainee.model.parameters() if param.grad is not None]
+    writer = session._writer
+    assert writer is not None
+    record = int(session.metrics()["step"]) + 1  # the open slot, which nobody reads before its commit
+    views = [
+        writer.gradient_view(record, 0, 0, writer.index[id(param)])
+        for param in trainee.model.parameters()
+        if param.grad is not None
+    ]
+    private = [torch.empty_like(gradient) for gradient in gradients]
+    shared = SharedCopy(gradients)
+
+    def copy_all(targets: list[torch.Tensor]) -> None:
+        for target, gradient in zip(targets, gradients, strict=True):
+            target.copy_(gradient)
+
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    anchors = sum(piece.nbytes for piece in writer.layout.due(record))
+    pieces: list[tuple[str, Callable[[], object], int]] = [
+        ("gradients to private tensors", lambda: copy_all(private), nbytes),
+        ("gradients to shared memory", lambda: shared.take(gradients), nbytes),
+        ("gradients to their slot", lambda: copy_all(views), nbytes),
+        ("anchors due in one record to their slot", lambda: writer.stage_anchors(record), anchors),
+    ]
+    table = report.table("Copies", "what", "MiB", "ms", "GB/s")
+    with torch.no_grad():
+        for name, action, size in pieces:
+            seconds = best_of(action, repetitions)
+            table.add(
+                name, f"{size / 2**20:.1f}", f"{seconds * 1e3:.2f}", f"{size / seconds / 1e9:.2f}",
+                what=name, nbytes=size, seconds=seconds,
+            )  # fmt: skip
+    trainee.optimizer.step()
+    trainee.optimizer.zero_grad()
+    session.commit()
+
+
+def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
+    """What is not copying: rank state, records, checks."""
+    state: Any = codec.decode(session._rank_state())
+    encoded = codec.encode(state)
+    groups = codec.encode([{key: value for key, value in group.items() if key != "params"} for group in state["groups"][0]])
+    meta = RecordMeta(1, 0, False, (SubStep(0, 0, groups),))
+    packed = encode_meta(meta)
+    generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    pieces: list[tuple[str, Callable[[], object], str]] = [
+        ("rank state: capture and encode", session._rank_state, f"{len(encoded):,} bytes"),
+        ("of it: random generators", rng.capture, ""),
+        ("rank state: encode alone", lambda: codec.encode(state), ""),
+        ("pickle.dumps of the same", lambda: pickle.dumps(state), f"{len(pickle.dumps(state)):,} bytes"),
+        ("rank state: decode", lambda: codec.decode(encoded), ""),
+        ("pickle.loads of the same", lambda data=pickle.dumps(state): pickle.loads(data), ""),
+        ("pickle.dumps of the generators' own states", lambda: pickle.dumps(generators), ""),
+        ("record's scalars: encode", lambda: encode_meta(meta), f"{len(packed):,} bytes"),
+        ("record's scalars: decode", lambda: decode_meta(packed), ""),
+    ]
+    if session._watch is not None:
+        pieces.append(("look for changes outside the optimizer", session._watch.changed, ""))
+    tensors = sum(1 for _ in trainee.model.parameters())
+    table = report.table(f"Calls, {tensors} parameter tensors", "what", "microseconds", "size")
+    for name, action, size in pieces:
+        seconds = best_of(action, repetitions)
+        table.add(name, f"{seconds * 1e6:.1f}", size, what=name, seconds=seconds, tensors=tensors)
+
+
+def add_commits(report: Report, trainee: Trainee, session: Session, steps: int) -> None:
+    """The whole of it on a real training, as the session counts it."""
+    before = session.stall.commit
+    for _ in range(steps):
+        trainee.step()
+        session.commit()
+    milliseconds = (session.stall.commit - before) / steps * 1e3
+    report.notes.append(f"commit() without anchors, mean of {steps} training steps: {milliseconds:.2f} ms.")
+
+
+def main(options: Options) -> None:
+    report = Report("hot_paths", TITLE, METHOD, options.command, options.quick)
+    bandwidth = copy_bandwidth()
+    report.notes.append(f"One thread copies {bandwidth / 1e9:.2f} GB/s from private into shared memory.")
+    trainee = Trainee("demo" if options.quick else "30M")
+    with protected(trainee, "lazy T=8") as session:
+        for _ in range(13):  # until every slot of the ring has been written
+            trainee.step()
+            session.commit()
+        add_copies(report, trainee, session, repetitions=5 if options.quick else 20)
+        add_calls(report, trainee, session, repetitions=50 if options.quick else 300)
+        add_commits(report, trainee, session, steps=5 if options.quick else 20)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("hot_paths", main)

@@ -1,0 +1,140 @@
+"""How fast records are redone, and how much memory protection holds."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.command import Options, run
+from benchmarks.processes import proportional_bytes, trainee_process
+from benchmarks.report import Report, Table
+from benchmarks.workloads import OPTIMIZERS, Trainee, best_of, redo_config, scratch_directory
+from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.state import codec
+from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.optimizers import hyperparameters, rebuild_like
+from memckpt.state.records import RecordMeta, SubStep
+from memckpt.state.redo import Member, RedoGroup
+
+TITLE = "Redo rate, and memory per parameter"
+METHOD = """\
+Redo: `memckpt.state.redo` applies one record, with all gradients in memory, to a whole state with the user's optimizer
+class; beside it that optimizer's own `step()` on the same tensors. Best of several, with the number of threads given.
+Memory: the sum of the proportional set sizes of trainer and agent after the ring has been filled twice over, less that
+of an unprotected trainer; beside it the layout's own figure, `Layout.total_bytes`, which is what is asked for before
+anything is allocated. The difference is the agent itself: its interpreter, and torch where it redoes eagerly."""
+
+
+@dataclass
+class RedoCase:
+    """A state, the gradients of one record, and the two ways to apply them."""
+
+    redo: Callable[[], None]
+    step: Callable[[], None]
+    numel: int
+
+
+def spec_of(trainee: Trainee, mode: str) -> StateSpec:
+    """The spec that a session would make for it."""
+    config = redo_config(mode)
+    kind = "eager" if mode == "eager" else "lazy"
+    request = SpecRequest(kind, config.anchor_period(kind), config.slots, local_ranks=(0,), world_size=1)  # type: ignore[arg-type]
+    return LiveState(trainee.model, [trainee.optimizer], {}).spec(request)
+
+
+def redo_case(size: str, optimizer: str) -> RedoCase:
+    """A record with random gradients, on copies of a trainee's state."""
+    trainee = Trainee(size, optimizer)
+    trainee.step()
+    layout = Layout(spec_of(trainee, "eager"))
+    live = dict(trainee.model.named_parameters())
+    gradients: list[Tensor] = []
+    members: list[Member] = []
+    for index, spec in enumerate(layout.spec.params):
+        param = live[spec.tensor.name]
+        gradients.append(torch.randn_like(param) * 1e-3)
+        state = {key: value.clone() for key, value in trainee.optimizer.state[param].items()}
+        copied = nn.Parameter(param.detach().clone())
+        members.append(Member(index, 0, param.numel(), copied, {0: state}))
+        param.grad = gradients[-1]
+    group = RedoGroup(layout, members, lambda _, groups: rebuild_like(trainee.optimizer, groups))
+    groups: list[dict[str, Any]] = hyperparameters(trainee.optimizer)
+    meta = RecordMeta(1, 0, False, (SubStep(0, 0, codec.encode(groups)),))
+    return RedoCase(
+        redo=lambda: group.apply(meta, lambda _, __, index: gradients[index]),
+        step=lambda: trainee.optimizer.step(),
+        numel=layout.numel,
+    )
+
+
+def measure_redo(report: Report, sizes: tuple[str, ...], repetitions: int) -> None:
+    columns = ("redo ms", "step() ms", "redo / step()", "redo, M parameters/s")
+    table = report.table("Redo of one record of AdamW", "parameters, implementation, threads", *columns)
+    threads_at_start = torch.get_num_threads()
+    for size in sizes:
+        for optimizer in OPTIMIZERS:
+            case = redo_case(size, optimizer)
+            for threads in sorted({1, threads_at_start}):
+                torch.set_num_threads(threads)
+                redo, step = best_of(case.redo, repetitions), best_of(case.step, repetitions)
+                rate = case.numel / redo
+                name = f"{case.numel / 1e6:.1f}M, {optimizer}, {threads}"
+                table.add(
+                    name, f"{redo * 1e3:.1f}", f"{step * 1e3:.1f}", f"{redo / step:.2f}", f"{rate / 1e6:.0f}",
+                    numel=case.numel, optimizer=optimizer, threads=threads, redo_s=redo, step_s=step,
+                )  # fmt: skip
+            torch.set_num_threads(threads_at_start)
+
+
+# Memory
+
+
+def memory_of(size: str, mode: str | None) -> int:
+    """Bytes of trainer and agent once everything has been touched."""
+    with scratch_directory() as directory, contextlib.ExitStack() as stack:
+        arguments = ["--size", size, "--steps", "24"]
+        if mode is not None:
+            arguments += ["--protect", mode, "--run-dir", str(directory)]
+        process = stack.enter_context(trainee_process(*arguments))
+        process.wait_for("waiting")
+        pids = [process.pid] + ([process.agent_pid] if process.agent_pid is not None else [])
+        return sum(proportional_bytes(pid) for pid in pids)
+
+
+def add_memory(table: Table, size: str) -> None:
+    trainee = Trainee(size)
+    trainee.step()
+    alone = memory_of(size, None)
+    for mode in ("lazy T=8", "lazy T=16", "eager"):
+        layout = Layout(spec_of(trainee, mode))
+        extra = memory_of(size, mode) - alone
+        measured, designed = extra / layout.numel, layout.total_bytes / layout.numel
+        table.add(
+            f"{layout.numel / 1e6:.1f}M, {mode}", f"{extra / 2**20:.0f}", f"{layout.total_bytes / 2**20:.0f}",
+            f"{(extra - layout.total_bytes) / 2**20:.0f}", f"{measured:.1f}", f"{designed:.1f}",
+            mode=mode, numel=layout.numel, measured_bytes=extra, designed_bytes=layout.total_bytes,
+        )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("redo_rate", TITLE, METHOD, options.command, options.quick)
+    sizes = ("demo",) if options.quick else ("30M", "100M")
+    measure_redo(report, sizes, repetitions=3 if options.quick else 7)
+    columns = ("measured MiB", "layout MiB", "difference MiB", "measured bytes/parameter", "layout bytes/parameter")
+    table = report.table("Memory of trainer and agent over an unprotected trainer", "parameters, mode", *columns)
+    if Path("/proc/self/smaps_rollup").exists():
+        for size in sizes:
+            add_memory(table, size)
+    else:
+        report.leave_out("memory", "this kernel has no /proc/PID/smaps_rollup")
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("redo_rate", main)

@@ -1,0 +1,30 @@
+"""All benchmarks one after the other, each in a process of its own (``make bench``)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from benchmarks.command import Options, run
+
+#: Quiet ones first; the longest last.
+NAMES = ("hot_paths", "stall", "redo_rate", "restore_time", "step_overhead")
+
+
+def main(options: Options) -> int:
+    failed = []
+    for name in NAMES:
+        began = time.monotonic()
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--results", str(options.results)]
+        status = subprocess.run([*command, "--quick"] if options.quick else command, check=False).returncode
+        print(f"{name}: {'done' if status == 0 else f'failed with status {status}'}, {time.monotonic() - began:.0f} s\n")
+        if status != 0:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    run("run_all", lambda options: sys.exit(main(options)))

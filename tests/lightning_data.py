@@ -1,0 +1,195 @@
+"""Ways to train, and the data and loaders of each, for the tests of exact resume with Lightning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+BATCH_SIZE = 4
+SAMPLES = 44
+BATCHES = SAMPLES // BATCH_SIZE
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. Fields that are not set are the plain case."""
+
+    name: str
+    loader: str = "plain"
+    workers: int = 0
+    persistent: bool = False
+    validation_workers: int = 0
+    validate: bool = True
+    datamodule: bool = False
+    manual: bool = False
+    scheduler: str = "cosine"
+    model: str = "plain"
+    ema: bool = False
+    logger: bool = False
+    stop_at: int | None = None
+    user_hooks: bool = False
+    every_n_train_steps: int | None = None
+    accumulation_schedule: dict[int, int] | None = None
+    compiled: bool = False
+    seed_workers: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Random augmentation from all three global generators."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.inputs = torch.randn(samples, 8, generator=generator)
+        self.targets = torch.randn(samples, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(8) * 0.01 + random.random() * 0.01 + float(np.random.rand()) * 0.01
+        return self.inputs[index] + noise, self.targets[index]
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """No length, no randomness."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(11)
+        for _ in range(SAMPLES):
+            yield torch.randn(8, generator=generator), torch.randn(1, generator=generator)
+
+
+class ShuffledBatches:
+    """A batch sampler of the user's own, which draws from Python's generator."""
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        for start in range(0, SAMPLES, BATCH_SIZE):
+            yield order[start : start + BATCH_SIZE]
+
+
+class StatefulBatches:
+    """No DataLoader, but it knows its position."""
+
+    def __init__(self) -> None:
+        self.data = Augmented()
+        self.first_batch = 0
+        self.next_batch = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        first, self.first_batch = self.first_batch, 0
+        for batch in range(first, BATCHES):
+            self.next_batch = batch + 1
+            items = [self.data[batch * BATCH_SIZE + item] for item in range(BATCH_SIZE)]
+            yield torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next_batch": self.next_batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first_batch = state["next_batch"]
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [(torch.randn(4, 8, generator=generator), torch.zeros(4, 1)) for _ in range(BATCHES)]
+
+
+def train_loader(case: Case) -> Any:
+    workers: dict[str, Any] = {"num_workers": case.workers, "persistent_workers": case.persistent}
+    if case.workers:
+        workers["multiprocessing_context"] = "fork"
+    data = Augmented()
+    match case.loader:
+        case "plain":
+            return DataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+        case "generator":
+            generator = torch.Generator().manual_seed(3)
+            return DataLoader(data, BATCH_SIZE, shuffle=True, generator=generator, **workers)
+        case "weighted":
+            sampler = WeightedRandomSampler(torch.ones(SAMPLES).tolist(), SAMPLES)
+            return DataLoader(data, BATCH_SIZE, sampler=sampler, **workers)
+        case "replacement":
+            drawn = RandomSampler(data, replacement=True, num_samples=SAMPLES)
+            return DataLoader(data, BATCH_SIZE, sampler=drawn, **workers)
+        case "batch_sampler":
+            return DataLoader(data, batch_sampler=ShuffledBatches(), **workers)
+        case "unbatched":
+            return DataLoader(_batches(), batch_size=None, shuffle=True, **workers)
+        case "iterable":
+            return DataLoader(Stream(), BATCH_SIZE, **workers)
+        case "stateful_loader":
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+        case "own_loader":
+            return StatefulBatches()
+        case "max_size_cycle" | "min_size":
+            both = {
+                "a": DataLoader(data, BATCH_SIZE, shuffle=True, **workers),
+                "b": DataLoader(Augmented(20), BATCH_SIZE, shuffle=True, **workers),
+            }
+            return CombinedLoader(both, case.loader)
+        case "nested_sampler":
+            inner = BatchSampler(SequentialSampler(data), BATCH_SIZE, drop_last=False)
+            return DataLoader(data, batch_sampler=inner, **workers)
+    raise KeyError(case.loader)
+
+
+def validation_loader(case: Case) -> DataLoader[Any]:
+    workers: dict[str, Any] = {}
+    if case.validation_workers:
+        workers = {
+            "num_workers": case.validation_workers,
+            "persistent_workers": case.persistent,
+            "multiprocessing_context": "fork",
+        }
+    return DataLoader(Augmented(12), BATCH_SIZE, **workers)
+
+
+class Data(pl.LightningDataModule):
+    """The loaders, made anew at each reload; counts reloads, as a state of its own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.reloads = 0
+
+    def train_dataloader(self) -> Any:
+        self.reloads += 1
+        return train_loader(self.case)
+
+    def val_dataloader(self) -> Any:
+        return validation_loader(self.case)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reloads": self.reloads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        # The loaders that are open are made once more by the new process.
+        self.reloads = state["reloads"] - 1
