@@ -87,8 +87,12 @@ def trainee_process(*arguments: str) -> Iterator[TraineeProcess]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, with pages that it shares divided by the number of those who map them (PSS)."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no Pss in /proc/{pid}/smaps_rollup")
+    """Memory of a process, with pages that it shares divided by the number of those who map them (PSS).
+
+    Pages of files are left out: they are libraries, and belong to every process on the machine that uses torch.
+    """
+    fields = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+        name, kibibytes, _ = line.split()
+        fields[name] = int(kibibytes) * 1024
+    return fields["Pss_Anon:"] + fields["Pss_Shmem:"]

@@ -24,11 +24,12 @@ from memckpt.state.redo import Member, RedoGroup
 
 TITLE = "Redo rate, and memory per parameter"
 METHOD = """\
-Redo: `memckpt.state.redo` applies one record, with all gradients in memory, to a whole state with the user's optimizer
-class; beside it that optimizer's own `step()` on the same tensors. Best of several, with the number of threads given.
-Memory: the sum of the proportional set sizes of trainer and agent after the ring has been filled twice over, less that
-of an unprotected trainer; beside it the layout's own figure, `Layout.total_bytes`, which is what is asked for before
-anything is allocated. The difference is the agent itself: its interpreter, and torch where it redoes eagerly."""
+Redo: `memckpt.state.redo` applies one record, with all gradients in memory, to a whole state with the user's
+optimizer class; beside it that optimizer's own `step()` on the same tensors. Best of several, with the number of
+threads given. Memory: the sum of the proportional set sizes of trainer and agent (without pages of files, which are
+libraries) when every slot has been written, less that of an unprotected trainer; beside it the layout's own figure,
+`Layout.total_bytes`, which is what is asked for before anything is allocated. The difference is the agent itself: its
+interpreter, and torch where it redoes eagerly."""
 
 
 @dataclass

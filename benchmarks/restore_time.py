@@ -15,9 +15,9 @@ from benchmarks.workloads import copy_bandwidth, scratch_directory
 
 TITLE = "From SIGKILL to the restored state, and to the end of the first new step"
 METHOD = """\
-A training in a process of its own is killed after 12 steps and started again at once, with the same command. Medians of
-several kills, in seconds. *reaped*: the kernel has freed the killed process. *imports*: from the start of the new one
-through the imports and the first torch optimizer, which imports torch's compiler. *built*: model and optimizer.
+A training in a process of its own is killed after 12 steps and started again at once, with the same command. Medians
+of several kills, in seconds. *reaped*: the kernel has freed the killed process. *imports*: from the start of the new
+one through the imports and the first torch optimizer, which imports torch's compiler. *built*: model and optimizer.
 *restored*: for memckpt attaching, copying and redoing; for a file `torch.load` with `weights_only=True` and both
 `load_state_dict`. *bound* is one copy of 12 bytes a parameter at the speed of a copy between memories, measured here.
 The file is read from the page cache (warm), or after the kernel was asked to drop it (cold)."""
@@ -120,7 +120,7 @@ def add_row(table: Table, name: str, restarts: list[Restart]) -> None:
 
     figures = {
         "reaped": median(lambda r: r.reaped),
-        **{stage: median(lambda r, stage=stage: r.stages[stage]) for stage in STAGES},
+        **{stage: statistics.median(restart.stages[stage] for restart in restarts) for stage in STAGES},
         "to restored, imports apart": median(lambda r: r.apart),
         "to restored": median(lambda r: r.to_restored),
         "to first step": median(lambda r: r.to_step),

@@ -18,7 +18,8 @@ def main(options: Options) -> int:
         began = time.monotonic()
         command = [sys.executable, "-m", f"benchmarks.{name}", "--results", str(options.results)]
         status = subprocess.run([*command, "--quick"] if options.quick else command, check=False).returncode
-        print(f"{name}: {'done' if status == 0 else f'failed with status {status}'}, {time.monotonic() - began:.0f} s\n")
+        outcome = "done" if status == 0 else f"failed with status {status}"
+        print(f"{name}: {outcome}, {time.monotonic() - began:.0f} s\n", flush=True)
         if status != 0:
             failed.append(name)
     if failed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from benchmarks.command import Options, run
 from benchmarks.report import Report, Table
@@ -17,9 +18,9 @@ METHOD = """\
 Seconds that memckpt itself counts in the training thread, over steps of 512 tokens with fused AdamW, after the
 generation and the first records. *hooks* copies gradients as backward produces them and notes the optimizer's step,
 *anchors* copies 1/T of the state, *commit* is the rank state and the message, *slot wait* is waiting for an eager
-agent. *floor* is (4 + 12/T) bytes a parameter at the speed at which one thread copies from private into shared memory,
-measured here; the bare copies move all gradients, or parameters and optimizer state, once, in a loop that does nothing
-else."""
+agent. *floor* is (4 + 12/T) bytes a parameter at the speed at which one thread copies from private into shared
+memory, measured here; the bare copies move all gradients, or parameters and optimizer state, once, in a loop that
+does nothing else."""
 
 PARTS = ("hooks", "anchors", "commit", "slot_wait")
 MODES = {"lazy T=8": 8, "lazy T=16": 16, "eager": 32}
@@ -103,8 +104,7 @@ def add_copies(table: Table, size: str, bandwidth: float) -> None:
     gradients = [param.grad for param in trainee.model.parameters() if param.grad is not None]
     numel = trainee.model.numel
     for name, tensors, width in (("gradients", gradients, 4), ("state", trainee.tensors(), 12)):
-        target = SharedCopy(tensors)
-        milliseconds = best_of(lambda target=target, tensors=tensors: target.take(tensors), 5) * 1e3
+        milliseconds = best_of(partial(SharedCopy(tensors).take, tensors), 5) * 1e3
         floor = width * numel / bandwidth * 1e3
         per_parameter = f"{milliseconds * 1e6 / numel:.3f}"
         table.add(

@@ -22,13 +22,13 @@ from memckpt.errors import MemoryBudgetError
 TITLE = "Wall time of a step with every step protected, over a step without"
 METHOD = """\
 Two sides take turns in one process, in blocks of a few steps whose order changes from pair to pair; each block begins
-with a step that is not timed, and work left in the background is waited for, untimed, before the other side's turn. The
-ratio is the median over pairs of blocks, the spread half the distance between its quartiles. For memckpt and for the
-null pair the sides are two copies of model and optimizer; for the others one, saved after each step or not. The null
-pair has nothing on either side: what it differs from 1 is noise, and so is as much of everything else. `torch.save`,
-`ModelCheckpoint` and `dcp.async_save` write to a disk, without a sync; `ModelCheckpoint` keeps the newest file. `bare
-copy` copies parameters and optimizer state into shared memory after each step, and nothing more. The optimizer is AdamW;
-a batch has 512 tokens."""
+with a step that is not timed, and work left in the background is waited for, untimed, before the other side's turn.
+The ratio is the median over pairs of blocks, the spread half the distance between its quartiles. For memckpt and for
+the null pair the sides are two copies of model and optimizer; for the others one, saved after each step or not. The
+null pair has nothing on either side: what it differs from 1 is noise, and so is as much of everything else.
+`torch.save`, `ModelCheckpoint` and `dcp.async_save` write to a disk, without a sync; `ModelCheckpoint` keeps the
+newest file. The bare copy moves parameters and optimizer state into shared memory after each step, and nothing more.
+The optimizer is AdamW; a batch has 512 tokens."""
 
 MEMCKPT_MODES = ("lazy T=8", "lazy T=16", "eager")
 
@@ -137,13 +137,13 @@ class AsyncSaver:
     pending: list[Any] = field(default_factory=list)
 
     def step(self) -> None:
-        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         self.trainee.step()
         self.wait()
         target = self.directory / str(self.saved % 2)
         self.saved += 1
-        self.pending.append(dcp.async_save(self.trainee.state_dict(), checkpoint_id=target, no_dist=True))
+        self.pending.append(async_save(self.trainee.state_dict(), checkpoint_id=target, no_dist=True))
 
     def wait(self) -> None:
         while self.pending:

@@ -64,7 +64,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
 
 
 class Block(nn.Module):
@@ -82,7 +83,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.feed_forward(self.norm2(x)))
+        x = x + self.dropout(self.feed_forward(self.norm2(x)))
+        return x
 
 
 class GPT(nn.Module):
@@ -138,7 +140,8 @@ class Corpus(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, context: int) -> None:
         self.context = context
-        self.text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in _source_files())), dtype=torch.uint8)
+        text = bytearray(b"".join(file.read_bytes() for file in _source_files()))
+        self.text = torch.frombuffer(text, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return (len(self.text) - 1) // self.context

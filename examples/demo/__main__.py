@@ -20,7 +20,8 @@ from examples.demo.supervise import Kill, Plan, Run, RunResult, TrainingFailedEr
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description="Kill a training run and see it resume.")
+    description = "Kill a training run and see it resume."
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=description)
     parser.add_argument("--seed", type=int, help="draws the instants of the kills (default: a new one each time)")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steps", type=int, default=140)
@@ -49,8 +50,10 @@ def explain(console: Console, args: argparse.Namespace, instants: list[float]) -
     console.print(f"Seed {args.seed} draws the instants of the kills, in steps: {drawn}\n", highlight=False)
 
 
-def both_runs(console: Console, args: argparse.Namespace, instants: list[float], plan: Plan) -> tuple[RunResult, RunResult]:
-    """Run the training twice, with progress bars and a line for each kill."""
+def train_twice(
+    console: Console, args: argparse.Namespace, instants: list[float], plan: Plan
+) -> tuple[RunResult, RunResult]:
+    """Run the training uninterrupted and killed, with progress bars and a line for each kill."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[where]}"), console=console) as progress:
         first = progress.add_task("1. uninterrupted", total=args.steps, where="")
@@ -110,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     directory = Path(tempfile.mkdtemp(prefix="memckpt-demo-"))
     try:
         plan = Plan(args.steps, args.size, directory, args.sabotage)
-        equal = judge(console, args, *both_runs(console, args, instants, plan))
+        equal = judge(console, args, *train_twice(console, args, instants, plan))
     except TrainingFailedError as error:
         console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", highlight=False)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rich import box
@@ -30,7 +31,7 @@ class Canvas:
 
     def polyline(self, points: Sequence[tuple[float, float]]) -> None:
         """Join points; at least one dot in every column that is passed."""
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in itertools.pairwise(points):
             count = max(1, round(max(abs(x1 - x0), abs(y1 - y0))))
             for i in range(count + 1):
                 self.dot(round(x0 + (x1 - x0) * i / count), round(y0 + (y1 - y0) * i / count))
@@ -62,10 +63,8 @@ def curves(plain: RunResult, killed: RunResult, steps: int, width: int) -> Colum
         marks = [" "] * columns
         for kill in kills:
             marks[min(columns - 1, int(max(kill.at.step - 1, 0) / steps * columns))] = "▲"
-        body = Text("\n").join([
-            Text("\n".join(curve(losses, steps, limits, columns, rows=9).lines()), style=style),
-            Text("".join(marks), style="red"),
-        ])
+        picture = "\n".join(curve(losses, steps, limits, columns, rows=9).lines())
+        body = Text.assemble((picture, style), "\n", ("".join(marks), "red"))
         panels.append(Panel(body, title=f"loss, {title}", subtitle=f"{limits[1]:.2f} … {limits[0]:.2f}", expand=False))
     return Columns(panels)
 

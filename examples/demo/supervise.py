@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.black_box import BlackBox, Position
-from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.client import stop_agent
+from memckpt.errors import MemckptError
 
 _POLL_SECONDS = 0.002
 _SILENCE_SECONDS = 120.0
@@ -234,9 +236,5 @@ class Run:
 
 def end_agent(run_dir: Path) -> None:
     """End the agent of a run if there is one: a finished training has ended it already."""
-    with contextlib.suppress(OSError):
-        connection = AgentAddress.of(run_dir).connect()
-        if connection is not None:
-            pid, _ = peer(connection)
-            connection.close()
-            os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(MemckptError):
+        stop_agent(AgentAddress.of(run_dir))

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--black-box", type=Path, required=True)
     parser.add_argument("--final", type=Path, required=True, help="where the last state is written")
     parser.add_argument("--run-dir", help="protects the training; without it memckpt is not in use")
-    parser.add_argument("--sabotage", action="store_true", help="changes one weight at the end (for the demo's own test)")
+    parser.add_argument("--sabotage", action="store_true", help="changes one weight at the end; for tests")
     args = parser.parse_args()
     torch.set_num_threads(1)  # one core trains, the other is the agent's; and the bits depend on the number of threads
     warnings.filterwarnings("ignore", message=".*num_workers.*")

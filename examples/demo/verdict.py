@@ -43,9 +43,8 @@ def compare_states(one: Path, other: Path) -> list[Comparison]:
 
 
 def _compare(kind: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> Comparison:
-    differing = tuple(
-        name for name in {**one, **other} if name not in one or name not in other or not same_bits(one[name], other[name])
-    )
+    common = {name for name in one if name in other and same_bits(one[name], other[name])}
+    differing = tuple(name for name in {**one, **other} if name not in common)
     return Comparison(kind, len(one), sum(tensor.nbytes for tensor in one.values()), differing)
 
 

@@ -109,6 +109,16 @@ class LiveState:
                     known.add(id(tensor))
         return named
 
+    def buffer_holders(self) -> dict[str, tuple[nn.Module, str]]:
+        """Where each buffer hangs: user code may put another tensor in its place at any time."""
+        holders: dict[str, tuple[nn.Module, str]] = {}
+        for prefix, module in [("", self.model), *((f"{name}.", one) for name, one in self.extra_modules.items())]:
+            for path, owner in module.named_modules():
+                for key in owner._buffers:
+                    name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
+                    holders[name.replace(_COMPILED_PREFIX, "")] = (owner, key)
+        return holders
+
     def _optimizer_positions(self) -> Iterator[tuple[str, nn.Parameter]]:
         for index, optimizer in enumerate(self.optimizers):
             for group_index, group in enumerate(optimizer.param_groups):
@@ -178,6 +188,7 @@ class LiveState:
             attributes=codec.encode(kept),
             group_sizes=tuple(len(group["params"]) for group in optimizer.param_groups),
             sub_steps=self.growth.sub_steps.get(index, 1),
+            changes_gradients=index in self.changing_optimizers,
         )
 
     # What frameworks change behind our back and a resume has to put back

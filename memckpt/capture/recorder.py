@@ -26,8 +26,6 @@ from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import GradientOp, SparseGradient, SubStep
 
 _log = logging.getLogger("memckpt")
-#: So many gradients may be changed in unknown ways, each staged once more, before the tap is changed.
-_PATIENCE = 16
 
 
 @dataclass
@@ -87,7 +85,7 @@ class Recorder:
         self._staged_after: list[int] = []
         # The gradient that was staged and its version counter after the last known change; None where unknown.
         self._versions: list[tuple[torch.Tensor, int] | None] = []
-        self._unexplained = 0
+        self._changed: str | None = None
 
     def begin(self, writer: SlotWriter | None, record: int) -> None:
         """Start to collect `record`."""
@@ -235,9 +233,12 @@ class Recorder:
                 if param.grad is not None and id(param) not in writer.index:
                     self.fail("a parameter that was frozen has a gradient now")
         self._sub_steps.append(step)
-        if self._unexplained > _PATIENCE and self.streams:
-            # Every one of them was staged again and is right; but streaming is of no use here.
-            self.tap_mismatch = "gradients are changed after backward in a way that streaming does not know"
+        if self._changed is not None and self.streams:
+            # It was staged again and is right; but streaming is of no use where that happens.
+            self.tap_mismatch = (
+                f"the gradient of {self._changed} was changed between backward and the optimizer's step in a way that "
+                "streaming does not know"
+            )
 
     def _settle(self, writer: SlotWriter, step: _PendingSubStep, index: int, streamed: list[int], whole: bool) -> None:
         """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
@@ -257,7 +258,8 @@ class Recorder:
             streamed.append(index)
             return
         elif writer.mine[index]:
-            self._unexplained += bool(staged)
+            if staged:
+                self._changed = writer.spec.params[index].tensor.name
             view = writer.gradient_view(self.record, step.optimizer, step.index, index)
             self._copier.copy(view, gradient)
         # Staged after all the changes: none of them applies.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState, state_of
@@ -14,6 +15,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
 from memckpt.state.layout import ITEM_BYTES, Layout, Piece, StateSpec
+from memckpt.state.optimizers import dtype_name
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
 
@@ -52,8 +54,9 @@ class SlotWriter:
         tensors = live.tensors()
         self.params = [tensors[param.tensor.name] for param in spec.params]
         self.index = {id(param): index for index, param in enumerate(self.params)}
-        self.by_value = [tensors[tensor.name] for tensor in spec.by_value]
-        self.static = [tensors[tensor.name] for tensor in spec.static]
+        holders = live.buffer_holders()
+        self._by_value = [(tensors[one.name], holders.get(one.name)) for one in spec.by_value]
+        self._static_tensors = [(tensors[one.name], holders.get(one.name)) for one in spec.static]
         stagers = self.layout.stagers
         self.mine = [stager == rank for stager in stagers]
         self.leads = spec.local_ranks[0] == rank
@@ -180,10 +183,22 @@ class SlotWriter:
     # By value, static, and the start of a generation
 
     def stage_by_value(self, record: int) -> None:
-        """Copy buffers and the like into this rank's area of the slot."""
+        """Copy buffers and the like into this rank's area of the slot.
+
+        Raises:
+            LayoutChangedError: a buffer has another shape or dtype than before, or is gone.
+        """
         base = self.layout.slot_offset(record) + self.layout.by_value_base(self.rank)
-        for offset, spec, tensor in zip(self.layout.by_value_offsets, self.spec.by_value, self.by_value, strict=True):
+        for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
+            tensor = _now_at(place)
+            if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
+                found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+                raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
             self._copier.copy(tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype), tensor.detach())
+
+    def static_tensor(self, position: int) -> torch.Tensor | None:
+        """The live static tensor as it hangs in its module now."""
+        return _now_at(self._static_tensors[position])
 
     def static_copy(self, position: int) -> torch.Tensor:
         """The staged copy of a static tensor."""
@@ -197,8 +212,10 @@ class SlotWriter:
         Returns the virtual records' encodings, and for the replica what is missing and what is not a tensor.
         """
         if self.leads:
-            for position, tensor in enumerate(self.static):
-                self._copier.copy(self.static_copy(position), tensor.detach())
+            for position in range(len(self.spec.static)):
+                tensor = self.static_tensor(position)
+                if tensor is not None:
+                    self._copier.copy(self.static_copy(position), tensor.detach())
         if self.spec.mode == "eager":
             missing, plain = self._fill_replica()
             self.ring.open_for_writing(record, self.rank)
@@ -234,6 +251,12 @@ class SlotWriter:
                     views.append(view.view(-1) if state.elementwise else view)
             self._stage_piece(whole, views, missing, plain)
         return tuple(missing), codec.encode(plain) if plain else b""
+
+
+def _now_at(place: tuple[torch.Tensor, tuple[nn.Module, str] | None]) -> torch.Tensor | None:
+    """A tensor, or the buffer that hangs in its place today."""
+    tensor, holder = place
+    return tensor if holder is None else holder[0]._buffers.get(holder[1])
 
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

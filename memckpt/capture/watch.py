@@ -72,15 +72,21 @@ class StaticWatch:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        self._versions = [tensor._version for tensor in writer.static]
+        self._seen = [self._look(position) for position in range(len(writer.spec.static))]
+
+    def _look(self, position: int) -> tuple[torch.Tensor | None, int]:
+        tensor = self._writer.static_tensor(position)
+        return tensor, -1 if tensor is None else tensor._version
 
     def changed(self) -> str | None:
         """The name of a static tensor whose values are no longer the staged ones; None if all are."""
-        for position, tensor in enumerate(self._writer.static):
-            if tensor._version != self._versions[position]:
-                staged = self._writer.static_copy(position)
-                # Equal floats of different bits (-0.0, NaN) are taken as changed, which only costs a copy.
-                if not torch.equal(tensor.detach().to(staged.device), staged):
-                    return self._writer.spec.static[position].name
-                self._versions[position] = tensor._version
+        for position, (seen, version) in enumerate(self._seen):
+            tensor, now = self._look(position)
+            if tensor is seen and now == version:
+                continue
+            staged = self._writer.static_copy(position)
+            # Equal floats of different bits (-0.0, NaN) are taken as changed, which only costs a copy.
+            if tensor is None or not torch.equal(tensor.detach().to(staged.device), staged):
+                return self._writer.spec.static[position].name
+            self._seen[position] = (tensor, now)
         return None

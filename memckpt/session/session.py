@@ -483,7 +483,9 @@ class Session:
             self._recorder.begin(None, point.record + 1)
 
     def _commit_or_begin(self, point: _RestorePoint) -> None:
-        record = point.record
+        record, client = point.record, self._client
+        assert client is not None
+        self._stage_by_value(record)
         problem = self._find_problem()
         due = self._generation_after
         if due is None and problem is not None:
@@ -494,8 +496,16 @@ class Session:
             self._send_commit(self._writer, point)
             self._begin_record(record + 1)
         else:
-            assert self._client is not None
-            self._client.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+            client.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+
+    def _stage_by_value(self, record: int) -> None:
+        if self._recorder.writer is None or self._recorder.problem is not None:
+            return
+        try:
+            with torch.no_grad():
+                self._recorder.writer.stage_by_value(record)
+        except LayoutChangedError as error:
+            self._recorder.fail(str(error))
 
     def _find_problem(self) -> str | None:
         """Why this record cannot be staged as it stands."""
@@ -532,8 +542,6 @@ class Session:
 
     def _send_commit(self, writer: SlotWriter, point: _RestorePoint) -> None:
         record = point.record
-        with torch.no_grad():
-            writer.stage_by_value(record)
         missing, plain = self._anchored
         copied = self._copier.token()
         sub_steps = self._recorder.take_sub_steps()

@@ -115,7 +115,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
     """An optimizer class by name, with what is needed to build it elsewhere.
 
     `attributes` is a codec encoding of the instance attributes (``defaults`` among them) and `group_sizes` the number
-    of parameters in each group. `sub_steps` is how many of its steps one record has room for.
+    of parameters in each group. `sub_steps` is how many of its steps one record has room for; `changes_gradients` says
+    that a step changes the gradients it is given.
     """
 
     module: str
@@ -123,6 +124,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
     attributes: bytes
     group_sizes: tuple[int, ...]
     sub_steps: int
+    changes_gradients: bool
 
 
 class StateSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -166,8 +166,10 @@ class RedoGroup:
                 continue
             if member.stop - member.start != self._layout.spec.params[member.param].tensor.numel:
                 gradient = gradient.view(-1)[member.start : member.stop]
-            gradient = gradient.to(member.parameter.device)
-            member.parameter.grad = apply_ops(gradient, sub_step.ops, member.param)
+            used = apply_ops(gradient.to(member.parameter.device), sub_step.ops, member.param)
+            if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
+                used = used.clone()  # the slot's own bytes stay as they are
+            member.parameter.grad = used
         optimizer.step()
         for member in members:
             member.parameter.grad = None
