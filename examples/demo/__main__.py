@@ -117,6 +117,9 @@ def main(arguments: list[str] | None = None) -> int:
     except TrainingFailedError as error:
         console.print(f"[bold red]The demo failed:[/] {escape(str(error))}", highlight=False)
         return 1
+    except KeyboardInterrupt:
+        console.print("Interrupted: all processes of the demo have been ended.")
+        return 130
     finally:
         if args.keep:
             console.print(f"Kept: {directory}")

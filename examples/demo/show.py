@@ -84,7 +84,9 @@ def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
 
 def kill_table(kills: Sequence[Kill]) -> Table:
     """What each kill met, and what came of it."""
-    table = Table(title="SIGKILL of the training process", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="SIGKILL of the training process", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     table.add_column("#", justify="right")
     table.add_column("killed in", no_wrap=True)
     for heading in ("last step\ntaken", "resumed\nafter", "steps\nlost", "imports +\nresume"):

@@ -18,7 +18,7 @@ from typing import Any
 
 from examples.demo.black_box import BlackBox, Position
 from memckpt.agent.address import AgentAddress
-from memckpt.agent.client import stop_agent
+from memckpt.agent.control import stop_agent
 from memckpt.errors import MemckptError
 
 _POLL_SECONDS = 0.002

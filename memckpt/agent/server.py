@@ -322,7 +322,7 @@ class Agent:
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
-        if hello.rejoining and self._attempt.all_here:
+        if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
 

@@ -67,6 +67,9 @@ class LiveState:
         self.optimizers = list(optimizers)
         self.extra_modules = dict(extra_modules)
         self.growth = Growth()
+        # Walking a module tree at every commit would cost more than the copies of a small model.
+        self._group_names: tuple[tuple[tuple[int, ...], ...], list[list[list[str]]]] | None = None
+        self._named_params: list[tuple[str, nn.Parameter]] = []
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
@@ -138,7 +141,9 @@ class LiveState:
     # Layout
 
     def spec(self, request: SpecRequest) -> StateSpec:
-        """The layout's spec for the state as it is now."""
+        """The layout's spec for the state as it is now; looks at the module tree anew."""
+        self._group_names = None
+        self._named_params = []
         owners = self._stepped()
         params: list[ParamSpec] = []
         static: list[TensorSpec] = []
@@ -195,14 +200,24 @@ class LiveState:
 
     def describe_groups(self) -> list[list[dict[str, Any]]]:
         """Groups of all optimizers with parameters by name, as plain values for the rank state."""
-        names = {id(tensor): name for name, tensor in self.tensors().items()}
         described = []
-        for optimizer in self.optimizers:
+        for optimizer, names in zip(self.optimizers, self._names_of_groups(), strict=True):
             settings = hyperparameters(optimizer)
-            for values, group in zip(settings, optimizer.param_groups, strict=True):
-                values["params"] = [names[id(param)] for param in group["params"]]
+            for values, in_group in zip(settings, names, strict=True):
+                values["params"] = in_group
             described.append(settings)
         return described
+
+    def _names_of_groups(self) -> list[list[list[str]]]:
+        sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
+        if self._group_names is None or self._group_names[0] != sizes:
+            names = {id(tensor): name for name, tensor in self.tensors().items()}
+            found = [
+                [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+                for optimizer in self.optimizers
+            ]
+            self._group_names = (sizes, found)
+        return self._group_names[1]
 
     def restore_groups(self, described: list[list[dict[str, Any]]]) -> None:
         """Give the optimizers the groups that :meth:`describe_groups` saw: structure and hyperparameters."""
@@ -243,9 +258,10 @@ class LiveState:
 
     def trainable(self) -> dict[str, bool]:
         """requires_grad of every parameter of the model, by name."""
-        return {
-            name.replace(_COMPILED_PREFIX, ""): param.requires_grad for name, param in self.model.named_parameters()
-        }
+        if not self._named_params:
+            named = self.model.named_parameters()
+            self._named_params = [(name.replace(_COMPILED_PREFIX, ""), param) for name, param in named]
+        return {name: param.requires_grad for name, param in self._named_params}
 
     def restore_trainable(self, flags: dict[str, bool]) -> None:
         tensors = self.tensors()

@@ -6,8 +6,6 @@ written through ``.data`` escapes that count and is looked for in a strided samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
@@ -26,30 +24,41 @@ class ParameterWatch:
         self._writer = writer
         self._versions = [param._version for param in writer.params]
         self._sampled = [i for i, param in enumerate(writer.params) if param.device.type == "cpu" and param.numel()]
-        self._sample = self._take(self._sampled)
+        self._pointers: list[int] = []
+        self._views: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._sample = self._take()
 
-    def _take(self, indices: Sequence[int]) -> dict[torch.dtype, torch.Tensor]:
-        slices: dict[torch.dtype, list[torch.Tensor]] = {}
-        for index in indices:
-            param = self._writer.params[index].detach()
-            slices.setdefault(param.dtype, []).append(param.reshape(-1)[::STRIDE])
-        return {dtype: torch.cat(parts) for dtype, parts in slices.items()}
+    def _take(self) -> dict[torch.dtype, torch.Tensor]:
+        """The sampled values, as copies. The views on them are kept as long as the parameters keep their memory."""
+        params = self._writer.params
+        pointers = [params[index].data_ptr() for index in self._sampled]
+        if pointers != self._pointers:
+            self._pointers, self._views = pointers, {}
+            for index in self._sampled:
+                param = params[index].data
+                self._views.setdefault(param.dtype, []).append(_flat(param)[::STRIDE])
+        return {dtype: torch.cat(views) for dtype, views in self._views.items()}
 
     def note(self, optimizer: int) -> None:
         """An optimizer has just changed its parameters, as it should."""
         params = self._writer.params
         for index in self._writer.layout.optimizer_params(optimizer):
             self._versions[index] = params[index]._version
-        self._sample = self._take(self._sampled)
+        self._sample = self._take()
+
+    def counted_change(self) -> str | None:
+        """The name of a parameter whose count of changes is not as its optimizer left it; None if all are."""
+        for index, (param, version) in enumerate(zip(self._writer.params, self._versions, strict=True)):
+            if param._version != version:
+                return self._writer.spec.params[index].tensor.name
+        return None
 
     def changed(self) -> str | None:
-        """The name of a parameter that is not as its optimizer left it; None if all are."""
-        params = self._writer.params
-        names = [param.tensor.name for param in self._writer.spec.params]
-        for index, version in enumerate(self._versions):
-            if params[index]._version != version:
-                return names[index]
-        for dtype, now in self._take(self._sampled).items():
+        """Like :meth:`counted_change`, and where that finds nothing, by the sample of the values."""
+        counted = self.counted_change()
+        if counted is not None:
+            return counted
+        for dtype, now in self._take().items():
             bits = _BITS[now.element_size()]
             if not torch.equal(now.view(bits), self._sample[dtype].view(bits)):
                 return self._name_sampled(dtype, now)
@@ -65,6 +74,13 @@ class ParameterWatch:
                 if position < 0:
                     return self._writer.spec.params[index].tensor.name
         return "a parameter"
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of memory: a view, whatever the strides of a dense tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    dense = last == tensor.numel() - 1  # channels_last and other permutations
+    return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.flatten()
 
 
 class StaticWatch:

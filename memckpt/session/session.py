@@ -622,7 +622,8 @@ class Session:
     # The agent's news, and its loss
 
     def _listen(self) -> None:
-        self._watch_changes()
+        if self._watch is not None:
+            self._note_change(self._watch.counted_change())
         if self._send_problem is not None:
             problem, self._send_problem = self._send_problem, None
             raise problem
@@ -666,10 +667,12 @@ class Session:
             self._recorder.fail(f"drift in {drift.tensor}")
 
     def _watch_changes(self) -> None:
-        if self._watch is None or self._watch_problem is not None:
-            return
-        changed = self._watch.changed()
-        if changed is not None:
+        """As a backward begins: were parameters changed since their optimizer's step?"""
+        if self._watch is not None and self._watch_problem is None:
+            self._note_change(self._watch.changed())
+
+    def _note_change(self, changed: str | None) -> None:
+        if changed is not None and self._watch_problem is None:
             _log.warning(
                 "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written anew",
                 changed,
