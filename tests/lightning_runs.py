@@ -42,6 +42,7 @@ from lightning_memckpt import MemCheckpoint
 from lightning_memckpt import callback as callback_module
 from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
+from memckpt.config import AgentConfig, MemckptConfig
 from tests import fake_session
 from tests.lightning_cases import Control, Kill, Net, NetWithHooks, Tally, Watch
 from tests.lightning_data import Case, Data, train_loader, validation_loader
@@ -50,6 +51,9 @@ EPOCHS = 3
 
 # A child that takes longer hangs: it then writes down where, and ends.
 CHILD_SECONDS = 120
+
+# A test that fails leaves an agent behind; it then goes soon.
+CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30))
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def make_trainer(run: Run, control: Control) -> Any:
     case = run.case
     callbacks: list[pl.Callback] = [Watch(control)]
     if run.protected:
-        callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume))
+        callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume, config=CONFIG))
     callbacks.append(
         ModelCheckpoint(
             run.directory / "files",

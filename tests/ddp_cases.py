@@ -1,0 +1,205 @@
+"""A small DDP training in forked ranks, with deaths at chosen places, and what it leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memckpt
+from memckpt.agent.address import NODE_VARIABLE
+from memckpt.config import MemckptConfig
+from tests.engine_harness import Lab, freeze, kill_and_wait
+
+STEPS = 14
+#: A rank that lost the others learns of it within this time.
+PROCESS_GROUP_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Death:
+    """What dies: `who` is a rank, "all" or "agent"; `place` is "forward", "backward", "stepped" or "committed"."""
+
+    who: int | str
+    step: int
+    place: str = "forward"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of a DDP training.
+
+    Attributes:
+        directory: for its results; a fresh one for each attempt.
+        run_dir: the run; None to train without memckpt.
+        number: of the attempt, which launchers count.
+        nodes: whether every rank is a node of its own.
+        deaths: what dies where.
+        hook: a communication hook of the user's, and when it is registered.
+        hang: the rank that stays alive, stuck, when another one has died.
+    """
+
+    directory: Path
+    run_dir: Path | None
+    config: MemckptConfig
+    world_size: int = 2
+    number: int = 0
+    nodes: bool = False
+    deaths: Sequence[Death] = ()
+    hook: str = ""
+    hang: int | None = None
+    ddp: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+
+    def result(self, rank: int) -> Path:
+        return self.directory / f"result-{rank}"
+
+
+class Net(nn.Module):
+    """Something of everything that DDP treats in its own way: buffers, a layer that is used now and then."""
+
+    def __init__(self, with_unused: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96)
+        self.norm = nn.BatchNorm1d(96)
+        self.drop = nn.Dropout(0.2)
+        self.middle = nn.Linear(96, 96)
+        self.now_and_then = nn.Linear(96, 96) if with_unused else None
+        self.last = nn.Linear(96, 4)
+
+    def forward(self, x: torch.Tensor, use_all: bool) -> torch.Tensor:
+        x = self.drop(torch.relu(self.norm(self.first(x))))
+        x = torch.relu(self.middle(x))
+        if self.now_and_then is not None and use_all:
+            x = x + self.now_and_then(x)
+        return self.last(x)
+
+
+def halving_hook(state: Any, bucket: Any) -> Any:
+    """A user's communication hook: averages in half the range, so that other bits come out than without it."""
+    flat = bucket.buffer().div_(2 * dist.get_world_size())
+    work = dist.all_reduce(flat, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].mul_(2))
+
+
+def train(job: Job, rank: int) -> None:
+    """One rank of the attempt."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
+    if job.nodes:
+        os.environ[NODE_VARIABLE] = f"node{rank}"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.directory}/store",
+        rank=rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
+    )
+    torch.manual_seed(0)
+    net = Net(with_unused=bool(job.ddp.get("find_unused_parameters")))
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
+    torch.manual_seed(100 + rank)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if job.hook == "before":
+        model.register_comm_hook(None, halving_hook)
+    session = None
+    start = 0
+    if job.run_dir is not None:
+        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config)
+        print("described:", session.describe())
+        report = session.restore()
+        start = 0 if report is None else report.step
+        print("resumed:", start)
+    if job.hook == "after":
+        model.register_comm_hook(None, halving_hook)
+    deaths = {(death.step, death.place): death for death in job.deaths if death.who in (rank, "all", "agent")}
+
+    def at(step: int, place: str) -> None:
+        death = deaths.pop((step, place), None)
+        if death is None:
+            return
+        if death.who != "agent":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 0 and session is not None and session.agent_pid is not None:
+            kill_and_wait(session.agent_pid)
+            print("killed the agent")
+
+    place = [0]
+    net.middle.weight.register_hook(lambda gradient: at(place[0], "backward"))
+    losses = {}
+    for step in range(start, STEPS):
+        place[0] = step
+        try:
+            losses[step] = _step(job, model, net, optimizer, step, at)
+        except RuntimeError:
+            if job.hang == rank:
+                signal.pause()
+            raise
+        at(step, "stepped")
+        if session is not None:
+            assert session.commit()
+        at(step, "committed")
+    state = {
+        "params": [param.detach().numpy().tobytes() for param in net.parameters()],
+        "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],
+        "optimizer": freeze(optimizer.state_dict()),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+    }
+    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses}))
+    if session is not None:
+        session.close()
+    dist.destroy_process_group()
+
+
+def _step(
+    job: Job, model: nn.Module, net: Net, optimizer: torch.optim.Optimizer, step: int, at: Callable[[int, str], None]
+) -> str:
+    optimizer.zero_grad()
+    total = 0.0
+    for micro in range(job.accumulate):
+        x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+        loss = nn.functional.cross_entropy(model(x, step % 3 != 1), y)
+        at(step, "forward")
+        last = micro == job.accumulate - 1
+        if last:
+            loss.backward()
+        else:
+            with model.no_sync():  # type: ignore[operator]
+                loss.backward()
+        total += float(loss.detach())
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+    return total.hex()
+
+
+def run(lab: Lab, job: Job) -> list[int]:
+    """Run one attempt; the exit codes of its ranks. A rank that is to hang is left alive."""
+    ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
+    codes = []
+    for rank, child in enumerate(ranks):
+        codes.append(0 if job.hang == rank else child.wait())
+    return codes
+
+
+halving_hook.__annotations__.clear()  # torch compares them with its own classes
+
+
+def fresh_directory(lab: Lab) -> Path:
+    return Path(tempfile.mkdtemp(dir=lab.directory))
+
+
+def results(job: Job) -> list[Any]:
+    return [pickle.loads(job.result(rank).read_bytes()) for rank in range(job.world_size)]

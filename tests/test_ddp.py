@@ -1,0 +1,128 @@
+"""DDP: neutral at 2 and 3 ranks, and exact after the death of any rank, with one agent and with two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.engine_harness import Lab, config
+
+_references: dict[Any, list[Any]] = {}
+
+
+def reference(lab: Lab, job: Job) -> list[Any]:
+    """The same training undisturbed, without memckpt."""
+    key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate)
+    if key not in _references:
+        undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
+        assert run(lab, undisturbed) == [0] * job.world_size
+        _references[key] = results(undisturbed)
+    return _references[key]
+
+
+def job_of(lab: Lab, redo: str = "lazy", **settings: Any) -> Job:
+    return Job(fresh_directory(lab), lab.run_dir, config(redo), **settings)
+
+
+def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> None:
+    """Each attempt ends as planned, each next one goes on at the expected step, the last result is the reference's."""
+    expected = reference(lab, job)
+    if job.config.redo == "eager" and not job.nodes:
+        lab.start_agent()
+    for number, death in enumerate(deaths):
+        attempt = replace(job, directory=fresh_directory(lab), number=number, deaths=[death])
+        codes = run(lab, attempt)
+        killed = range(job.world_size) if death.who == "all" else [death.who]
+        assert all(codes[int(rank)] == -9 for rank in killed), codes
+    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
+    assert run(lab, last) == [0] * job.world_size
+    found = results(last)
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert min(ours["losses"]) == resumed[-1], "the last attempt went on at another step"
+        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
+        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
+        different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
+        assert not different, f"rank {rank}: {different} differ"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
+    job = job_of(lab, world_size=world_size)
+    expected = reference(lab, job)
+    assert run(lab, job) == [0] * world_size
+    assert results(job) == expected
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+@pytest.mark.parametrize("who", [0, 1, "all"])
+def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, who: int | str, nodes: bool) -> None:
+    survives(lab, job_of(lab, nodes=nodes), [Death(who, 3), Death(who, 9, "backward")], [3, 9])
+
+
+@pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
+def test_resumes_exactly_from_replicas(lab: Lab, nodes: bool) -> None:
+    survives(lab, job_of(lab, "eager", nodes=nodes), [Death(1, 4, "backward"), Death("all", 8, "committed")], [4, 9])
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "stepped", "committed"])
+def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, place: str) -> None:
+    """The other rank may have committed the record that the dead one did not: both meet at the older one."""
+    # A rank that dies right after its commit of step 6 leaves the other one in the next step's backward.
+    expected = {"forward": 6, "backward": 6, "stepped": 6, "committed": 7}[place]
+    survives(lab, job_of(lab), [Death(0, 6, place)], [expected])
+
+
+def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
+    """With three ranks a sum's order depends on where in its bucket an element lies."""
+    survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [{"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
+    ids=["find-unused", "bucket-view", "static-graph"],
+)
+def test_ddp_settings(lab: Lab, ddp: dict[str, Any]) -> None:
+    survives(lab, job_of(lab, ddp=ddp), [Death(1, 5, "backward")], [5])
+
+
+def test_accumulation_without_synchronization(lab: Lab) -> None:
+    survives(lab, job_of(lab, accumulate=3), [Death(0, 4, "backward")], [4])
+
+
+@pytest.mark.parametrize("hook", ["after", "before"])
+def test_a_users_communication_hook_is_kept(lab: Lab, hook: str) -> None:
+    survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")], [5])
+
+
+def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
+    """Launchers leave orphans; the next attempt of the same launch makes sure that they can write no more."""
+    job = job_of(lab)
+    expected = reference(lab, job)
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
+    assert run(lab, first)[0] == -9
+    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    assert stuck.wait(10) == -9
+    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: bool) -> None:
+    job = job_of(lab, nodes=nodes)
+    expected = reference(lab, job)
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death("agent", 3), Death("all", 9)])
+    assert run(lab, first) == [-9, -9]
+    logs = "".join(child.log.read_text() for child in lab._children)
+    assert "killed the agent" in logs
+    assert "without protection" in logs
+    assert "protected again" in logs
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    found = results(second)
+    assert [min(one["losses"]) for one in found] == [9, 9]
+    assert [one["state"] for one in found] == [one["state"] for one in expected]
