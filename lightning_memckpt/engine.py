@@ -1,6 +1,6 @@
 """The part of the engine's public face that this adapter uses, spelled out for type checkers and for tests.
 
-`attach` and `is_encodable` are looked up when they are called, so that a test may put a stand-in there.
+`attach` and `unencodable_paths` are looked up when they are called, so that a test may put a stand-in there.
 """
 
 from __future__ import annotations
@@ -81,5 +81,5 @@ def attach(*args: Any, **kwargs: Any) -> Session:
 
 def is_encodable(value: Any) -> list[str]:
     """The paths in `value` that cannot be stored; empty if it is fine."""
-    paths: list[str] = memckpt.is_encodable(value)  # type: ignore[attr-defined, unused-ignore]
+    paths: list[str] = memckpt.unencodable_paths(value)  # type: ignore[attr-defined, unused-ignore]
     return paths

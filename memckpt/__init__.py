@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memckpt.config import AgentConfig, MemckptConfig
     from memckpt.errors import MemckptError
     from memckpt.session import HeldState, RestoreReport, Session, attach
-    from memckpt.state.codec import unencodable_paths as is_encodable
+    from memckpt.state.codec import unencodable_paths
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
@@ -25,7 +25,7 @@ _PUBLIC = {
     "RestoreReport": ("memckpt.session", "RestoreReport"),
     "Session": ("memckpt.session", "Session"),
     "attach": ("memckpt.session", "attach"),
-    "is_encodable": ("memckpt.state.codec", "unencodable_paths"),
+    "unencodable_paths": ("memckpt.state.codec", "unencodable_paths"),
 }
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "RestoreReport",
     "Session",
     "attach",
-    "is_encodable",
+    "unencodable_paths",
 ]
 
 

@@ -552,7 +552,12 @@ class Unused(Training):
 class ChannelsLast(Training):
     def make_model(self) -> nn.Module:
         model = nn.Sequential(
-            nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 24, 3), nn.Flatten(), nn.Linear(384, CLASSES)
+            nn.Conv2d(3, 48, 3),
+            nn.BatchNorm2d(48),
+            nn.ReLU(),
+            nn.Conv2d(48, 24, 3),
+            nn.Flatten(),
+            nn.Linear(384, CLASSES),
         )
         return model.to(memory_format=torch.channels_last)
 

@@ -27,7 +27,12 @@ scalars = (
     | st.sampled_from(["\x00tuple", "\x00", "\x00dict"])
     | st.binary(max_size=8)
 )
-keys = st.text(max_size=4) | st.integers(-(2**70), 2**70) | st.booleans() | st.tuples(st.integers(0, 3), st.text(max_size=2))
+keys = (
+    st.text(max_size=4)
+    | st.integers(-(2**70), 2**70)
+    | st.booleans()
+    | st.tuples(st.integers(0, 3), st.text(max_size=2))
+)
 trees = st.recursive(
     scalars,
     lambda inner: (
@@ -58,13 +63,14 @@ def alike(first: Any, second: Any) -> bool:
 
 
 @given(trees)
+@settings(deadline=None)
 def test_trees_come_back_as_they_were(tree: Any) -> None:
     assert alike(codec.decode(codec.encode(tree)), tree)
     assert codec.unencodable_paths(tree) == []
 
 
 @given(trees, st.data())
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 def test_damaged_bytes_raise_nothing_but_a_damaged_state_error(tree: Any, data: Any) -> None:
     encoded = bytearray(codec.encode({"tree": tree, "tensor": torch.arange(3.0), "array": np.arange(3)}))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -77,7 +83,7 @@ def test_damaged_bytes_raise_nothing_but_a_damaged_state_error(tree: Any, data: 
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
     try:
         codec.decode(data)
@@ -111,7 +117,7 @@ def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
         ["\x00complex", "a", 1],
         ["\x00int", "9" * 5000],
         ["\x00int", None],
-        ["\x00bytearray", 10**12],
+        ["\x00bytearray", 10**9],
         ["\x00size", "ab"],
         ["\x00dtype", "nn"],
         ["\x00device", "nowhere:3"],
@@ -145,7 +151,16 @@ def test_deep_nesting_is_refused_and_does_not_end_the_process() -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64],
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)], ids=str)

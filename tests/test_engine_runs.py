@@ -255,7 +255,13 @@ def test_training_on_without_commits_does_not_touch_what_is_held(lab: Lab, redo:
 
 
 def test_other_settings_than_the_last_attempts_resume_exact(lab: Lab) -> None:
-    settings = [config("lazy"), config("eager"), config("lazy", period=8, slots=4), config("eager", tap="step"), config()]
+    settings = [
+        config("lazy"),
+        config("eager"),
+        config("lazy", period=8, slots=4),
+        config("eager", tap="step"),
+        config(),
+    ]
     kills = [("after commit", 6), ("forward", 9), ("after commit", 12), ("backward", 15), None]
     comes_from = [None, 6, 8, 12, 14]
     attempts = []

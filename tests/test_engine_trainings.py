@@ -10,7 +10,14 @@ from tests.engine_cases import ACCUMULATION, COMPILED, PLAIN, SHAPE_CASES, UNKNO
 from tests.engine_harness import Lab, config
 
 #: One kill right after each of the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
-KILLS = [("after commit", 1), ("backward", 3), ("after commit", 7), ("before step", 9), ("forward", 12), ("after commit", 16)]
+KILLS = [
+    ("after commit", 1),
+    ("backward", 3),
+    ("after commit", 7),
+    ("before step", 9),
+    ("forward", 12),
+    ("after commit", 16),
+]
 EAGER_FIRST = {"adversarial", "clip-norm", "scaler-fused", "unfrozen", "unused", "buffers", "groups"}
 
 
@@ -108,4 +115,6 @@ def test_with_the_default_periods(lab: Lab, redo: str) -> None:
 @pytest.mark.parametrize("slots", [2, 5])
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_any_period_and_number_of_slots(lab: Lab, redo: str, slots: int, period: int) -> None:
-    lab.survives(PLAIN, config(redo, period=period, slots=slots), [("after commit", 2), ("backward", 3), ("after step", 14)])
+    lab.survives(
+        PLAIN, config(redo, period=period, slots=slots), [("after commit", 2), ("backward", 3), ("after step", 14)]
+    )

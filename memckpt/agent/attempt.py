@@ -27,6 +27,7 @@ class Member:
     rank: int
     process: ProcessHandle
     channel: Channel
+    launcher: Launcher
     next_record: int
     finished: bool = False
     left: bool = False
@@ -37,14 +38,13 @@ class Attempt:
     """The trainers that may write: all with one nonce."""
 
     nonce: str
-    launcher: Launcher
     world_size: int
     local_ranks: tuple[int, ...]
     members: dict[int, Member] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hello: Hello) -> Attempt:
-        return cls(hello.nonce, hello.launcher, hello.world_size, hello.local_ranks)
+        return cls(hello.nonce, hello.world_size, hello.local_ranks)
 
     def living(self) -> list[Member]:
         return [member for member in self.members.values() if member.process.alive() and not member.left]
@@ -69,7 +69,7 @@ class Attempt:
         living = [member for member in self.living() if member.process.pid != newcomer_pid]
         if not living:
             return 0
-        if not self._superseded_by(newcomer):
+        if not all(_superseded(member.launcher, newcomer) for member in living):
             pids = ", ".join(str(member.process.pid) for member in living)
             raise RunBusyError(
                 f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run "
@@ -87,11 +87,12 @@ class Attempt:
                 )
         return len(living)
 
-    def _superseded_by(self, newcomer: Hello) -> bool:
-        launcher = self.launcher
-        if launcher.pid == 0:
-            return False  # started by hand: nobody but a person restarts it
-        if start_ticks(launcher.pid) != launcher.start_ticks:
-            return True
-        same = (launcher.pid, launcher.start_ticks) == (newcomer.launcher.pid, newcomer.launcher.start_ticks)
-        return same and newcomer.launcher.restarts > launcher.restarts
+
+def _superseded(launcher: Launcher, newcomer: Hello) -> bool:
+    """Whether a rank that this launcher started belongs to the past: its launcher is gone, or has restarted."""
+    if launcher.pid == 0:
+        return False  # started by hand: nobody but a person restarts it
+    if start_ticks(launcher.pid) != launcher.start_ticks:
+        return True
+    same = (launcher.pid, launcher.start_ticks) == (newcomer.launcher.pid, newcomer.launcher.start_ticks)
+    return same and newcomer.launcher.restarts > launcher.restarts

@@ -105,6 +105,10 @@ class Generation:
             self._let_redo_go_on()
         return self.complete
 
+    def started_by(self, rank: int) -> bool:
+        """Whether a rank has written its part of the start."""
+        return rank in self._started
+
     def commit(self, rank: int, message: Commit) -> None:
         """A rank's part of a record is whole."""
         if message.meta:

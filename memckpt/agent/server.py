@@ -69,9 +69,12 @@ class Agent:
     Args:
         address: where it listens.
         linger_seconds: how long it holds the state with no trainer.
+        by_operator: started by a person or a supervisor, beside the job: then it waits for the first trainer as long
+            as that takes, and keeps its own linger time whatever the trainers' configuration says.
     """
 
-    def __init__(self, address: AgentAddress, linger_seconds: float) -> None:
+    def __init__(self, address: AgentAddress, linger_seconds: float, by_operator: bool = False) -> None:
+        self._by_operator = by_operator
         self._address = address
         self._linger_seconds = linger_seconds
         self._selector = selectors.DefaultSelector()
@@ -129,6 +132,8 @@ class Agent:
     def _patience(self) -> float | None:
         """How long to wait for events: until lingering ends, or for ever while a trainer is here."""
         if self._lonely_since is None:
+            return None
+        if self._by_operator and self._attempt is None:
             return None
         limit = self._linger_seconds if self._held is not None else min(self._linger_seconds, _ORPHAN_SECONDS)
         return max(0.0, self._lonely_since + limit - time.monotonic())
@@ -278,7 +283,8 @@ class Agent:
             case Resume():
                 self._resume(connection, message)
             case Configure():
-                self._linger_seconds = message.linger_seconds
+                if not self._by_operator:
+                    self._linger_seconds = message.linger_seconds
             case GenerationCommit():
                 self._start_generation(member, message)
             case Commit():
@@ -318,7 +324,9 @@ class Agent:
             self._new_attempt(connection, hello)
         assert self._attempt is not None
         connection.nonce = hello.nonce
-        connection.member = Member(hello.rank, connection.process, connection.channel, hello.next_record)
+        connection.member = Member(
+            hello.rank, connection.process, connection.channel, hello.launcher, hello.next_record
+        )
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
@@ -358,7 +366,9 @@ class Agent:
         if message.discard:
             self._let_go_of_held()
         building = self._building
-        if building is None or building.spec != message.spec or building.base is not None:
+        assert connection.member is not None
+        # Ranks prepare one after the other: the first may have written its part before the last one asks.
+        if building is None or building.spec != message.spec or building.started_by(connection.member.rank):
             if building is not None:
                 building.close()
                 self._building = None
@@ -466,18 +476,19 @@ class Agent:
         )
 
 
-def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None]) -> None:
+def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None], by_operator: bool = False) -> None:
     """Run an agent in this process until it is told to leave. Called in the process's main thread.
 
     Args:
         address: of the run and node.
         linger_seconds: how long to hold the state with no trainer.
         ready: called once it answers.
+        by_operator: as for :class:`Agent`.
 
     Raises:
         RunBusyError: another agent serves this run on this node.
     """
-    agent = Agent(address, linger_seconds)
+    agent = Agent(address, linger_seconds, by_operator)
     with address.starting():
         other = address.connect()
         if other is not None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from memckpt.errors import UnsupportedError
 from memckpt.memory.region import Region
 
 
@@ -108,7 +109,7 @@ class CudaCopier:
         address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
         result = torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)
         if int(result) != 0:
-            raise RuntimeError(
+            raise UnsupportedError(
                 f"cudaHostRegister of {region.nbytes / 2**20:.0f} MiB failed with error {int(result)}; "
                 "raise the locked-memory limit (ulimit -l) of this process"
             )

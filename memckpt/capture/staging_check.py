@@ -15,7 +15,9 @@ import torch
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.state.redo import change_values
 
+#: At most so many elements apart, and not fewer than so many of each tensor.
 STRIDE = 997
+SAMPLES = 64
 FULL_RECORDS = 2
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -29,7 +31,8 @@ class Op(Protocol):
 
 
 class StagingCheck:
-    """Compares staged with used gradients. Host tensors only: on an accelerator the record's digest does it."""
+    """Compares staged with used gradients. Host tensors only: reading them on an accelerator would stall it, and there
+    the version counters of gradients are what finds unknown changes."""
 
     def __init__(self) -> None:
         self._checked = 0
@@ -42,7 +45,7 @@ class StagingCheck:
         self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
     ) -> str | None:
         """What differs, in words; None if nothing does."""
-        stride = 1 if self._checked < FULL_RECORDS else STRIDE
+        full = self._checked < FULL_RECORDS
         self._checked += 1
         mine = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
         for batch in self._alike(mine, ops, writer):
@@ -51,7 +54,8 @@ class StagingCheck:
                 gradient = writer.params[index].grad
                 assert gradient is not None
                 view = writer.gradient_view(record, optimizer, sub_step, index)
-                start = (record * 31) % min(stride, max(view.numel(), 1))
+                stride = 1 if full else min(STRIDE, max(1, view.numel() // SAMPLES))
+                start = (record * 31) % stride
                 staged.append(view.reshape(-1)[start::stride])
                 used.append(gradient.reshape(-1)[start::stride])
             with torch.no_grad():

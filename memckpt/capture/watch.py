@@ -10,7 +10,11 @@ import torch
 
 from memckpt.capture.slot_writer import SlotWriter
 
+#: At most so many elements apart, and not fewer than so many of each tensor.
 STRIDE = 4099
+SAMPLES = 64
+#: So many checks look at every element.
+FULL_CHECKS = 2
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -26,7 +30,11 @@ class ParameterWatch:
         self._sampled = [i for i, param in enumerate(writer.params) if param.device.type == "cpu" and param.numel()]
         self._pointers: list[int] = []
         self._views: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._full_checks_left = FULL_CHECKS
         self._sample = self._take()
+
+    def _stride(self, param: torch.Tensor) -> int:
+        return 1 if self._full_checks_left else min(STRIDE, max(1, param.numel() // SAMPLES))
 
     def _take(self) -> dict[torch.dtype, torch.Tensor]:
         """The sampled values, as copies. The views on them are kept as long as the parameters keep their memory."""
@@ -36,7 +44,7 @@ class ParameterWatch:
             self._pointers, self._views = pointers, {}
             for index in self._sampled:
                 param = params[index].data
-                self._views.setdefault(param.dtype, []).append(_flat(param)[::STRIDE])
+                self._views.setdefault(param.dtype, []).append(_flat(param)[:: self._stride(param)])
         return {dtype: torch.cat(views) for dtype, views in self._views.items()}
 
     def note(self, optimizer: int) -> None:
@@ -45,6 +53,13 @@ class ParameterWatch:
         for index in self._writer.layout.optimizer_params(optimizer):
             self._versions[index] = params[index]._version
         self._sample = self._take()
+
+    def _end_full_check(self) -> None:
+        if self._full_checks_left:
+            self._full_checks_left -= 1
+            if not self._full_checks_left:
+                self._pointers = []  # the views are of another stride now
+                self._sample = self._take()
 
     def counted_change(self) -> str | None:
         """The name of a parameter whose count of changes is not as its optimizer left it; None if all are."""
@@ -62,6 +77,7 @@ class ParameterWatch:
             bits = _BITS[now.element_size()]
             if not torch.equal(now.view(bits), self._sample[dtype].view(bits)):
                 return self._name_sampled(dtype, now)
+        self._end_full_check()
         return None
 
     def _name_sampled(self, dtype: torch.dtype, now: torch.Tensor) -> str:
@@ -70,7 +86,7 @@ class ParameterWatch:
         for index in self._sampled:
             param = self._writer.params[index]
             if param.dtype == dtype:
-                position -= len(range(0, param.numel(), STRIDE))
+                position -= len(range(0, param.numel(), self._stride(param)))
                 if position < 0:
                     return self._writer.spec.params[index].tensor.name
         return "a parameter"

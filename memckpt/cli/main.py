@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memckpt import __version__
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status, stop_agent
 from memckpt.agent.messages import Status
@@ -32,13 +32,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 
 def _show_version(value: bool) -> None:
     if value:
-        typer.echo(f"memckpt {__version__}")
+        typer.echo(f"memckpt {version('lightning-memckpt')}")
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+    show_version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
 ) -> None:
     """See and steer what is held for a run on this node."""
 
@@ -92,7 +92,7 @@ def agent(run: Run, node: Node = None, linger_seconds: float = AgentConfig().lin
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     address = AgentAddress.of(run, node)
     address.run_dir.mkdir(parents=True, exist_ok=True)
-    serve(address, linger_seconds, ready=lambda: None)
+    serve(address, linger_seconds, ready=lambda: None, by_operator=True)
 
 
 def main() -> None:

@@ -108,11 +108,16 @@ _kept_in_child: list[mmap.mmap] = []
 
 
 def _forget_in_child() -> None:
-    for region in list(_live):
+    live = [region for region in _live if region.fd >= 0]
+    for region in live:
         _kept_in_child.append(region.map)
-        if region.fd >= 0:
-            os.close(region.fd)
-            region.fd = -1
+        region.fd = -1
+    if live:
+        # Before Python 3.13 a mmap object keeps a duplicate of its descriptor, which only its own close would end.
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # the listing's own descriptor is gone by now
+                if os.readlink(f"/proc/self/fd/{name}").startswith("/memfd:memckpt"):
+                    os.close(int(name))
 
 
 os.register_at_fork(after_in_child=_forget_in_child)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 from memckpt.capture.live_state import LiveState
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.state.optimizers import attributes, is_importable
+
+_log = logging.getLogger("memckpt")
 
 
 def usable_cores() -> float:
@@ -22,14 +25,21 @@ def usable_cores() -> float:
     return cores if quota == "max" else min(cores, int(quota) / int(period))
 
 
+def _warn_overridden(config: MemckptConfig, reason: str) -> None:
+    if config.redo == "eager":
+        _log.warning("memckpt: redo='eager' is not possible here and 'lazy' is used: %s", reason)
+
+
 def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int) -> tuple[RedoMode, str]:
     """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly."""
     for optimizer in live.optimizers:
         if not is_importable(type(optimizer)):
             name = type(optimizer).__qualname__
+            _warn_overridden(config, f"{name} cannot be imported by name in another process")
             return "lazy", f"{name} cannot be imported by name in another process"
         _, dropped = attributes(optimizer)
         if dropped:
+            _warn_overridden(config, f"attribute {dropped[0]!r} cannot be given to the agent")
             return "lazy", f"attribute {dropped[0]!r} of {type(optimizer).__qualname__} cannot be given to the agent"
     if config.redo != "auto":
         return config.redo, "as configured"

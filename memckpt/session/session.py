@@ -51,6 +51,8 @@ from memckpt.state.records import RecordMeta, encode_meta
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
 _RETRY_RECORDS = 50
+#: So often a change of parameters outside the optimizer is told.
+_TELL_CHANGES = 3
 
 
 class Stateful(Protocol):
@@ -152,6 +154,8 @@ class Session:
         self._send_problem: AgentGoneError | None = None
         self._reductions_at_commit = 0
         self._watch_problem: str | None = None
+        self._hidden_changes = False
+        self._changes_told = 0
         self.drift_ulp = 0.0
         #: What cannot be made exact or be checked, in words, one line each.
         self.caveats: list[str] = []
@@ -623,7 +627,8 @@ class Session:
 
     def _listen(self) -> None:
         if self._watch is not None:
-            self._note_change(self._watch.counted_change())
+            # Whoever has once changed values behind the counters' back may do it after every step.
+            self._note_change(self._watch.changed() if self._hidden_changes else self._watch.counted_change())
         if self._send_problem is not None:
             problem, self._send_problem = self._send_problem, None
             raise problem
@@ -669,14 +674,23 @@ class Session:
     def _watch_changes(self) -> None:
         """As a backward begins: were parameters changed since their optimizer's step?"""
         if self._watch is not None and self._watch_problem is None:
-            self._note_change(self._watch.changed())
+            counted = self._watch.counted_change()
+            changed = counted or self._watch.changed()
+            self._hidden_changes = self._hidden_changes or (changed is not None and counted is None)
+            self._note_change(changed)
 
     def _note_change(self, changed: str | None) -> None:
         if changed is not None and self._watch_problem is None:
-            _log.warning(
-                "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written anew",
-                changed,
-            )
+            self._changes_told += 1
+            if self._changes_told <= _TELL_CHANGES:
+                _log.warning(
+                    "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written "
+                    "anew%s",
+                    changed,
+                    "; this happens again and again and costs a copy of the whole state each time"
+                    if self._changes_told == _TELL_CHANGES
+                    else "",
+                )
             self._watch_problem = f"{changed} was changed outside the optimizer"
 
     def _lose_agent(self, record: int, reason: str) -> None:

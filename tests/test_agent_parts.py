@@ -1,0 +1,315 @@
+"""Parts that the agent is made of: channel, address, processes, regions, slots, budget, audit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memckpt.agent.address import AgentAddress, runtime_directory
+from memckpt.agent.channel import INLINE_BYTES, Channel
+from memckpt.agent.messages import Commit, Credit, Goodbye
+from memckpt.agent.processes import ProcessHandle, start_ticks
+from memckpt.agent.replica import ulp_distance
+from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
+from memckpt.memory.budget import available_bytes, check_budget
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.state.layout import Layout
+from tests.engine_harness import Lab
+from tests.test_layout import large_spec
+
+Pair = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = (Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+# Channel
+
+
+@pytest.mark.parametrize("size", [0, INLINE_BYTES - 100, INLINE_BYTES, INLINE_BYTES + 1, 5_000_000])
+def test_messages_of_any_size_arrive_whole_and_in_order(pair: Pair, size: int) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    state = os.urandom(size)
+    pair[0].send(Commit(1, 2, 3, state, b"meta"))
+    pair[0].send(Credit(7))
+    message, fds = pair[1].receive(5)
+    assert message == Commit(1, 2, 3, state, b"meta")
+    assert fds == []
+    assert pair[1].receive(5)[0] == Credit(7)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("size", [10, INLINE_BYTES + 1])
+def test_descriptors_travel_along_and_keep_their_order(pair: Pair, size: int) -> None:
+    files = [os.memfd_create(f"test{index}") for index in range(3)]
+    for index, fd in enumerate(files):
+        os.write(fd, bytes([index]) * 4)
+    pair[0].send(Commit(1, 2, 3, bytes(size)), files)
+    message, received = pair[1].receive(5)
+    assert isinstance(message, Commit)
+    assert [os.pread(fd, 9, 0) for fd in received] == [bytes([index]) * 4 for index in range(3)]
+    assert not any(os.get_inheritable(fd) for fd in received)
+    for fd in (*files, *received):
+        os.close(fd)
+
+
+def test_a_message_survives_its_sender(pair: Pair) -> None:
+    pair[0].send(Commit(1, 2, 3, bytes(INLINE_BYTES * 2)))
+    pair[0].close()
+    assert pair[1].receive(5)[0] == Commit(1, 2, 3, bytes(INLINE_BYTES * 2))
+    with pytest.raises(AgentGoneError, match="closed by the other end"):
+        pair[1].receive(5)
+
+
+def test_nothing_there_is_none_and_a_wait_has_a_limit(pair: Pair) -> None:
+    assert pair[0].poll() is None
+    with pytest.raises(AgentGoneError, match="no answer within"):
+        pair[0].receive(0.01)
+
+
+def test_a_receiver_that_takes_nothing_is_given_up(pair: Pair) -> None:
+    with pytest.raises(AgentGoneError, match="took no message"):
+        for _ in range(100_000):
+            pair[0].send(Credit(1), timeout=0.01)
+
+
+@pytest.mark.parametrize("packet", [b"i", b"i\xc1", b"inonsense", b"f", b"x", b"i\x81\xa4type\xa5other"], ids=repr)
+def test_what_is_no_message_is_an_error_and_leaks_nothing(pair: Pair, packet: bytes) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    pair[0].sock.send(packet)
+    with pytest.raises(AgentError):
+        pair[1].receive(5)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_messages_are_validated(pair: Pair) -> None:
+    import msgspec
+
+    pair[0].sock.send(b"i" + msgspec.msgpack.encode({"type": "goodbye", "finished": "yes"}))
+    with pytest.raises(AgentError, match="do both ends run one version"):
+        pair[1].receive(5)
+    pair[0].send(Goodbye(True))
+    assert pair[1].receive(5)[0] == Goodbye(True)
+
+
+# Address
+
+
+def test_runs_and_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
+    keys = {AgentAddress.of(tmp_path / run, node).key for run in ("a", "b") for node in ("x", "y")}
+    assert len(keys) == 4
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert AgentAddress.of(tmp_path / "link", "x").key == AgentAddress.of(tmp_path / "a", "x").key
+
+
+def test_a_runtime_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "runtime"
+    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(directory))
+    assert runtime_directory() == directory
+    assert directory.stat().st_mode & 0o777 == 0o700
+    directory.chmod(0o755)
+    with pytest.raises(AgentError, match="mode 0700"):
+        runtime_directory()
+
+
+def test_a_runtime_directory_that_is_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(tmp_path / "link"))
+    with pytest.raises(AgentError, match="expected a directory"):
+        runtime_directory()
+
+
+def test_nobody_answers_where_there_is_no_agent(lab: Lab) -> None:
+    assert AgentAddress.of(lab.run_dir).connect() is None
+    # A socket that a killed agent has left:
+    stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stale.bind(str(AgentAddress.of(lab.run_dir).socket_path))
+    stale.close()
+    assert AgentAddress.of(lab.run_dir).connect() is None
+    AgentAddress.of(lab.run_dir).socket_path.unlink()
+
+
+def test_the_starting_lock_leaves_neither_file_nor_directory(lab: Lab) -> None:
+    address = AgentAddress.of(lab.run_dir)
+    with address.starting():
+        assert len(list(lab.runtime.iterdir())) == 1
+    assert not lab.runtime.exists()
+
+
+# Processes
+
+
+def test_start_ticks_tell_a_process_from_a_later_one_of_the_same_id() -> None:
+    assert start_ticks(os.getpid()) > 0
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert start_ticks(pid) == 0  # a zombie is no process any more
+    os.waitpid(pid, 0)
+    assert start_ticks(pid) == 0
+
+
+def test_a_process_handle_names_the_process_at_the_other_end(lab: Lab) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    handle = ProcessHandle.of_peer(ours, os.getpid())
+    assert handle.alive()
+    assert not handle.wait(0)
+    assert not os.get_inheritable(handle.fd)
+    handle.close()
+    handle.close()
+    ours.close()
+    theirs.close()
+
+
+def test_a_process_handle_kills_and_sees_the_end(lab: Lab) -> None:
+    read_fd, write_fd = os.pipe()
+    child = lab.fork(lambda: os.read(read_fd, 1) and None, "waits")
+    handle = ProcessHandle(child.pid, os.pidfd_open(child.pid))
+    assert handle.alive()
+    handle.kill()
+    assert handle.wait(10)
+    assert not handle.alive()
+    handle.kill()
+    handle.close()
+    assert child.wait() == -9
+    os.close(read_fd)
+    os.close(write_fd)
+
+
+# Memory
+
+
+def test_a_region_is_shared_with_whoever_gets_its_descriptor() -> None:
+    region = Region.create("test", 8192)
+    other = Region.open(os.dup(region.fd))
+    region.map[5] = 7
+    assert other.map[5] == 7
+    region.populate_in_background()
+    assert region.wait_populated(20)
+    for each in (region, other):
+        each.close()
+        each.close()
+
+
+def test_a_forked_child_has_neither_mapping_nor_descriptor(lab: Lab) -> None:
+    from tests.engine_harness import memory_of_ours
+
+    region = Region.create("forked", 8192)
+    try:
+        assert memory_of_ours("self")
+
+        def body() -> None:
+            found = memory_of_ours("self")
+            if found:
+                raise AssertionError(found)
+
+        child = lab.fork(body, "fork")
+        assert child.wait() == 0, child.log.read_text()
+    finally:
+        region.close()
+
+
+def test_memory_that_is_not_there_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not tried in earnest: the kernel would look for that memory, and end other processes to find it."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(MemoryBudgetError, match="expected 1 MiB of memory for huge"):
+        Region.create("huge", 2**20)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_budget_larger_than_the_machine_is_no_promise() -> None:
+    """Reserving memory that is not there does not fail: the kernel ends a process to find it."""
+    with pytest.raises(MemoryBudgetError):
+        check_budget(2 * available_bytes(), 0, 2**60, "detail")
+
+
+def test_the_budget_counts_what_is_held_already() -> None:
+    check_budget(100, 100, 200, "detail")
+    with pytest.raises(MemoryBudgetError, match=r"\(some detail\), found .*agent\.memory_budget_bytes"):
+        check_budget(101 << 20, 100 << 20, 200 << 20, "some detail")
+    with pytest.raises(MemoryBudgetError, match="available memory"):
+        check_budget(2**60, 0, None, "detail")
+    assert 0 < available_bytes() < 2**60
+
+
+def test_a_slot_that_is_not_sealed_is_not_read() -> None:
+    layout = Layout(large_spec(4))
+    region = Region.create("slots", layout.slots_bytes)
+    ring, older = SlotRing(region, layout, 2), SlotRing(region, layout, 1)
+    with pytest.raises(DamagedStateError):
+        ring.check(9, [0])
+    ring.open_for_writing(9, 0)
+    with pytest.raises(DamagedStateError, match="is being written"):
+        ring.check(9, [0])
+    ring.seal(9, 0)
+    ring.check(9, [0])
+    with pytest.raises(DamagedStateError, match="holds record 9"):
+        ring.check(9 + layout.ring, [0])
+    with pytest.raises(DamagedStateError):
+        older.check(9, [0])
+    assert max_local_ranks() >= 16
+    region.close()
+
+
+# The audit's measure
+
+
+def float_of(bits: int) -> float:
+    return float(struct.unpack("f", struct.pack("i", bits))[0])
+
+
+@given(st.integers(-0x7F7FFFFF, 0x7F7FFFFF), st.integers(-0x7F7FFFFF, 0x7F7FFFFF))
+def test_ulp_distance_counts_the_floats_in_between(first: int, second: int) -> None:
+    """Floats in order are numbered ..., -1, 0, 1, ...; both zeros are number 0, and differ by one bit pattern."""
+
+    def nth(number: int) -> float:
+        return float_of(number) if number >= 0 else -float_of(-number)
+
+    a, b = torch.tensor([nth(first)]), torch.tensor([nth(second)])
+    assert ulp_distance(a, b) == abs(first - second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_neighbours_are_one_ulp_apart(dtype: torch.dtype) -> None:
+    one = torch.ones(3, dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    assert ulp_distance(one, one.clone()) == 0
+    assert ulp_distance(one, one + eps) == 1
+    assert ulp_distance(one, torch.tensor([1, 1, 1 + 4 * eps], dtype=dtype)) == 4
+
+
+def test_ulp_distance_sees_any_difference_in_bits() -> None:
+    one = torch.ones((), dtype=torch.float64)
+    assert ulp_distance(one, one + torch.finfo(torch.float64).eps) == 1  # larger ones are counted roughly
+    assert ulp_distance(torch.tensor([0.0]), torch.tensor([-0.0])) >= 1
+    nan = torch.tensor([float("nan")])
+    assert ulp_distance(nan, nan.clone()) == 0
+    assert ulp_distance(nan, torch.tensor([1.0])) > 1
+    assert ulp_distance(torch.tensor([3, 5]), torch.tensor([3, 9])) == 4
+    assert ulp_distance(torch.tensor([True]), torch.tensor([False])) == 1
+    assert ulp_distance(torch.zeros(0), torch.zeros(0)) == 0
+    assert ulp_distance(torch.tensor([1 + 2j]), torch.tensor([1 + 3j])) > 0
+

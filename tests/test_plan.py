@@ -1,0 +1,165 @@
+"""The recovery plan against a trivially correct model of what every node holds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.generation import branch_off
+from memckpt.errors import ForeignStateError, NothingHeldError
+from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan, timeline_of
+from memckpt.state.records import Branch, HeldRecords, Timeline
+
+RANKS = 4
+FIRST = (Branch(Timeline(1, "a"), None),)
+
+
+def held(node: str, records: range, history: tuple[Branch, ...] = FIRST, **settings: Any) -> HeldRecords:
+    arguments: dict[str, Any] = {"ranks": (0,), "world_size": RANKS, "steps": tuple(10 * r for r in records)} | settings
+    return HeldRecords(node=node, records=tuple(records), history=history, **arguments)
+
+
+@dataclass
+class Node:
+    """What a node holds: the contents of each record (the attempts that made the records up to it), and our account."""
+
+    name: str
+    contents: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    history: tuple[Branch, ...] = ()
+
+    def inventory(self) -> HeldRecords:
+        records = tuple(sorted(self.contents))
+        if not records:
+            return HeldRecords(node=self.name, history=self.history)
+        steps = tuple(10 * record for record in records)
+        return HeldRecords(self.name, records, steps, (0,), self.history, RANKS)
+
+    def follow(self, plan: RestoreRecord | StartOver) -> tuple[str, ...]:
+        """Do what the plan says, as an agent does; returns the contents it goes on from."""
+        if isinstance(plan, StartOver):
+            self.contents, self.history = {}, (Branch(plan.timeline, None),)
+            return ()
+        start = self.contents[plan.record]
+        self.contents = {record: each for record, each in self.contents.items() if record <= plan.record}
+        self.history = branch_off(self.history, plan.record, plan.timeline)
+        return start
+
+    def train(self, start: tuple[str, ...], nonce: str, count: int, keep: int) -> None:
+        for length in range(len(start) + 1, len(start) + count + 1):
+            self.contents[length] = start + (nonce,) * (length - len(start))
+        for record in sorted(self.contents)[:-keep]:
+            del self.contents[record]
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: st.DataObject) -> None:
+    nodes = [Node(f"n{index}") for index in range(data.draw(st.integers(1, 4)))]
+    nonces = (f"attempt{number}" for number in itertools.count())
+    for _ in range(data.draw(st.integers(1, 6))):
+        nonce = next(nonces)
+        plan = make_plan([node.inventory() for node in nodes], "auto", RANKS, nonce)
+        common = [
+            record
+            for record in nodes[0].contents
+            if all(node.contents.get(record) == nodes[0].contents[record] for node in nodes)
+        ]
+        if common:
+            assert isinstance(plan, RestoreRecord)
+            assert plan.record == max(common)
+            assert plan.step == 10 * plan.record
+            assert plan.lost == max(max(node.contents) for node in nodes) - plan.record
+        else:
+            assert isinstance(plan, StartOver)
+            assert plan.discard == any(node.contents for node in nodes)
+        # Some nodes die before they hear of the plan, some train further than others, some lose everything.
+        for node in nodes:
+            fate = data.draw(st.sampled_from(["trains", "trains", "trains", "hears nothing", "is lost"]))
+            if fate == "is lost":
+                node.contents, node.history = {}, ()
+            elif fate == "trains":
+                node.train(node.follow(plan), nonce, data.draw(st.integers(0, 4)), data.draw(st.integers(1, 4)))
+
+
+@given(st.permutations(range(3)), st.integers(0, 2))
+def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repeated: int) -> None:
+    inventories = [held("a", range(3, 8)), held("b", range(4, 9)), held("c", range(2, 7))]
+    expected = make_plan(inventories, "auto", RANKS, "n")
+    shuffled = [inventories[index] for index in order] + [inventories[repeated]]
+    assert make_plan(shuffled, "auto", RANKS, "n") == expected
+    assert isinstance(expected, RestoreRecord)
+    assert (expected.record, expected.step, expected.lost) == (6, 60, 2)
+    assert expected.timeline == Timeline(2, "n")
+
+
+def test_records_of_one_number_on_different_timelines_do_not_match() -> None:
+    left = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), None))
+    plan = make_plan([held("a", range(4, 8)), held("b", range(4, 8), left)], "auto", RANKS, "n")
+    assert isinstance(plan, RestoreRecord)
+    assert plan.record == 5
+    assert plan.timeline.number == 3
+
+
+def test_the_timeline_of_a_record_follows_the_branches() -> None:
+    history = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), 3), Branch(Timeline(3, "c"), None))
+    assert [timeline_of(history, record).number for record in (1, 5, 6)] == [1, 1, 3]  # type: ignore[union-attr]
+    assert timeline_of(history[:1], 6) is None
+
+
+def test_going_back_behind_an_earlier_branch_point_hides_what_was_between() -> None:
+    """Left 1 at record 10, then 2 at record 4: records 5 to 10 of timeline 1 are off the history."""
+    history: tuple[Branch, ...] = ()
+    history = branch_off(history, 0, Timeline(1, "a"))
+    history = branch_off(history, 10, Timeline(2, "b"))
+    history = branch_off(history, 4, Timeline(3, "c"))
+    found = [timeline_of(history, record) for record in (4, 5, 10, 11)]
+    assert [each.number for each in found if each is not None] == [1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("resume", ["auto", "require", 50])
+def test_another_model_is_refused(resume: Any) -> None:
+    foreign = HeldRecords(node="b", problem="held: w [3]; this run: w [4]")
+    with pytest.raises(ForeignStateError, match=r"node b .* First difference: held: w \[3\]; this run: w \[4\]"):
+        make_plan([held("a", range(3, 8)), foreign], resume, RANKS, "n")
+
+
+def test_never_drops_whatever_is_held() -> None:
+    foreign = HeldRecords(node="b", problem="another model")
+    assert make_plan([foreign], "never", RANKS, "n") == StartOver(Timeline(1, "n"), "resume='never'", discard=True)
+    nothing = make_plan([HeldRecords(node="a")], "never", RANKS, "n")
+    assert isinstance(nothing, StartOver)
+    assert not nothing.discard
+
+
+def test_another_world_size_is_refused() -> None:
+    with pytest.raises(ForeignStateError, match="holds a run of 4 ranks, expected 2"):
+        make_plan([held("a", range(3, 8))], "auto", 2, "n")
+
+
+def test_a_step_names_the_newest_record_that_carries_it() -> None:
+    inventory = held("a", range(3, 8), steps=(1, 1, 2, 2, 3))
+    plan = make_plan([inventory], 2, RANKS, "n")
+    assert isinstance(plan, RestoreRecord)
+    assert (plan.record, plan.lost) == (6, 1)
+
+
+@pytest.mark.parametrize(
+    ("inventories", "resume", "message"),
+    [
+        ([HeldRecords(node="a")], "require", "nothing is held in local memory"),
+        ([held("a", range(3, 5))], 7, r"expected step 7, found steps \[30, 40\]"),
+        ([held("a", range(3, 5)), HeldRecords(node="b")], "require", "nothing is held on node b"),
+        ([held("a", range(3, 5)), held("b", range(7, 9))], "require", "no record in common"),
+    ],
+)
+def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], resume: Any, message: str) -> None:
+    with pytest.raises(NothingHeldError, match=message):
+        make_plan(inventories, resume, RANKS, "n")
+    if resume == "require":
+        plan = make_plan(inventories, "auto", RANKS, "n")
+        assert isinstance(plan, StartOver)
