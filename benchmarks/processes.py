@@ -73,7 +73,10 @@ class TraineeProcess:
         self._process.stdout.close()
         if self.agent_pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.agent_pid, signal.SIGTERM)
+                agent = os.pidfd_open(self.agent_pid)
+                signal.pidfd_send_signal(agent, signal.SIGTERM)
+                select.select([agent], [], [], _PATIENCE_SECONDS)  # its memory is free before the next case begins
+                os.close(agent)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from tests.engine_harness import Lab, freeze, kill_and_wait
 STEPS = 14
 #: A rank that lost the others learns of it within this time.
 PROCESS_GROUP_SECONDS = 20
+NO_PROCESS_GROUP = 77
+TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,18 @@ def train(job: Job, rank: int) -> None:
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
     if job.nodes:
         os.environ[NODE_VARIABLE] = f"node{rank}"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{job.directory}/store",
-        rank=rank,
-        world_size=job.world_size,
-        timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.directory}/store",
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
+        )
+    except RuntimeError as error:
+        # Gloo's ranks do not always find each other, with or without us: the attempt is made once more.
+        print(error)
+        os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
     net = Net(with_unused=bool(job.ddp.get("find_unused_parameters")))
     model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
@@ -187,10 +194,12 @@ def _step(
 
 def run(lab: Lab, job: Job) -> list[int]:
     """Run one attempt; the exit codes of its ranks. A rank that is to hang is left alive."""
-    ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
-    codes = []
-    for rank, child in enumerate(ranks):
-        codes.append(0 if job.hang == rank else child.wait())
+    for _ in range(TRIES):
+        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
+        codes = [0 if job.hang == rank else child.wait() for rank, child in enumerate(ranks)]
+        if NO_PROCESS_GROUP not in codes:
+            break
+        (job.directory / "store").unlink(missing_ok=True)
     return codes
 
 

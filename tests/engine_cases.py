@@ -254,6 +254,64 @@ class Adversarial(Training):
         return float(loss) + float(generator_loss)
 
 
+class KeptGradients(Adversarial):
+    """The generator steps first, and what it leaves on the critic is set to zero in place, not taken away."""
+
+    def batch(self, step: int) -> float:
+        generator, critic = self.model["generator"], self.model["critic"]
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        generator_loss = -critic(generator(torch.randn(16, 8))).mean()
+        generator_loss.backward()
+        self.optimizers[0].step()
+        self.at("before step")
+        self.optimizers[1].zero_grad(set_to_none=False)
+        # Every other batch reaches a part of the critic only: the rest steps with gradients of zero.
+        part = critic[2:] if step % 2 else critic
+        loss = part(torch.randn(16, 128 if step % 2 else INPUTS)).square().mean()
+        loss.backward()
+        self.optimizers[1].step()
+        self.at("after step")
+        for scheduler in self.schedulers:
+            scheduler.step()
+        return float(loss) + float(generator_loss)
+
+
+class StepInBackward(Training):
+    """An optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        own = {param: torch.optim.AdamW([param], lr=0.01) for param in self.model.parameters()}
+
+        def step(param: Tensor) -> None:
+            own[param].step()  # type: ignore[index]
+            own[param].zero_grad()  # type: ignore[index]
+
+        for param in own:
+            param.register_post_accumulate_grad_hook(step)
+        return list(own.values())
+
+    def make_schedulers(self) -> list[Any]:
+        return []
+
+    def batch(self, step: int) -> float:
+        loss = self.loss(step)
+        loss.backward()
+        self.at("before step")
+        return float(loss)
+
+
+class GradientPenalty(Training):
+    """A second backward through the gradients of a first."""
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.inputs()
+        x.requires_grad_()
+        loss = functional.cross_entropy(self.model(x), y)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
 class Accumulation(Training):
     """An optimizer step every third micro-batch; commit() is called after each."""
 
@@ -649,7 +707,7 @@ class MovingAverage(Training):
 
 
 class ChangedByHand(Training):
-    """A parameter is changed between steps: `how` is "no_grad", "data", "one element" or "every step"."""
+    """A parameter is changed between steps: `how` is see `by_hand`."""
 
     def __init__(self, how: str, at_step: int = 7) -> None:
         self._how, self._at_step = how, at_step
@@ -668,7 +726,7 @@ class ChangedByHand(Training):
                     weight.data.view(-1)[5000] += 1.0
                 case "optimizer state":
                     self.optimizers[0].state[weight]["exp_avg"].mul_(0.5)
-                case "buffer of storage":
+                case "other storage":
                     weight.data = weight.data.clone() + 1.0
         loss = super().batch(step)
         if self._how == "every step":  # as a critic's weights are clipped in a Wasserstein GAN
@@ -698,6 +756,9 @@ OPTIMIZER_CASES += [
 
 SHAPE_CASES = [
     Case("adversarial", Adversarial),
+    Case("kept-gradients", KeptGradients),
+    Case("step-in-backward", StepInBackward),
+    Case("gradient-penalty", GradientPenalty),
     Case("idle", Idle),
     Case("closure", Closure),
     Case("clip-norm", ClipNorm),
@@ -739,5 +800,9 @@ COMPILED = Case("compiled", Compiled, steps=12)
 
 
 def by_hand(how: str) -> Case:
-    """The case in which a parameter is changed by hand at step 7."""
+    """The case in which a parameter is changed by hand.
+
+    At step 7: "no_grad" (seen by version counters), "data" and "other storage" (not seen by them), "one element" and
+    "optimizer state" (seen by nothing but an audit). "every step": all parameters are clamped after each step.
+    """
     return Case(f"by-hand {how}", lambda: ChangedByHand(how))

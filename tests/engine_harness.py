@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -502,7 +502,7 @@ class Lab:
 
     # The end
 
-    def left_behind(self, limit: float = 5.0) -> list[str]:
+    def left_behind(self, limit: float = 10.0) -> list[str]:
         """Processes, mappings, sockets and locks of ours that are still there; ends what is alive."""
         left = []
         deadline = time.monotonic() + limit
@@ -614,10 +614,8 @@ def _reap(pid: int, limit: float) -> bool:
             return False
     finally:
         os.close(handle)
-    try:
+    with suppress(ChildProcessError):
         os.waitpid(pid, 0)
-    except ChildProcessError:
-        pass
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from array import array
@@ -9,6 +10,7 @@ from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -76,19 +78,15 @@ def test_damaged_bytes_raise_nothing_but_a_damaged_state_error(tree: Any, data: 
     for _ in range(data.draw(st.integers(1, 4))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
     damaged = encoded[: data.draw(st.integers(0, len(encoded)))]
-    try:
+    with contextlib.suppress(DamagedStateError):
         codec.decode(bytes(damaged))
-    except DamagedStateError:
-        pass
 
 
 @given(st.binary(max_size=64))
 @settings(max_examples=150, deadline=None)
 def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
-    try:
+    with contextlib.suppress(DamagedStateError):
         codec.decode(data)
-    except DamagedStateError:
-        pass
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,6 @@ def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
         ["\x00tensor", "nn", [1], "cpu", b"1234"],
         ["\x00tensor", "float32", [1], 7, b"1234"],
         ["\x00tensor", "float32", [10**18], "cpu", b""],
-        ["\x00tensor", "bool", [1], "cpu", b"\x07"],
         ["\x00ndarray", "O", [1], b"12345678"],
         ["\x00ndarray", "<f8", [3], b"12345678"],
         ["\x00ndarray", "<f8", None, b"12345678"],
@@ -127,18 +124,11 @@ def test_any_bytes_raise_nothing_but_a_damaged_state_error(data: bytes) -> None:
     ids=repr,
 )
 def test_wrong_contents_of_a_tag_raise_a_damaged_state_error(tagged: list[Any]) -> None:
-    import msgspec
-
-    try:
-        decoded = codec.decode(msgspec.msgpack.encode(tagged))
-    except DamagedStateError:
-        return
-    assert isinstance(decoded, torch.Tensor)  # a byte that is no bool is a bool all the same
+    with pytest.raises(DamagedStateError):
+        codec.decode(msgspec.msgpack.encode(tagged))
 
 
 def test_deep_nesting_is_refused_and_does_not_end_the_process() -> None:
-    import msgspec
-
     for depth in (300, 2_000, 200_000):
         with pytest.raises(DamagedStateError):
             codec.decode(b"\x91" * depth)

@@ -19,7 +19,7 @@ def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*TINY, "--steps", "24", "--kills", "2"]) == 0
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 2
-    assert "Equal, bit for bit" in said
+    assert "Equal, bit for bit" in said, said
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_demo_sees_one_changed_weight(capsys: pytest.CaptureFixture[str]) -> Non
     assert main([*TINY, "--steps", "16", "--kills", "1", "--sabotage"]) == 1
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 1
-    assert "Different" in said
+    assert "Different" in said, said
 
 
 def test_a_child_that_fails_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from memckpt.state.layout import (
     aligned,
     first_difference,
 )
+
 
 def an_optimizer(index: int, sub_steps: int) -> OptimizerSpec:
     return OptimizerSpec(
@@ -92,9 +94,9 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
 
 def assert_disjoint(ranges: list[tuple[int, int, str]], limit: int) -> None:
     used = sorted(each for each in ranges if each[0] < each[1])
-    for (_, stop, first), (start, _, second) in zip(used, used[1:], strict=False):
+    for (_, stop, first), (start, _, second) in itertools.pairwise(used):
         assert stop <= start, f"{first} overlaps {second}"
-    assert all(0 <= start and stop <= limit for start, stop, _ in ranges)
+    assert all(start >= 0 and stop <= limit for start, stop, _ in ranges)
 
 
 @given(specs())

@@ -102,6 +102,8 @@ class Channel:
         if not packet:
             raise AgentGoneError("the connection was closed by the other end")
         if packet[:1] == _IN_FILE:
+            if not fds:
+                raise AgentError("a message says that its body comes in a file, but there is none")
             body_fd = fds.pop(0)
             with os.fdopen(body_fd, "rb") as stream:
                 stream.seek(0)

@@ -200,6 +200,5 @@ class Generation:
 
 def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> tuple[Branch, ...]:
     """History of an attempt that goes on from `record` on a timeline of its own."""
-    if not history:
-        return (Branch(timeline, None),)
-    return (*history[:-1], Branch(history[-1].timeline, record), Branch(timeline, None))
+    left = [Branch(one.timeline, record if one.left_at is None else min(one.left_at, record)) for one in history]
+    return (*left, Branch(timeline, None))

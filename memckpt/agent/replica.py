@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from memckpt.agent.messages import Alarm, Credit, Drift, Message
+from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
@@ -149,7 +150,7 @@ class Replica:
         """Unfreeze, apply exactly up to `record`, forget what was offered beyond it.
 
         Raises:
-            RuntimeError: redo failed on the way.
+            AgentError: redo failed on the way.
         """
         with self._condition:
             self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
@@ -158,7 +159,7 @@ class Replica:
             self._condition.notify_all()
             self._condition.wait_for(lambda: self.applied >= record or self._broken is not None)
             if self._broken is not None:
-                raise RuntimeError(self._broken)
+                raise AgentError(self._broken)
 
     def close(self) -> None:
         """Stop the thread and let go of all views on the regions."""

@@ -166,8 +166,10 @@ class Agent:
         except BlockingIOError:
             return
         pid, uid = peer(sock)
-        if uid != os.getuid():
-            _log.warning("refused a connection of uid %d", uid)
+        if uid != os.getuid() or pid == 0:
+            _log.warning(
+                "refused a connection of uid %d, pid %d: expected this user's process, in this PID namespace", uid, pid
+            )
             sock.close()
             return
         try:

@@ -51,16 +51,16 @@ def check_budget(needed: int, already_held: int, budget: int | None, detail: str
     Args:
         needed: bytes to be allocated now.
         already_held: bytes held already that stay while the new ones are written.
-        budget: the configured limit on both together; None: what the machine has.
+        budget: the configured limit on both together; None: only what the machine has. More than the machine has is no
+            promise: anonymous memory that is not there shows up as an OOM kill, never as an error.
         detail: what the figure is made of, for the message.
 
     Raises:
         MemoryBudgetError: with the figures and the remedy.
     """
-    if budget is not None:
+    room, source = int(available_bytes() * (1 - _HEADROOM)), "available memory"
+    if budget is not None and budget - already_held < room:
         room, source = budget - already_held, "agent.memory_budget_bytes"
-    else:
-        room, source = int(available_bytes() * (1 - _HEADROOM)), "available memory"
     if needed > room:
         raise MemoryBudgetError(
             f"expected room for {needed / _MIB:.0f} MiB of base and log on this node ({detail}), found "

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from math import prod
 from pathlib import PurePath
 from typing import Any
 
@@ -47,9 +48,17 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """
     try:
         return _unpack(_decoder.decode(data))
-    except (msgspec.DecodeError, KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
-        if isinstance(error, DamagedStateError):
-            raise
+    except DamagedStateError:
+        raise
+    except (
+        msgspec.DecodeError,
+        LookupError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         raise DamagedStateError(f"rank state of {len(data)} bytes cannot be decoded: {error}") from error
 
 
@@ -187,11 +196,25 @@ def _unpack_tensor(items: list[Any]) -> Any:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedStateError(f"rank state has a tensor of unknown dtype {name!r}")
+    _check_room(shape, dtype.itemsize, data)
     if not data:
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
     # A tensor of an accelerator that this process lacks stays on the CPU; load_state_dict moves it.
     return tensor.to(device) if device != "cpu" and torch.cuda.is_available() else tensor
+
+
+def _check_room(shape: Any, item_bytes: int, data: Any) -> None:
+    """Before anything is allocated: the shape must be one, and the bytes must fill it."""
+    valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not valid or not isinstance(data, bytes) or prod(shape) * item_bytes != len(data):
+        raise DamagedStateError(f"rank state has a tensor or array whose bytes do not fill its shape {shape!r}")
+
+
+def _bytes_of(items: list[Any]) -> bytearray:
+    if len(items) != 1 or not isinstance(items[0], bytes):
+        raise DamagedStateError("rank state has a bytearray that is none")
+    return bytearray(items[0])
 
 
 def _unpack_array(items: list[Any]) -> Any:
@@ -201,6 +224,7 @@ def _unpack_array(items: list[Any]) -> Any:
     dtype = numpy.dtype(name)
     if dtype.kind not in "biufc":
         raise DamagedStateError(f"rank state has an array of dtype {name!r}")
+    _check_room(shape, dtype.itemsize, data)
     return numpy.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
 
@@ -241,7 +265,7 @@ _UNPACKERS: dict[str, Callable[[list[Any]], Any]] = {
     "deque": lambda items: deque([_unpack(item) for item in items[1:]], maxlen=items[0]),
     "int": lambda items: int(items[0]),
     "complex": lambda items: complex(items[0], items[1]),
-    "bytearray": lambda items: bytearray(items[0]),
+    "bytearray": _bytes_of,
     "array": _unpack_typed_array,
     "tensor": _unpack_tensor,
     "ndarray": _unpack_array,

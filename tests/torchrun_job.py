@@ -1,0 +1,90 @@
+"""A Lightning DDP training for torchrun: dies where it is told to, once in each attempt.
+
+Arguments: directory, "protected" or "plain", "one" or "two" (agents), then deaths as rank:step, one for each attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memckpt import MemCheckpoint
+from memckpt.agent.address import NODE_VARIABLE
+from memckpt.config import AgentConfig, MemckptConfig
+
+EPOCHS = 3
+
+
+class Net(pl.LightningModule):
+    def __init__(self, deaths: list[str], marker: Path) -> None:
+        super().__init__()
+        self.marker = marker
+        self.net = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 2))
+        self.deaths = deaths
+        self.losses: dict[int, str] = {}
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        if self.deaths:
+            rank, step = self.deaths[0].split(":")
+            if rank in ("all", str(self.global_rank)) and self.global_step == int(step):
+                self.marker.touch()
+                print(f"killed rank {self.global_rank} at step {step}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses[self.global_step] = float(loss.detach()).hex()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def main() -> None:
+    directory, kind, agents, *deaths = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    if agents == "two":
+        os.environ[NODE_VARIABLE] = f"node{rank}"
+    pl.seed_everything(1, verbose=False)
+    data = TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
+    config = MemckptConfig(redo="lazy", anchor_period_steps=4, agent=AgentConfig(linger_seconds=60))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        gradient_clip_val=0.5,
+        callbacks=[MemCheckpoint(Path(directory) / "run", config=config)] if kind == "protected" else [],
+    )
+    # Not the launcher's count of restarts: a restart may also fail to form its process group.
+    died = len(list(Path(directory).glob("died-*")))
+    net = Net(deaths[died:], Path(directory) / f"died-{died}")
+    trainer.fit(net, DataLoader(data, batch_size=4, shuffle=True))
+    state = {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items()}
+    moments = {
+        f"{index}.{key}": value.numpy().tobytes()
+        for index, values in trainer.optimizers[0].state_dict()["state"].items()
+        for key, value in values.items()
+    }
+    found = {"state": state, "optimizer": moments, "rng": torch.get_rng_state().numpy().tobytes(), "losses": net.losses}
+    (Path(directory) / f"{kind}-{rank}").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
