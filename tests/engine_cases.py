@@ -301,6 +301,40 @@ class StepInBackward(Training):
         return float(loss)
 
 
+class Alternating(Training):
+    """Two optimizers step the same parameters in turns."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        parameters = list(self.model.parameters())
+        return [torch.optim.SGD(parameters, lr=0.05, momentum=0.9), torch.optim.Adam(parameters, lr=0.005)]
+
+    def batch(self, step: int) -> float:
+        optimizer = self.optimizers[step % 2]
+        optimizer.zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.at("before step")
+        optimizer.step()
+        self.at("after step")
+        self.schedulers[0].step()
+        return float(loss)
+
+
+class Projection(Training):
+    """A hook of the user's own on the optimizer keeps rows of weights at a length, after every step."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+        @torch.no_grad()
+        def project(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            weight = self.model[0].weight
+            weight.div_(weight.norm(dim=1, keepdim=True).clamp(min=0.5))
+
+        optimizer.register_step_post_hook(project)
+        return [optimizer]
+
+
 class GradientPenalty(Training):
     """A second backward through the gradients of a first."""
 
@@ -625,7 +659,7 @@ class ChannelsLast(Training):
 
 
 class OddNet(nn.Module):
-    """Parameters without dimensions and without elements, one that is transposed, one in double precision."""
+    """Parameters without dimensions and without elements, transposed, complex, and in double precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -633,10 +667,11 @@ class OddNet(nn.Module):
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.transposed = nn.Parameter(torch.randn(CLASSES, INPUTS).t())
         self.bias64 = nn.Parameter(torch.randn(CLASSES, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.randn(CLASSES, dtype=torch.complex64))
         self.last = nn.Linear(CLASSES, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x @ self.transposed * self.scale + self.bias64.float() + self.empty.sum()
+        x = x @ self.transposed * self.scale + self.bias64.float() + self.empty.sum() + self.phase.abs()
         return self.last(x)
 
 
@@ -759,6 +794,8 @@ SHAPE_CASES = [
     Case("kept-gradients", KeptGradients),
     Case("step-in-backward", StepInBackward),
     Case("gradient-penalty", GradientPenalty),
+    Case("alternating", Alternating),
+    Case("projection", Projection),
     Case("idle", Idle),
     Case("closure", Closure),
     Case("clip-norm", ClipNorm),

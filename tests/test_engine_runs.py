@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -19,7 +20,14 @@ from torch.utils.data._utils import worker
 import memckpt
 from memckpt.agent.address import AgentAddress
 from memckpt.config import AgentConfig
-from memckpt.errors import ForeignStateError, MemoryBudgetError, NothingHeldError, RunBusyError, UsageError
+from memckpt.errors import (
+    ForeignStateError,
+    MemoryBudgetError,
+    NothingHeldError,
+    RunBusyError,
+    UnsupportedStateError,
+    UsageError,
+)
 from tests.engine_cases import INPUTS, PLAIN, Case, ChangedByHand, ClipNorm, OneOptimizer, Training, by_hand
 from tests.engine_harness import Control, Lab, collect, config, kill_and_wait, kill_self, memory_of_ours
 
@@ -306,6 +314,44 @@ def test_an_unfinished_close_holds_on(lab: Lab) -> None:
     final = lab.train(PLAIN, config("lazy"), seed=2)
     assert final.restored_step == 5
     lab.check_same(PLAIN, first, final)
+
+
+@REDO
+def test_one_process_may_attach_again(lab: Lab, redo: str) -> None:
+    """As in a notebook: the cell is run again."""
+    agent = lab.start_agent()
+
+    def body() -> None:
+        for attempt in range(3):
+            training = PLAIN.build()
+            session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config(redo))
+            report = session.restore()
+            assert (report.step if report else 0) == 3 * attempt
+            for step in range(3 * attempt + 1, 3 * attempt + 4):
+                training.batch(step)
+                session.commit(step)
+            session.close(finished=attempt == 2)
+
+    child = lab.fork(body, "again")
+    assert child.wait() == 0, child.log.read_text()
+    assert agent.wait() == 0
+
+
+def test_state_that_cannot_be_stored_safely_is_named(lab: Lab) -> None:
+    def body() -> None:
+        training = PLAIN.build()
+        session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config())
+        session.provide("mine", lambda: {"handle": object()})
+        training.batch(1)
+        try:
+            session.commit(1)
+        except UnsupportedStateError as error:
+            logging.getLogger("test").error("raised %s", error)
+        session.close()
+
+    child = lab.fork(body, "unsafe")
+    assert child.wait() == 0, child.log.read_text()
+    assert "mine.handle is of type builtins.object" in child.log.read_text()
 
 
 def test_an_exception_in_training_keeps_the_state(lab: Lab) -> None:

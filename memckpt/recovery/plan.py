@@ -50,7 +50,7 @@ def _refuse_moved_ranks(inventories: Sequence[HeldRecords]) -> None:
     for rank, held in enumerate(inventories):
         present.setdefault(held.node, []).append(rank)
     for held in inventories:
-        if held.records and list(held.ranks) != present[held.node]:
+        if held.records and held.ranks and list(held.ranks) != present[held.node]:
             raise ForeignStateError(
                 f"node {held.node} holds the states of ranks {list(held.ranks)}, but in this attempt ranks "
                 f"{present[held.node]} run there; expected every rank on the node where it was. Restart with the same "

@@ -194,8 +194,8 @@ def _unpack_tensor(items: list[Any]) -> Any:
 
     name, shape, device, data = items
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedStateError(f"rank state has a tensor of unknown dtype {name!r}")
+    if not isinstance(dtype, torch.dtype) or not isinstance(device, str):
+        raise DamagedStateError(f"rank state has a tensor of unknown dtype {name!r} or device {device!r}")
     _check_room(shape, dtype.itemsize, data)
     if not data:
         return torch.empty(shape, dtype=dtype)
