@@ -1,7 +1,6 @@
 """The place of the Accelerate plugin, which is not part of this release.
 
-Until it is, Accelerate scripts attach the engine directly with `memckpt.attach`, just as plain PyTorch
-loops do.
+Until it is, only Lightning trainings and plain PyTorch loops are protected.
 """
 
 __all__: list[str] = []

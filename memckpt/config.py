@@ -12,7 +12,7 @@ from memckpt.errors import ConfigurationError
 
 RedoMode = Literal["eager", "lazy"]
 RedoChoice = Literal["auto", "eager", "lazy"]
-TapChoice = Literal["auto", "streaming", "step"]
+TapChoice = Literal["auto", "step"]
 ResumeChoice = Literal["auto", "require", "never"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
@@ -60,9 +60,8 @@ class MemckptConfig:
         redo: ``"eager"`` applies each record to a replica at once (least memory, a core partly busy),
             ``"lazy"`` keeps the last records and applies them at restore (no work beside the copies),
             ``"auto"`` chooses and says why.
-        tap: ``"streaming"`` copies gradients as backward produces them, ``"step"`` after the optimizer's step;
-            ``"auto"`` streams, checks what it staged against what the optimizer used, and changes to ``"step"``
-            where they differ.
+        tap: ``"auto"`` copies gradients as backward produces them, checks what it staged against what the optimizer
+            used, and changes to ``"step"`` where they differ; ``"step"`` copies them after the optimizer's step.
         anchor_period_steps: T; None takes the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied.
         agent: the agent's own settings.
@@ -76,7 +75,7 @@ class MemckptConfig:
 
     def __post_init__(self) -> None:
         _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)
-        _require(self.tap in ("auto", "streaming", "step"), "tap", "'auto', 'streaming' or 'step'", self.tap)
+        _require(self.tap in ("auto", "step"), "tap", "'auto' or 'step'", self.tap)
         period = self.anchor_period_steps
         _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
         _require(2 <= self.slots <= 64, "slots", "2 to 64", self.slots)

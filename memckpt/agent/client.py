@@ -18,6 +18,7 @@ from memckpt.agent.messages import (
     Configure,
     Credit,
     Drift,
+    Gap,
     Goodbye,
     Hello,
     Inventory,
@@ -35,7 +36,7 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
-Notice = Begin | Protected | Drift | Alarm
+Notice = Begin | Protected | Drift | Gap | Alarm
 _live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
@@ -108,7 +109,7 @@ class AgentClient:
     def _note(self, message: Message) -> None:
         if isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
-        elif isinstance(message, (Begin, Protected, Drift, Alarm)):
+        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm)):
             self._notices.append(message)
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")

@@ -156,6 +156,12 @@ class Drift(msgspec.Struct, frozen=True, tag="drift"):
     tensor: str
 
 
+class Gap(msgspec.Struct, frozen=True, tag="gap"):
+    """Nothing is held until the generation that is being written is complete: two do not fit."""
+
+    reason: str
+
+
 class Alarm(msgspec.Struct, frozen=True, tag="alarm"):
     """The agent can no longer protect what it holds; training goes on, a new generation is needed."""
 
@@ -219,6 +225,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Credit,
     Protected,
     Drift,
+    Gap,
     Alarm,
     Refused,
     Goodbye,

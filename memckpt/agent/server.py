@@ -27,6 +27,7 @@ from memckpt.agent.messages import (
     Commit,
     Configure,
     Drift,
+    Gap,
     GenerationCommit,
     Goodbye,
     Hello,
@@ -402,6 +403,7 @@ class Agent:
             # Two generations do not fit: protection lapses until the new one is complete, and that is said.
             _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
             self._let_go_of_held()
+            self._tell_members(Gap(str(error)))
             return make(0)
 
     def _send_regions(self, connection: _Connection, message: Prepared, generation: Generation) -> None:

@@ -288,7 +288,10 @@ class StepHooks:
                 self._recorder.optimizer_stepping(number, about_to, closure is not None)
 
             self._handles.append(optimizer.register_step_pre_hook(stepping))
-            self._handles.append(optimizer.register_step_post_hook(stepped))
+            handle = optimizer.register_step_post_hook(stepped)
+            # Ours first: what a user's hook then does to parameters is seen as a change outside the step.
+            optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            self._handles.append(handle)
 
     def remove(self) -> None:
         for handle in self._handles:

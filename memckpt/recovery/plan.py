@@ -44,20 +44,6 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
     return None
 
 
-def _refuse_moved_ranks(inventories: Sequence[HeldRecords]) -> None:
-    """Rank states cannot travel between nodes yet: every rank must be where its state is."""
-    present: dict[str, list[int]] = {}
-    for rank, held in enumerate(inventories):
-        present.setdefault(held.node, []).append(rank)
-    for held in inventories:
-        if held.records and held.ranks and list(held.ranks) != present[held.node]:
-            raise ForeignStateError(
-                f"node {held.node} holds the states of ranks {list(held.ranks)}, but in this attempt ranks "
-                f"{present[held.node]} run there; expected every rank on the node where it was. Restart with the same "
-                "placement of ranks, or use resume='never' to drop what is held"
-            )
-
-
 def make_plan(inventories: Sequence[HeldRecords], resume: ResumeChoice | int, world_size: int, nonce: str) -> Plan:
     """Choose the newest record that every node can produce.
 
@@ -89,7 +75,6 @@ def make_plan(inventories: Sequence[HeldRecords], resume: ResumeChoice | int, wo
                 "a change of world size cannot be resumed from memory. Start with as many ranks as before, or use "
                 "resume='never' to drop what is held"
             )
-    _refuse_moved_ranks(inventories)
     common = common_records(list(nodes.values()))
     chosen = _choose(common, resume)
     if chosen is not None:

@@ -24,6 +24,7 @@ from memckpt.agent.messages import (
     Begin,
     Commit,
     Drift,
+    Gap,
     GenerationCommit,
     Hello,
     Prepare,
@@ -39,7 +40,7 @@ from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks, Tap
 from memckpt.capture.watch import ParameterWatch, StaticWatch
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume
-from memckpt.errors import AgentGoneError, MemckptError, UnsupportedError, UsageError
+from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver, make_plan
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.choice import choose_redo
@@ -168,6 +169,10 @@ class Session:
             if other == "lazy" and mode != "lazy":
                 mode, self.mode_reason = other, reason
         self.mode = mode
+        if mode == "eager" and self._device.type != "cpu":
+            self.caveats.append(
+                "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
+            )
         self._request = SpecRequest(
             mode=mode,
             period=config.anchor_period(mode),
@@ -216,7 +221,8 @@ class Session:
         plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce)
         self._timeline = plan.timeline
         if isinstance(plan, RestoreRecord):
-            ranks.together(lambda: self._open_held(plan))
+            own = held[ranks.rank]
+            ranks.together(lambda: self._open_held(plan, own.ranks))
         else:
             ranks.together(lambda: self._prepare_fresh(spec, plan))
 
@@ -250,8 +256,15 @@ class Session:
         agent = self._config.agent
         return self._client.prepare(Prepare(spec, self._timeline, agent.threads, agent.memory_budget_bytes, discard))
 
-    def _open_held(self, plan: RestoreRecord) -> None:
+    def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
         assert self._client is not None
+        if held_ranks != self._ranks.local_ranks:
+            # Rank states cannot travel between nodes yet.
+            raise ForeignStateError(
+                f"node {self._ranks.node} holds the states of ranks {list(held_ranks)}, but in this attempt ranks "
+                f"{list(self._ranks.local_ranks)} run there; expected every rank on the node where it was. "
+                "Restart with the same placement of ranks, or use resume='never' to drop what is held"
+            )
         resume = Resume(plan.record, plan.timeline, self._config.agent.linger_seconds)
         self._resumable = self._client.resume(resume)
         state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
@@ -644,6 +657,8 @@ class Session:
                     self._fall_back_to_lazy(notice.reason)
             elif isinstance(notice, Drift):
                 self._note_drift(notice)
+            elif isinstance(notice, Gap):
+                _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
             elif isinstance(notice, Protected):
                 _log.debug("memckpt: generation %d is complete", notice.generation)
 
