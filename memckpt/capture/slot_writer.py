@@ -60,15 +60,15 @@ class SlotWriter:
         stagers = self.layout.stagers
         self.mine = [stager == rank for stager in stagers]
         self.leads = spec.local_ranks[0] == rank
-        self._gradient_views: dict[tuple[int, int, int, int], torch.Tensor] = {}
-        self._anchor_views: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+        # Made now and not when they are first used: that is during backward, between large gradients, where small
+        # objects that stay would pin the heap.
+        self._gradient_views = self._make_gradient_views()
         copier.adopt(slots)
         slots.populate_in_background()
 
     def close(self) -> None:
         """Let go of views and mappings."""
         self._gradient_views.clear()
-        self._anchor_views.clear()
         for region in (self._slots, self._static, self._replica):
             if region is not None:
                 self._copier.release(region)
@@ -77,14 +77,23 @@ class SlotWriter:
     # Gradients
 
     def gradient_view(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
-        """Where the gradient of `param` for that sub-step is staged."""
-        key = (record % self.layout.ring, optimizer, sub_step, param)
-        view = self._gradient_views.get(key)
-        if view is None:
-            tensor = self.spec.params[param].tensor
-            offset = self.layout.slot_offset(record) + self.layout.gradient_offset(optimizer, sub_step, param)
-            view = self._gradient_views[key] = tensor_at(self._slots.map, offset, tensor.shape, tensor.dtype)
-        return view
+        """Where the gradient of `param` for that sub-step is staged; only for parameters that this rank stages."""
+        return self._gradient_views[record % self.layout.ring, optimizer, sub_step, param]
+
+    def _make_gradient_views(self) -> dict[tuple[int, int, int, int], torch.Tensor]:
+        views = {}
+        for slot in range(self.layout.ring):
+            for optimizer in range(len(self.spec.optimizers)):
+                for sub_step in range(self.sub_step_room(optimizer)):
+                    for param in self.layout.optimizer_params(optimizer):
+                        tensor = self.spec.params[param].tensor
+                        if not self.mine[param]:
+                            continue
+                        offset = self.layout.slot_offset(slot)
+                        offset += self.layout.gradient_offset(optimizer, sub_step, param)
+                        view = tensor_at(self._slots.map, offset, tensor.shape, tensor.dtype)
+                        views[slot, optimizer, sub_step, param] = view
+        return views
 
     def sub_step_room(self, optimizer: int) -> int:
         return self.spec.optimizers[optimizer].sub_steps
@@ -113,22 +122,19 @@ class SlotWriter:
 
     def _parts_of(self, record: int) -> list[list[torch.Tensor]]:
         """Where the parts of the pieces due in `record` are staged, piece by piece."""
-        key = (record % self.layout.ring, record % self.spec.period)
-        parts = self._anchor_views.get(key)
-        if parts is None:
-            base = self.layout.slot_offset(record)
-            parts = self._anchor_views[key] = []
-            for piece in self.layout.due(record):
-                length = (piece.stop - piece.start,)
-                views = []
-                for _, state, offset in self.layout.piece_parts(piece):
-                    if state is None:
-                        dtype = self.spec.params[piece.param].tensor.dtype
-                        views.append(tensor_at(self._slots.map, base + offset, length, dtype))
-                    else:
-                        shape = length if state.elementwise else state.shape
-                        views.append(tensor_at(self._slots.map, base + offset, shape, state.dtype))
-                parts.append(views)
+        base = self.layout.slot_offset(record)
+        parts = []
+        for piece in self.layout.due(record):
+            length = (piece.stop - piece.start,)
+            views = []
+            for _, state, offset in self.layout.piece_parts(piece):
+                if state is None:
+                    dtype = self.spec.params[piece.param].tensor.dtype
+                    views.append(tensor_at(self._slots.map, base + offset, length, dtype))
+                else:
+                    shape = length if state.elementwise else state.shape
+                    views.append(tensor_at(self._slots.map, base + offset, shape, state.dtype))
+            parts.append(views)
         return parts
 
     def stage_anchors(self, record: int) -> tuple[Missing, bytes]:
