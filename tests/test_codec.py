@@ -65,7 +65,7 @@ def alike(first: Any, second: Any) -> bool:
 
 
 @given(trees)
-@settings(deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_trees_come_back_as_they_were(tree: Any) -> None:
     assert alike(codec.decode(codec.encode(tree)), tree)
     assert codec.unencodable_paths(tree) == []

@@ -13,12 +13,14 @@ from tests.engine_harness import Lab, config
 KILLS = [("forward", 3), ("after commit", 7), ("before step", 9), ("after commit", 16)]
 MORE_KILLS = [("after commit", 1), ("before step", 2), ("after commit", 6), ("forward", 11), ("after commit", 15)]
 EAGER_FIRST = {"adversarial", "clip-norm", "scaler-fused", "unfrozen", "unused", "buffers"}
+#: Each has a close relative that makes every run.
+LAZY_LATER = {"scaler-clip", "bf16-adamw", "gradient-penalty", "one-cycle", "moving-average"}
 
 
-def eager_cases() -> list[Any]:
+def cases(first: set[str]) -> list[Any]:
+    """All cases; those that are not in `first` among the slow tests."""
     return [
-        pytest.param(case, id=case.name, marks=() if case.name in EAGER_FIRST else pytest.mark.slow)
-        for case in SHAPE_CASES
+        pytest.param(case, id=case.name, marks=() if case.name in first else pytest.mark.slow) for case in SHAPE_CASES
     ]
 
 
@@ -38,12 +40,12 @@ def kills_of(case: Case, kills: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return kills
 
 
-@pytest.mark.parametrize("case", SHAPE_CASES, ids=names)
+@pytest.mark.parametrize("case", cases({case.name for case in SHAPE_CASES} - LAZY_LATER))
 def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     lab.survives(case, config("lazy"), kills_of(case, KILLS))
 
 
-@pytest.mark.parametrize("case", eager_cases())
+@pytest.mark.parametrize("case", cases(EAGER_FIRST))
 def test_eager_redo_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("eager"), kills_of(case, KILLS))
     assert {attempt.mode for attempt in attempts} == {"eager"}

@@ -197,8 +197,8 @@ ENGINE: dict[str, Any] = {}
 
 @pytest.fixture(scope="module")
 def attach() -> dict[str, Any]:
-    """The engine that the callback is given: a stand-in, so that what fails here is the adapter."""
-    return STAND_IN
+    """The engine that the callback is given: the real one. With STAND_IN what fails is the adapter."""
+    return ENGINE
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import subprocess
@@ -37,6 +38,9 @@ from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
 Notice = Begin | Protected | Drift | Gap | Alarm
+_log = logging.getLogger("memckpt")
+#: At the end of a training, how long to see the agent leave.
+_END_SECONDS = 20.0
 _live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
@@ -193,7 +197,7 @@ class AgentClient:
     def _wait_for_end(self) -> None:
         """Unless other ranks still train, the agent says that it leaves; see it end."""
         while True:
-            message, fds = self.channel.receive(self._config.start_seconds)
+            message, fds = self.channel.receive(_END_SECONDS)
             for fd in fds:
                 os.close(fd)
             if isinstance(message, Leaving):
@@ -203,7 +207,8 @@ class AgentClient:
         except ProcessLookupError:
             return
         try:
-            select.select([process_fd], [], [], self._config.start_seconds)
+            if not select.select([process_fd], [], [], _END_SECONDS)[0]:
+                _log.warning("memckpt: the agent (pid %d) has let go of everything but does not end", self.agent_pid)
         finally:
             os.close(process_fd)
 
