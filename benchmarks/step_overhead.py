@@ -230,7 +230,7 @@ def arms_for(size: str, optimizer: str) -> list[Arm]:
 
 def measure_size(report: Report, options: Options, size: str, optimizer: str) -> None:
     """One table: a size of model with one implementation of AdamW."""
-    pairs, block = (2, 3) if options.quick else (8, 4) if size == "30M" else (6, 3)
+    pairs, block = (2, 3) if options.quick else (6, 3) if size == "30M" else (4, 2)
     costly_pairs = min(pairs, 3)
     numel = Trainee(size).model.numel
     table = report.table(

@@ -328,14 +328,6 @@ class Child:
             os.close(self._handle)
         return self._code
 
-    def wait_in_another_process(self, limit: float) -> None:
-        """Wait for its death from a sibling, which cannot have its exit code."""
-        if not select.select([self._handle], [], [], limit)[0]:
-            raise TimeoutError(f"pid {self.pid} lives on")
-
-    def send(self, number: int) -> None:
-        signal.pidfd_send_signal(self._handle, number)
-
     def alive(self) -> bool:
         return self._code is None and not select.select([self._handle], [], [], 0)[0]
 

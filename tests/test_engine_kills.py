@@ -18,7 +18,7 @@ from memckpt.recovery.restore import Restorer
 from memckpt.session import session
 from memckpt.state.redo import RedoGroup
 from tests.engine_cases import PLAIN, AddedGroup, Case, Momentum, OneOptimizer
-from tests.engine_harness import Control, Lab, config, kill_agent, kill_both, kill_self, patched
+from tests.engine_harness import Control, Lab, collect, config, kill_agent, kill_both, kill_self, patched
 
 POINTS = ["before batch", "forward", "backward", "before step", "after step", "in commit", "after commit"]
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
@@ -178,8 +178,9 @@ def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None
 
 
 def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(lab: Lab) -> None:
-    """The agent is a fork of a process in which redo kills it, in the middle of a record."""
+    """The node dies in the middle of a record: the agent is a fork of a process in which redo ends both."""
     original = replica.Replica._keep_in_replica
+    trainer = lab.directory / "trainer"
     calls = 0
 
     def dying(self: Any, member: Any) -> None:
@@ -187,17 +188,18 @@ def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(la
         calls += 1
         original(self, member)
         if calls == 15:  # some members of the third record are done, some not
+            os.kill(int(trainer.read_text()), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
     with patched(replica.Replica, "_keep_in_replica", dying):
         agent = lab.start_agent()
-
-    def die_with_the_agent(control: Control) -> None:
-        agent.wait_in_another_process(20)
-        kill_self(control)
-
-    died = lab.train(PLAIN, config("eager"), actions={("before batch", 5): die_with_the_agent})
+    child, report = lab.begin(
+        PLAIN, config("eager"), prepare=lambda control: trainer.write_text(str(os.getpid())) and None
+    )
+    died = collect(child, report)
+    assert died.code == -signal.SIGKILL
     assert agent.wait() == -signal.SIGKILL
+    assert max(died.losses) >= 4
     final = lab.train(PLAIN, config("eager"))
     assert final.of("fresh")
     assert "starting over: nothing is held" in final.log

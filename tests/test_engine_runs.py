@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import worker
 
 import memckpt
 from memckpt.agent.address import AgentAddress
@@ -413,10 +412,10 @@ def test_data_loader_workers_that_outlive_their_trainer_hold_nothing(lab: Lab) -
     workers = lab.directory / "workers"
 
     def with_workers(control: Control) -> None:
-        worker.MP_STATUS_CHECK_INTERVAL = 0.2  # how soon a worker sees that its trainer is dead
         loader = DataLoader(list(range(100)), num_workers=2, multiprocessing_context="fork", persistent_workers=True)  # type: ignore[arg-type]
         iterator = iter(loader)
-        next(iterator)
+        batches = [next(iterator), next(iterator)]  # one of each worker: both have begun
+        assert len(batches) == 2
         pids = [each.pid for each in iterator._workers]  # type: ignore[attr-defined]
         for pid in pids:
             if memory_of_ours(pid):
@@ -426,10 +425,13 @@ def test_data_loader_workers_that_outlive_their_trainer_hold_nothing(lab: Lab) -
 
     # The generators move when a loader starts; this attempt's losses end here.
     first = lab.train(PLAIN, config("lazy"), actions={("before batch", 7): with_workers})
-    assert len(workers.read_text().split()) == 2
+    pids = [int(pid) for pid in workers.read_text().split()]
+    assert len(pids) == 2
     final = lab.train(PLAIN, config("lazy"), seed=2)
     assert final.restored_step == 6
     lab.check_same(PLAIN, first, final)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)  # they would see only after a while that their trainer is dead
 
 
 # Changes by hand

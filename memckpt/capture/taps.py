@@ -265,7 +265,8 @@ class PendingTap:
         self._handles = []
 
     def _fired(self, param: torch.Tensor) -> None:
-        self._recorder.gradient_seen()
+        if param.grad is not None:  # else a hook of the user's has stepped and taken it away
+            self._recorder.gradient_seen()
 
 
 class StepHooks:
