@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -65,7 +66,7 @@ def main() -> None:
             torch.save(trainee.state_dict(), args.save)
         say("waiting")
         while True:
-            time.sleep(3600)
+            signal.pause()  # whoever measures ends this process
 
 
 if __name__ == "__main__":

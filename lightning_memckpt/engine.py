@@ -75,11 +75,11 @@ class Attach(Protocol):
 
 def attach(*args: Any, **kwargs: Any) -> Session:
     """Connect to the engine."""
-    session: Session = memckpt.attach(*args, **kwargs)  # type: ignore[attr-defined, unused-ignore]
+    session: Session = memckpt.attach(*args, **kwargs)
     return session
 
 
 def is_encodable(value: Any) -> list[str]:
     """The paths in `value` that cannot be stored; empty if it is fine."""
-    paths: list[str] = memckpt.unencodable_paths(value)  # type: ignore[attr-defined, unused-ignore]
+    paths: list[str] = memckpt.unencodable_paths(value)
     return paths

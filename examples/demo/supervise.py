@@ -165,7 +165,8 @@ class Run:
                 break
         else:
             raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
-        time.sleep(fraction * step_seconds)
+        # The drawn instant is a point in time within the step; a process that ends before it ends the wait.
+        self._wait_at_most(fraction * step_seconds)
         self._process.send_signal(signal.SIGKILL)
         if self._process.wait() != -signal.SIGKILL:
             raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
@@ -173,6 +174,11 @@ class Run:
         return Kill(instant, self._box.read())
 
     # Watching
+
+    def _wait_at_most(self, seconds: float) -> None:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
 
     def _watch(self) -> Iterator[Position]:
         """Positions, as they change, until the process ends by itself."""
@@ -186,7 +192,7 @@ class Run:
                 yield position
             elif time.monotonic() - changed_at > _SILENCE_SECONDS:
                 raise TrainingFailedError(f"no progress for {_SILENCE_SECONDS:.0f} s\n{self._log_tail()}")
-            time.sleep(_POLL_SECONDS)
+            self._wait_at_most(_POLL_SECONDS)
         if self._process.returncode != 0:
             raise TrainingFailedError(f"the training ended with status {self._process.returncode}\n{self._log_tail()}")
 
