@@ -1,7 +1,7 @@
 """Notices when parameters, frozen ones too, are changed by anything but their optimizer.
 
 Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor; what was
-written through ``.data`` escapes that count and is looked for in a strided sample of the values.
+written through ``.data`` escapes that count and is looked for in a sample of the values.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import torch
 
 from memckpt.capture.slot_writer import SlotWriter
 
-#: At most so many elements apart, and not fewer than so many of each tensor.
-STRIDE = 4099
-SAMPLES = 64
+#: A window of so many elements out of every so many. Neighbours share a cache line: a strided sample of as many
+#: elements takes several times as long.
+WINDOW = 64
+SPACING = 1 << 16
 #: So many checks look at every element.
 FULL_CHECKS = 2
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -29,23 +30,31 @@ class ParameterWatch:
         self._versions = [param._version for param in writer.params]
         self._sampled = [i for i, param in enumerate(writer.params) if param.device.type == "cpu" and param.numel()]
         self._pointers: list[int] = []
-        self._views: dict[torch.dtype, list[torch.Tensor]] = {}
+        #: By dtype and width, the parameters' indices and views of their windows: rows of that width.
+        self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
         self._full_checks_left = FULL_CHECKS
         self._sample = self._take()
 
-    def _stride(self, param: torch.Tensor) -> int:
-        return 1 if self._full_checks_left else min(STRIDE, max(1, param.numel() // SAMPLES))
+    def _window(self, param: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that is looked at, as a view of equally wide rows."""
+        flat = _flat(param)
+        if self._full_checks_left:
+            return flat.view(-1, 1)
+        if flat.numel() < SPACING:
+            return flat[:WINDOW].view(1, -1)
+        rows = flat.numel() // SPACING
+        return flat[: rows * SPACING].view(rows, SPACING)[:, :WINDOW]
 
-    def _take(self) -> dict[torch.dtype, torch.Tensor]:
+    def _take(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
         """The sampled values, as copies. The views on them are kept as long as the parameters keep their memory."""
         params = self._writer.params
         pointers = [params[index].data_ptr() for index in self._sampled]
         if pointers != self._pointers:
-            self._pointers, self._views = pointers, {}
+            self._pointers, self._windows = pointers, {}
             for index in self._sampled:
-                param = params[index].data
-                self._views.setdefault(param.dtype, []).append(_flat(param)[:: self._stride(param)])
-        return {dtype: torch.cat(views) for dtype, views in self._views.items()}
+                window = self._window(params[index].data)
+                self._windows.setdefault((window.dtype, window.shape[1]), []).append((index, window))
+        return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
 
     def note(self, optimizer: int) -> None:
         """An optimizer has just changed its parameters, as it should."""
@@ -58,7 +67,7 @@ class ParameterWatch:
         if self._full_checks_left:
             self._full_checks_left -= 1
             if not self._full_checks_left:
-                self._pointers = []  # the views are of another stride now
+                self._pointers = []  # the windows are others now
                 self._sample = self._take()
 
     def counted_change(self) -> str | None:
@@ -73,22 +82,20 @@ class ParameterWatch:
         counted = self.counted_change()
         if counted is not None:
             return counted
-        for dtype, now in self._take().items():
+        for key, now in self._take().items():
             bits = _BITS[now.element_size()]
-            if not torch.equal(now.view(bits), self._sample[dtype].view(bits)):
-                return self._name_sampled(dtype, now)
+            if not torch.equal(now.view(bits), self._sample[key].view(bits)):
+                return self._name_sampled(key, now)
         self._end_full_check()
         return None
 
-    def _name_sampled(self, dtype: torch.dtype, now: torch.Tensor) -> str:
+    def _name_sampled(self, key: tuple[torch.dtype, int], now: torch.Tensor) -> str:
         bits = _BITS[now.element_size()]
-        position = int((now.view(bits) != self._sample[dtype].view(bits)).nonzero()[0])
-        for index in self._sampled:
-            param = self._writer.params[index]
-            if param.dtype == dtype:
-                position -= len(range(0, param.numel(), self._stride(param)))
-                if position < 0:
-                    return self._writer.spec.params[index].tensor.name
+        row = int((now.view(bits) != self._sample[key].view(bits)).nonzero()[0, 0])
+        for index, window in self._windows[key]:
+            row -= window.shape[0]
+            if row < 0:
+                return self._writer.spec.params[index].tensor.name
         return "a parameter"
 
 
