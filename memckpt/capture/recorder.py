@@ -124,16 +124,14 @@ class Recorder:
             if index is None or gradient.is_sparse:
                 return  # settled at the optimizer's step
             if writer.mine[index]:
-                for owner in writer.spec.params[index].owners:
-                    taken = self._steps_taken.get(owner.optimizer, 0)
-                    if taken >= writer.sub_step_room(owner.optimizer):
+                for optimizer in writer.owners[index]:
+                    taken = self._steps_taken.get(optimizer, 0)
+                    if taken >= writer.sub_step_room[optimizer]:
                         return  # no room: settled at the optimizer's step
-                    view = writer.gradient_view(self.record, owner.optimizer, taken, index)
-                    self._copier.copy(view, gradient)
+                    self._copier.copy(writer.gradient_view(self.record, optimizer, taken, index), gradient)
             self._staged_after[index] = 1 + len(self._ops)
-            self._versions[index] = None
-            if param.grad is not None:
-                self._versions[index] = (param.grad, param.grad._version)
+            held = param.grad
+            self._versions[index] = None if held is None else (held, held._version)
         except Exception as error:  # a tap must never end the user's training
             _log.exception("memckpt: staging failed")
             self.fail(f"staging a gradient failed: {type(error).__name__}: {error}")
@@ -206,7 +204,7 @@ class Recorder:
         taken = self._steps_taken.get(number, 0)
         self._steps_taken[number] = taken + 1
         growth = self._live.growth.sub_steps
-        if taken >= writer.sub_step_room(number):
+        if taken >= writer.sub_step_room[number]:
             growth[number] = max(growth.get(number, 1), taken + 1)
             self.fail(f"optimizer {number} took more steps in one record than there was room for")
             return
@@ -275,6 +273,7 @@ class Recorder:
                 ops.append(_PendingOp(op.kind, op.operand, late))
         for index in params:
             self._staged_after[index] = 0
+            self._versions[index] = None  # it would keep the gradient's memory beyond zero_grad()
         return ops
 
     # For the session

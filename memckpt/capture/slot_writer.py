@@ -60,6 +60,10 @@ class SlotWriter:
         stagers = self.layout.stagers
         self.mine = [stager == rank for stager in stagers]
         self.leads = spec.local_ranks[0] == rank
+        # What is asked for at every gradient, in plain lists: backward leaves nothing of ours in the CPU's caches.
+        self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
+        self.sub_step_room = [optimizer.sub_steps for optimizer in spec.optimizers]
+        self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
         # Made now and not when they are first used: that is during backward, between large gradients, where small
         # objects that stay would pin the heap.
         self._gradient_views = self._make_gradient_views()
@@ -84,7 +88,7 @@ class SlotWriter:
         views = {}
         for slot in range(self.layout.ring):
             for optimizer in range(len(self.spec.optimizers)):
-                for sub_step in range(self.sub_step_room(optimizer)):
+                for sub_step in range(self.sub_step_room[optimizer]):
                     for param in self.layout.optimizer_params(optimizer):
                         tensor = self.spec.params[param].tensor
                         if not self.mine[param]:
@@ -94,9 +98,6 @@ class SlotWriter:
                         view = tensor_at(self._slots.map, offset, tensor.shape, tensor.dtype)
                         views[slot, optimizer, sub_step, param] = view
         return views
-
-    def sub_step_room(self, optimizer: int) -> int:
-        return self.spec.optimizers[optimizer].sub_steps
 
     def stage_sparse(
         self, record: int, optimizer: int, sub_step: int, param: int, gradient: torch.Tensor
@@ -120,21 +121,15 @@ class SlotWriter:
 
     # Anchors
 
-    def _parts_of(self, record: int) -> list[list[torch.Tensor]]:
-        """Where the parts of the pieces due in `record` are staged, piece by piece."""
-        base = self.layout.slot_offset(record)
-        parts = []
-        for piece in self.layout.due(record):
-            length = (piece.stop - piece.start,)
-            views = []
-            for _, state, offset in self.layout.piece_parts(piece):
-                if state is None:
-                    dtype = self.spec.params[piece.param].tensor.dtype
-                    views.append(tensor_at(self._slots.map, base + offset, length, dtype))
-                else:
-                    shape = length if state.elementwise else state.shape
-                    views.append(tensor_at(self._slots.map, base + offset, shape, state.dtype))
-            parts.append(views)
+    def _parts_of(self, piece: Piece) -> list[tuple[int, tuple[int, ...], str]]:
+        """Offset in its slot, shape and dtype of each part of an anchored piece."""
+        length = (piece.stop - piece.start,)
+        parts: list[tuple[int, tuple[int, ...], str]] = []
+        for _, state, offset in self.layout.piece_parts(piece):
+            if state is None:
+                parts.append((offset, length, self.spec.params[piece.param].tensor.dtype))
+            else:
+                parts.append((offset, length if state.elementwise else state.shape, state.dtype))
         return parts
 
     def stage_anchors(self, record: int) -> tuple[Missing, bytes]:
@@ -145,7 +140,10 @@ class SlotWriter:
         """
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
-        for piece, views in zip(self.layout.due(record), self._parts_of(record), strict=True):
+        base = self.layout.slot_offset(record)
+        due = zip(self.layout.due(record), self._anchor_parts[record % self.spec.period], strict=True)
+        for piece, parts in due:
+            views = [tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in parts]
             self._stage_piece(piece, views, missing, plain)
         return tuple(missing), codec.encode(plain) if plain else b""
 
@@ -267,4 +265,6 @@ def _now_at(place: tuple[torch.Tensor, tuple[nn.Module, str] | None]) -> torch.T
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """A piece's elements in row-major order, as a view where the memory allows it."""
-    return tensor.detach().reshape(-1)[piece.start : piece.stop]
+    tensor = tensor.detach()
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    return flat if piece.stop - piece.start == tensor.numel() else flat[piece.start : piece.stop]

@@ -55,8 +55,8 @@ class StagingCheck:
                 view = writer.gradient_view(record, optimizer, sub_step, index)
                 size = view.numel() if full else min(WINDOW, view.numel())
                 start = record * WINDOW % (view.numel() - size + 1)
-                staged.append(view.reshape(-1)[start : start + size])
-                used.append(gradient.reshape(-1)[start : start + size])
+                staged.append(_window(view, start, size))
+                used.append(_window(gradient, start, size))
             with torch.no_grad():
                 expected = torch.cat(staged)
                 for op in ops:
@@ -95,3 +95,10 @@ class StagingCheck:
                     "optimizer's step in a way that streaming does not know"
                 )
         return "gradients were changed between backward and the optimizer's step"
+
+
+def _window(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
+    """Elements in row-major order: one operation where that is how they lie."""
+    if tensor.is_contiguous():
+        return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
+    return tensor.reshape(-1)[start : start + size]
