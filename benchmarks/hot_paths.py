@@ -30,7 +30,7 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
     """The staging copies beside plain ones of the same tensors."""
     trainee.model.loss(*trainee.batch).backward()
     gradients = [param.grad for param in trainee.model.parameters() if param.grad is not None]
-    writer = session._writer
+    writer = session._staging.writer
     assert writer is not None
     record = int(session.metrics()["step"]) + 1  # the open slot, which nobody reads before its commit
     views = [
@@ -68,7 +68,11 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
 
 def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
     """What is not copying: rank state, records, checks."""
-    state: Any = codec.decode(session._rank_state())
+
+    def rank_state() -> bytes:
+        return session._rank_state.encode(None)
+
+    state: Any = codec.decode(rank_state())
     encoded = codec.encode(state)
     pickled = pickle.dumps(state)
     groups = codec.encode(hyperparameters(trainee.optimizer))
@@ -76,7 +80,7 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
     packed = encode_meta(meta)
     generators = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     pieces: list[tuple[str, Callable[[], object], str]] = [
-        ("rank state: capture and encode", session._rank_state, f"{len(encoded):,} bytes"),
+        ("rank state: capture and encode", rank_state, f"{len(encoded):,} bytes"),
         ("of it: random generators", rng.capture, ""),
         ("rank state: encode alone", lambda: codec.encode(state), ""),
         ("pickle.dumps of the same", lambda: pickle.dumps(state), f"{len(pickled):,} bytes"),
@@ -86,8 +90,9 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
         ("record's scalars: encode", lambda: encode_meta(meta), f"{len(packed):,} bytes"),
         ("record's scalars: decode", lambda: decode_meta(packed), ""),
     ]
-    if session._watch is not None:
-        pieces.append(("look for changes outside the optimizer", session._watch.changed, ""))
+    watch = session._recorder.watch
+    assert watch is not None
+    pieces.append(("look for changes outside the optimizer", watch.changed, ""))
     tensors = sum(1 for _ in trainee.model.parameters())
     table = report.table(f"Calls, {tensors} parameter tensors", "what", "microseconds", "size")
     for name, action, size in pieces:

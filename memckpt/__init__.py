@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from memckpt.config import AgentConfig, MemckptConfig
+    from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
     from memckpt.errors import MemckptError
     from memckpt.session import HeldState, RestoreReport, Session, attach
     from memckpt.state.codec import unencodable_paths
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "StorageConfig": ("memckpt.config", "StorageConfig"),
     "HeldState": ("memckpt.session", "HeldState"),
     "MemckptConfig": ("memckpt.config", "MemckptConfig"),
     "MemckptError": ("memckpt.errors", "MemckptError"),
@@ -35,6 +36,7 @@ __all__ = [
     "MemckptError",
     "RestoreReport",
     "Session",
+    "StorageConfig",
     "attach",
     "unencodable_paths",
 ]

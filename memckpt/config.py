@@ -53,6 +53,40 @@ class AgentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """Checkpoints on a disk or in an object store, written by the agent.
+
+    Args:
+        url: a directory, or anything fsspec opens (``s3://bucket/run``); None: ``storage`` in the run directory. With
+            several nodes it must be one place that all of them see.
+        every_steps: write one every so many steps; None: as often as the two limits below allow.
+        min_seconds: at least so long from one to the next, where `every_steps` is None.
+        overhead: the share of a training's time that taking and writing them may cost, where `every_steps` is None.
+        keep_last: checkpoints that are kept; older ones go once a newer one has been verified.
+        keep_every_steps: those whose step is a multiple of it are kept for good.
+        timeout_seconds: how long one may take to write before it is given up.
+    """
+
+    url: str | None = None
+    every_steps: int | None = None
+    min_seconds: float = 60.0
+    overhead: float = 0.01
+    keep_last: int = 2
+    keep_every_steps: int | None = None
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        _require(self.url is None or bool(self.url), "storage.url", "None, a directory or a URL", self.url)
+        every, kept = self.every_steps, self.keep_every_steps
+        _require(every is None or every >= 1, "storage.every_steps", "None or 1 or more", every)
+        _require(self.min_seconds >= 0, "storage.min_seconds", "0 or more", self.min_seconds)
+        _require(0 < self.overhead <= 1, "storage.overhead", "more than 0, at most 1", self.overhead)
+        _require(self.keep_last >= 1, "storage.keep_last", "1 or more", self.keep_last)
+        _require(kept is None or kept >= 1, "storage.keep_every_steps", "None or 1 or more", kept)
+        _require(self.timeout_seconds > 0, "storage.timeout_seconds", "more than 0", self.timeout_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemckptConfig:
     """How a run is protected.
 
@@ -65,6 +99,7 @@ class MemckptConfig:
         anchor_period_steps: T; None takes the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied.
         agent: the agent's own settings.
+        storage: checkpoints beyond this node's memory; None: none are written or looked for.
     """
 
     redo: RedoChoice = "auto"
@@ -72,6 +107,7 @@ class MemckptConfig:
     anchor_period_steps: int | None = None
     slots: int = 3
     agent: AgentConfig = field(default_factory=AgentConfig)
+    storage: StorageConfig | None = None
 
     def __post_init__(self) -> None:
         _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)
@@ -80,6 +116,8 @@ class MemckptConfig:
         _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
         _require(2 <= self.slots <= 64, "slots", "2 to 64", self.slots)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
+        storage = self.storage
+        _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
 
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""

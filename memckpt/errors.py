@@ -9,6 +9,7 @@
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
      |- DamagedStateError (ValueError)      bytes that are not what they claim to be
+     |- StorageError (OSError)              a disk or object store that does not do what it must
      |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
      |   '- AgentGoneError                  its connection ended
      '- UsageError (RuntimeError)           calls in an order that cannot work
@@ -84,6 +85,12 @@ class DamagedStateError(MemckptError, ValueError):
     """Bytes that were to be decoded are not what they claim to be."""
 
     exit_code = 8
+
+
+class StorageError(MemckptError, OSError):
+    """A disk or object store could not be read or written; the path and the reason are named."""
+
+    exit_code = 10
 
 
 class AgentError(MemckptError, RuntimeError):

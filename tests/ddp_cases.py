@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
@@ -65,6 +66,7 @@ class Job:
     hang: int | None = None
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
+    wait_at: int | None = None
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -160,6 +162,10 @@ def train(job: Job, rank: int) -> None:
         if session is not None:
             assert session.commit()
         at(step, "committed")
+        if step == job.wait_at and session is not None:
+            while session.stored_step is None:
+                assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
+                session._listen()
     state = {
         "params": [param.detach().numpy().tobytes() for param in net.parameters()],
         "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],

@@ -206,7 +206,7 @@ def _begin(session: memckpt.Session, control: Control, training: Training) -> in
     session.register("probe", _Probe(control))
     control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
     report = session.restore()
-    writer = session._writer
+    writer = session._staging.writer
     pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
     cut = writer is not None and pieces > len(writer.params)
     if report is None:

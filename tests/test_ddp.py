@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memckpt.config import StorageConfig
 from tests.ddp_cases import Death, Job, fresh_directory, results, run
 from tests.engine_harness import Lab, config
 
@@ -126,3 +127,22 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
     found = results(second)
     assert [min(one["losses"]) for one in found] == [9, 9]
     assert [one["state"] for one in found] == [one["state"] for one in expected]
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nodes: bool, redo: str) -> None:
+    """With two agents, the one that lives is not enough; each has written its own part of the checkpoint."""
+    settings = config(redo, storage=StorageConfig(every_steps=5))
+    job = replace(job_of(lab, nodes=nodes), config=settings)
+    expected = reference(lab, job)
+    if redo == "eager" and not nodes:
+        lab.start_agent()
+    deaths = [Death("agent", 8, "forward"), Death("all", 8, "backward")]
+    died = replace(job, directory=fresh_directory(lab), deaths=deaths, wait_at=6)
+    assert run(lab, died) == [-9, -9]
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0, 0]
+    for ours, theirs in zip(results(last), expected, strict=True):
+        assert min(ours["losses"]) == 5
+        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []

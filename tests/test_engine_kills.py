@@ -15,6 +15,7 @@ from memckpt.agent import client, replica
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentError
 from memckpt.recovery.restore import Restorer
+from memckpt.recovery.target import RestoreTarget
 from memckpt.session import session
 from memckpt.state.redo import RedoGroup
 from tests.engine_cases import PLAIN, AddedGroup, Case, Momentum, OneOptimizer
@@ -91,7 +92,7 @@ def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, r
 @pytest.mark.parametrize(
     ("owner", "name", "count"),
     [
-        (Restorer, "_forget_optimizer_state", 1),
+        (RestoreTarget, "forget_optimizer_state", 1),
         pytest.param(Restorer, "_restore_static", 1, marks=pytest.mark.slow),
         (Restorer, "_restore_by_value", 1),
         (SlotWriter, "stage_anchors", 1),

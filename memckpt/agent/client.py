@@ -7,7 +7,8 @@ import os
 import select
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from memckpt import errors
 from memckpt.agent.address import AgentAddress, peer
@@ -31,15 +32,18 @@ from memckpt.agent.messages import (
     Protected,
     Refused,
     Resume,
+    Saved,
+    SaveFailed,
+    TakeSnapshot,
 )
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
-Notice = Begin | Protected | Drift | Gap | Alarm
+Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed
 _log = logging.getLogger("memckpt")
-#: At the end of a training, how long to see the agent leave.
+#: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
 _live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
@@ -61,6 +65,14 @@ class PreparedRegions:
                 region.close()
 
 
+@dataclass(frozen=True)
+class SnapshotOrder:
+    """The agent wants the state after `record` copied into `region`, which the receiver closes."""
+
+    record: int
+    region: Region
+
+
 class AgentClient:
     """One connection. Not thread-safe; the session serializes its use. Its owner calls :meth:`close`.
 
@@ -74,6 +86,7 @@ class AgentClient:
         self._config = config
         self._process = process
         self._notices: list[Notice] = []
+        self._order: SnapshotOrder | None = None
         _live.add(self)
 
     @classmethod
@@ -108,12 +121,15 @@ class AgentClient:
                 raise kind(answer.reason)
             if isinstance(answer, expected):
                 return answer, fds
-            self._note(answer)
+            self._note(answer, fds)
 
-    def _note(self, message: Message) -> None:
-        if isinstance(message, Credit):
+    def _note(self, message: Message, fds: Sequence[int] = ()) -> None:
+        if isinstance(message, TakeSnapshot):
+            self._drop_order()
+            self._order = SnapshotOrder(message.record, Region.open(fds[0]))
+        elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
-        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm)):
+        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed)):
             self._notices.append(message)
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")
@@ -132,8 +148,9 @@ class AgentClient:
         assert isinstance(answer, Inventory)
         return answer.held
 
-    def configure(self, linger_seconds: float) -> None:
-        self.channel.send(Configure(linger_seconds))
+    def configure(self, message: Configure) -> None:
+        """Give the agent the run's settings."""
+        self.channel.send(message)
 
     def prepare(self, message: Prepare) -> PreparedRegions:
         """Have a new generation allocated. Raises MemoryBudgetError if it does not fit."""
@@ -165,7 +182,7 @@ class AgentClient:
             received = self.channel.poll()
             if received is None:
                 break
-            self._note(received[0])
+            self._note(*received)
         said, self._notices = self._notices, []
         return said
 
@@ -178,26 +195,43 @@ class AgentClient:
         while self.applied < record:
             if any(isinstance(notice, Alarm) for notice in self._notices) or give_up():
                 return
-            message, _ = self.channel.receive(self._config.start_seconds)
-            self._note(message)
+            self._note(*self.channel.receive(self._config.start_seconds))
 
-    def close(self, finished: bool) -> None:
-        """Say goodbye. With `finished` the agent lets go of everything when the last rank has said so."""
+    def take_order(self, record: int) -> SnapshotOrder | None:
+        """The order for a snapshot after `record`, or one that came too late for its record; the caller closes it."""
+        order = self._order
+        if order is None or order.record > record:
+            return None
+        self._order = None
+        return order
+
+    def _drop_order(self) -> None:
+        order, self._order = self._order, None
+        if order is not None:
+            order.region.close()
+
+    def close(self, finished: bool, saving_seconds: float = 0.0) -> None:
+        """Say goodbye. With `finished` the agent lets go of everything when the last rank has said so.
+
+        Args:
+            finished: training ended as it should.
+            saving_seconds: how long the agent may take to bring the last step to storage before it goes.
+        """
         if self.channel.fileno() < 0:
             return
         try:
             self.channel.send(Goodbye(finished), timeout=5.0)
             if finished:
-                self._wait_for_end()
+                self._wait_for_end(saving_seconds)
         except AgentGoneError:
             pass  # it is gone, which is all that a goodbye asks for
         finally:
             self.abandon()
 
-    def _wait_for_end(self) -> None:
+    def _wait_for_end(self, saving_seconds: float) -> None:
         """Unless other ranks still train, the agent says that it leaves; see it end."""
         while True:
-            message, fds = self.channel.receive(_END_SECONDS)
+            message, fds = self.channel.receive(_END_SECONDS + saving_seconds)
             for fd in fds:
                 os.close(fd)
             if isinstance(message, Leaving):
@@ -214,6 +248,7 @@ class AgentClient:
 
     def abandon(self) -> None:
         """Close the connection without a word."""
+        self._drop_order()
         self.channel.close()
         if self._process is not None:
             self._process.poll()

@@ -194,6 +194,10 @@ class Generation:
     def rank_states(self, record: int) -> dict[int, bytes]:
         return dict(self._rank_states[record])
 
+    def step_of(self, record: int) -> int | None:
+        """The framework's step number of a record that is still known."""
+        return self._steps.get(record)
+
     def newest_step(self) -> int | None:
         return max(self._steps.values(), default=None)
 

@@ -6,15 +6,17 @@ GenerationCommit where a new generation begins), with Credit and Notice coming b
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Literal, Union
 
 import msgspec
 
+from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
+from memckpt.storage.format import Part
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -87,9 +89,15 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
-    """Settings of the agent's own life that the run's configuration decides."""
+    """Settings of the agent that the run's configuration decides.
+
+    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number.
+    """
 
     linger_seconds: float
+    timeline: Timeline | None = None
+    storage: StorageConfig | None = None
+    compute_threads: int = 1
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
@@ -132,6 +140,73 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Order to all local ranks: begin a new generation after `record`."""
 
     record: int
+    reason: str
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
+    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy)."""
+
+    record: int
+
+
+class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
+    """A rank's part of a snapshot is copied; or `missed`: the order came when the record had passed.
+
+    `missing` and `plain` describe the optimizer state as in RecordMeta; only the first local rank sends them.
+    """
+
+    record: int
+    seconds: float
+    missed: bool = False
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+
+
+class ReplicaCopied(msgspec.Struct, frozen=True, tag="copied"):
+    """From the redo thread: the replica after `record` has been copied into the snapshot."""
+
+    record: int
+    seconds: float
+    missing: tuple[tuple[int, int, str], ...]
+    plain: bytes
+
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """To the writer process: make a checkpoint of what comes along as descriptors.
+
+    Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
+    present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`.
+    """
+
+    url: str
+    part: Part
+    spec: StateSpec
+    source: Literal["snapshot", "ring"]
+    generation: int
+    rank_states: dict[int, bytes]
+    keep_last: int
+    keep_every_steps: int | None
+    by_value_base: int = 0
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+    metas: tuple[bytes, ...] = ()
+    threads: int = 1
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """A checkpoint is in storage, whole and verified."""
+
+    step: int
+    record: int
+    nbytes: int
+    seconds: float
+    cpu_seconds: float
+
+
+class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
+    """A checkpoint could not be written; training goes on and a later one will be tried."""
+
+    step: int
     reason: str
 
 
@@ -189,6 +264,28 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
     """What the command line asks."""
 
 
+class StorageStatus(msgspec.Struct, frozen=True):
+    """The storage tier, as its agent sees it.
+
+    Attributes:
+        url: where it is.
+        step: of the newest checkpoint that this agent has written; None before the first.
+        interval_seconds: the least time from one to the next; None where steps decide.
+        every_steps: the configured interval in steps.
+        bytes_per_second: of the last write.
+        saving: whether one is being written.
+        alarm: why the last one failed; empty if it did not.
+    """
+
+    url: str
+    step: int | None
+    interval_seconds: float | None
+    every_steps: int | None
+    bytes_per_second: float | None
+    saving: bool
+    alarm: str
+
+
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """What the command line shows."""
 
@@ -204,10 +301,13 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     generation: int
     max_drift_ulp: float
     redo_seconds_per_record: float | None
+    storage: StorageStatus | None = None
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """Leave, and let go of everything that is held."""
+
+    reason: str = ""
 
 
 Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
@@ -222,6 +322,12 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Void,
     NeedGeneration,
     Begin,
+    TakeSnapshot,
+    SnapshotTaken,
+    ReplicaCopied,
+    Save,
+    Saved,
+    SaveFailed,
     Credit,
     Protected,
     Drift,

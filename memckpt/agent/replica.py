@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memckpt.agent.messages import Alarm, Credit, Drift, Message
+from memckpt.agent.messages import Alarm, Credit, Drift, Message, ReplicaCopied
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
@@ -51,6 +51,8 @@ class Replica:
         self._ring = ring
         self._notify = notify
         self._slots_map = slots.map
+        self._replica_map = replica.map
+        self._copy_at: tuple[int, Region] | None = None
         self._gradients = StagedGradients(slots.map, layout)
         self._values: list[torch.Tensor] = []
         self._states: list[dict[tuple[int, str], torch.Tensor]] = []
@@ -161,6 +163,18 @@ class Replica:
             if self._broken is not None:
                 raise AgentError(self._broken)
 
+    def copy_at(self, record: int, snapshot: Region) -> bool:
+        """Have the thread copy the state after `record` and its by-value tensors into a snapshot.
+
+        It does so before the credit for the record is given, and notifies ReplicaCopied. False if the record has
+        been applied already.
+        """
+        with self._condition:
+            if record <= self.applied:
+                return False
+            self._copy_at = record, snapshot
+            return True
+
     def close(self) -> None:
         """Stop the thread and let go of all views on the regions."""
         with self._condition:
@@ -168,7 +182,8 @@ class Replica:
             self._condition.notify_all()
         self._thread.join()
         self._groups, self._members, self._values, self._states = [], [], [], []
-        del self._gradients, self._slots_map
+        self._copy_at = None
+        del self._gradients, self._slots_map, self._replica_map
 
     # The redo thread
 
@@ -202,8 +217,26 @@ class Replica:
                     self.seconds_applying += time.perf_counter() - started
                 else:
                     self._broken = problem
+                copy_at, self._copy_at = self._copy_at, None
+                if copy_at is not None and (problem is not None or copy_at[0] > record):
+                    self._copy_at, copy_at = copy_at, None
                 self._condition.notify_all()
+            if copy_at is not None and copy_at[0] == record:
+                self._notify(self._copy_into(record, copy_at[1]))
             self._notify(Credit(record) if problem is None else Alarm(problem))
+
+    def _copy_into(self, record: int, snapshot: Region) -> ReplicaCopied:
+        started = time.perf_counter()
+        layout = self._layout
+        room = torch.frombuffer(snapshot.map, dtype=torch.uint8)
+        room[: layout.state_bytes].copy_(torch.frombuffer(self._replica_map, dtype=torch.uint8)[: layout.state_bytes])
+        nbytes = layout.by_value_bytes * len(layout.spec.local_ranks)
+        if nbytes:
+            base = layout.slot_offset(record) + layout.by_value_base(layout.spec.local_ranks[0])
+            by_value = torch.frombuffer(self._slots_map, dtype=torch.uint8, count=nbytes, offset=base)
+            room[layout.state_bytes : layout.state_bytes + nbytes].copy_(by_value)
+        missing, plain = self.describe_state()
+        return ReplicaCopied(record, time.perf_counter() - started, missing, plain)
 
     def _apply(self, meta: RecordMeta) -> None:
         self._ring.check(meta.record, self._layout.spec.local_ranks)

@@ -39,13 +39,19 @@ from memckpt.agent.messages import (
     Prepared,
     Protected,
     Refused,
+    ReplicaCopied,
     Resume,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
     Status,
     StatusRequest,
     StopRequest,
     Void,
 )
 from memckpt.agent.processes import ProcessHandle
+from memckpt.agent.saver import Saver
+from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, RunBusyError
 from memckpt.state.layout import first_difference
 from memckpt.state.records import Branch, HeldRecords
@@ -94,6 +100,10 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: socket.socket | None = None
         self._socket_inode = 0
+        self._saver = Saver(address.node, self._tell_members_with, self._tell_members, self._open_writer)
+        #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
+        self._leaving_when_saved: str | None = None
+        self._saved_alone = False
 
     # Life
 
@@ -118,35 +128,100 @@ class Agent:
             while self._leaving is None:
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
-                if self._patience() == 0.0:
-                    self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
+                self._look_at_clock()
         finally:
             _log.info("leaving: %s", self._leaving or "error")
             self._close()
 
     def leave(self, reason: str) -> None:
-        """End :meth:`run` at its next turn; safe to call from a signal handler."""
-        self._leaving = reason
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
+        """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
+        self.notify(StopRequest(reason))
 
-    def _patience(self) -> float | None:
-        """How long to wait for events: until lingering ends, or for ever while a trainer is here."""
-        if self._lonely_since is None:
-            return None
-        if self._by_operator and self._attempt is None:
+    def _linger_left(self) -> float | None:
+        """Seconds until lingering ends; None while a trainer is here."""
+        if self._lonely_since is None or (self._by_operator and self._attempt is None):
             return None
         limit = self._linger_seconds if self._held is not None else min(self._linger_seconds, _ORPHAN_SECONDS)
         return max(0.0, self._lonely_since + limit - time.monotonic())
 
-    def _close(self) -> None:
+    def _patience(self) -> float | None:
+        """How long to wait for events: until something is due by the clock, or for ever."""
+        limits = [self._linger_left()]
+        if self._must_save_alone:
+            limits.append(self._saver.patience(self._lonely_since or 0.0))
+        deadline = self._saver.deadline()
+        if deadline is not None:
+            limits.append(deadline - time.monotonic())
+        known = [limit for limit in limits if limit is not None]
+        return max(0.0, min(known)) if known else None
+
+    @property
+    def _must_save_alone(self) -> bool:
+        """Whether no trainer is here and what they left is not on its way to storage yet."""
+        alone = self._lonely_since is not None and self._held is not None
+        return alone and not self._saved_alone and self._saver.enabled
+
+    def _look_at_clock(self) -> None:
+        deadline = self._saver.deadline()
+        if deadline is not None and time.monotonic() >= deadline:
+            self._saver.writer_ended("the storage took too long")
+        if self._must_save_alone and self._saver.patience(self._lonely_since or 0.0) <= 0:
+            self._save_held()
+        if self._leaving_when_saved is not None and not self._saver.saving:
+            self._leaving = self._leaving_when_saved
+        if self._linger_left() == 0.0 and not self._saver.saving:
+            self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
+
+    def _save_held(self) -> None:
+        """No trainer runs: what is held goes to storage, too."""
+        self._saved_alone = True
+        if self._held is not None:
+            self._saver.save_held(self._held)
+
+    def _leave_when_saved(self, reason: str) -> None:
+        self._leaving_when_saved = reason
+        self._save_held()
+
+    # The writer process
+
+    def _open_writer(self) -> WriterProcess:
+        def release(released: WriterProcess) -> None:
+            self._selector.unregister(released.channel.sock)
+
+        writer = WriterProcess(release)
+        self._selector.register(writer.channel.sock, selectors.EVENT_READ, lambda: self._read_writer(writer))
+        return writer
+
+    def _read_writer(self, writer: WriterProcess) -> None:
+        try:
+            received = writer.channel.poll()
+        except AgentGoneError:
+            self._saver.writer_ended("the writer process has ended")
+            return
+        if received is None:
+            return
+        message = received[0]
+        if isinstance(message, Saved):
+            self._saver.saved(message)
+        elif isinstance(message, SaveFailed):
+            self._saver.failed(message)
+
+    def _stop_listening(self) -> None:
+        """From here on a trainer that looks for an agent starts another one."""
+        if self._listener is None:
+            return
         with self._address.starting():
             path = self._address.socket_path
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == self._socket_inode:
                     path.unlink()
-            if self._listener is not None:
-                self._listener.close()
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _close(self) -> None:
+        self._stop_listening()
+        self._saver.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         for generation in (self._held, self._building):
             if generation is not None:
@@ -234,7 +309,14 @@ class Agent:
             if connection.member is not None and current and connection is not besides:
                 self._answer(connection, message)
 
-    # From the redo thread
+    def _tell_members_with(self, message: Message, fd: int) -> None:
+        """To all trainers of the attempt, with a descriptor."""
+        for connection in list(self._connections.values()):
+            current = self._attempt is not None and connection.nonce == self._attempt.nonce
+            if connection.member is not None and current:
+                self._answer(connection, message, [fd])
+
+    # From the redo thread and from signal handlers
 
     def notify(self, message: Message) -> None:
         """Hand a message to the loop, from any thread."""
@@ -248,6 +330,14 @@ class Agent:
                 pass
         while self._inbox:
             message = self._inbox.popleft()
+            if isinstance(message, ReplicaCopied):
+                self._saver.replica_copied(message)
+                continue
+            if isinstance(message, StopRequest):
+                self._stop_listening()
+                self._tell_members(Leaving())
+                self._leave_when_saved(message.reason)
+                continue
             if isinstance(message, Drift):
                 self._max_drift = max(self._max_drift, message.max_ulp)
                 _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
@@ -258,6 +348,7 @@ class Agent:
 
     def _let_go_of_held(self) -> None:
         if self._held is not None:
+            self._saver.forget(self._held)
             self._held.close()
             self._held = None
 
@@ -288,6 +379,9 @@ class Agent:
             case Configure():
                 if not self._by_operator:
                     self._linger_seconds = message.linger_seconds
+                if message.timeline is not None:
+                    run_dir, threads = self._address.run_dir, message.compute_threads
+                    self._saver.configure(message.storage, run_dir, message.timeline, threads)
             case GenerationCommit():
                 self._start_generation(member, message)
             case Commit():
@@ -295,6 +389,10 @@ class Agent:
                 if generation is not None:
                     generation.commit(member.rank, message)
                 member.next_record = message.record + 1
+                if generation is not None and generation is self._held:
+                    self._saver.after_commit(generation, self._attempt)
+            case SnapshotTaken():
+                self._saver.snapshot_taken(member.rank, message)
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
                 member.next_record = message.record + 1
@@ -303,7 +401,7 @@ class Agent:
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:
-                    self._leaving = "training finished"  # its connection ends when everything is gone
+                    self._leave_when_saved("training finished")  # its connection ends when everything is gone
                 else:
                     self._drop(connection)
             case _:
@@ -349,7 +447,9 @@ class Agent:
             for member in self._attempt.members.values():
                 member.process.close()
             self._past_nonces.add(self._attempt.nonce)
-            self._leaving = None
+            self._leaving = self._leaving_when_saved = None
+        self._saver.abort()
+        self._saved_alone = False
         if self._building is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
             self._building.close()
@@ -477,6 +577,7 @@ class Agent:
             generation=held.number if held is not None else 0,
             max_drift_ulp=self._max_drift,
             redo_seconds_per_record=rate,
+            storage=self._saver.status(),
         )
 
 

@@ -56,6 +56,12 @@ class Growth:
     sparse_bytes: dict[str, int] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
 
+    def take_over(self, spec: StateSpec) -> None:
+        """What the run that is being resumed had room for."""
+        self.sub_steps = {index: optimizer.sub_steps for index, optimizer in enumerate(spec.optimizers)}
+        self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
+        self.changing = {tensor.name for tensor in spec.by_value}
+
 
 class LiveState:
     """Names of the live tensors of a model, its optimizers and modules beside it."""

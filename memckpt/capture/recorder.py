@@ -54,10 +54,11 @@ class StallClock:
     anchors: float = 0.0
     commit: float = 0.0
     slot_wait: float = 0.0
+    snapshot: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.hooks + self.anchors + self.commit + self.slot_wait
+        return self.hooks + self.anchors + self.commit + self.slot_wait + self.snapshot
 
 
 class Recorder:

@@ -192,13 +192,15 @@ class SlotWriter:
         Raises:
             LayoutChangedError: a buffer has another shape or dtype than before, or is gone.
         """
-        base = self.layout.slot_offset(record) + self.layout.by_value_base(self.rank)
+        self._stage_by_value_at(self._slots, self.layout.slot_offset(record) + self.layout.by_value_base(self.rank))
+
+    def _stage_by_value_at(self, region: Region, base: int) -> None:
         for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
             tensor = _now_at(place)
             if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
                 found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                 raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
-            self._copier.copy(tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype), tensor.detach())
+            self._copier.copy(tensor_at(region.map, base + offset, spec.shape, spec.dtype), tensor.detach())
 
     def static_tensor(self, position: int) -> torch.Tensor | None:
         """The live static tensor as it hangs in its module now."""
@@ -221,7 +223,8 @@ class SlotWriter:
                 if tensor is not None:
                     self._copier.copy(self.static_copy(position), tensor.detach())
         if self.spec.mode == "eager":
-            missing, plain = self._fill_replica()
+            assert self._replica is not None
+            missing, plain = self._fill(self._replica)
             self.ring.open_for_writing(record, self.rank)
             self.stage_by_value(record)
             return (), missing, plain
@@ -239,19 +242,30 @@ class SlotWriter:
         for virtual in range(first, record + 1):
             self.ring.seal(virtual, self.rank)
 
-    def _fill_replica(self) -> tuple[Missing, bytes]:
-        assert self._replica is not None
+    def take_snapshot(self, region: Region) -> tuple[Missing, bytes]:
+        """Copy this rank's part of the state as it is now; what of it is missing, and what is not a tensor.
+
+        Raises:
+            LayoutChangedError: the state does not fit the layout any more.
+        """
+        missing, plain = self._fill(region)
+        base = self.layout.state_bytes
+        base += self.spec.local_ranks.index(self.rank) * self.layout.by_value_bytes
+        self._stage_by_value_at(region, base)
+        return missing, plain
+
+    def _fill(self, region: Region) -> tuple[Missing, bytes]:
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, Any] = {}
         for index, (spec, (value_offset, state_offsets)) in enumerate(
             zip(self.spec.params, self.layout.replica_offsets, strict=True)
         ):
             whole = Piece(index, 0, spec.tensor.numel, 0, 0)
-            views = [tensor_at(self._replica.map, value_offset, spec.tensor.shape, spec.tensor.dtype).view(-1)]
+            views = [tensor_at(region.map, value_offset, spec.tensor.shape, spec.tensor.dtype).view(-1)]
             for owner in spec.owners:
                 for state in owner.state:
                     offset = state_offsets[owner.optimizer, state.key]
-                    view = tensor_at(self._replica.map, offset, state.shape, state.dtype)
+                    view = tensor_at(region.map, offset, state.shape, state.dtype)
                     views.append(view.view(-1) if state.elementwise else view)
             self._stage_piece(whole, views, missing, plain)
         return tuple(missing), codec.encode(plain) if plain else b""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
 from memckpt.state.records import Branch, HeldRecords, Timeline
+from memckpt.storage.catalog import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,16 @@ class RestoreRecord:
     lost: int
 
 
-Plan = StartOver | RestoreRecord
+@dataclass(frozen=True)
+class RestoreStored:
+    """All ranks restore the first of the checkpoints in storage that proves to be whole. `reason`: why not memory."""
+
+    timeline: Timeline
+    candidates: tuple[Checkpoint, ...]
+    reason: str
+
+
+Plan = StartOver | RestoreRecord | RestoreStored
 
 
 def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
@@ -44,25 +54,56 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
     return None
 
 
-def make_plan(inventories: Sequence[HeldRecords], resume: ResumeChoice | int, world_size: int, nonce: str) -> Plan:
-    """Choose the newest record that every node can produce.
+def make_plan(
+    inventories: Sequence[HeldRecords],
+    resume: ResumeChoice | int,
+    world_size: int,
+    nonce: str,
+    stored: Sequence[Checkpoint] = (),
+) -> Plan:
+    """Choose the newest record that every node can produce from memory, or else the newest in storage.
 
     Args:
         inventories: of every rank's node; ranks of one node repeat it.
         resume: what the user asked for.
         world_size: of this attempt.
         nonce: of this attempt.
+        stored: the complete checkpoints in storage, newest first.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
     nodes = {inventory.node: inventory for inventory in inventories}
-    newest = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
-    timeline = Timeline(newest + 1, nonce)
+    in_memory = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
+    in_storage = max((one.timeline.number for one in stored), default=0)
+    timeline = Timeline(max(in_memory, in_storage) + 1, nonce)
     something = any(held.records or held.problem for held in nodes.values())
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something)
+    # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
+    stale = in_storage > in_memory > 0
+    if not stale:
+        _refuse_foreign(nodes, world_size)
+    common = {} if stale else common_records(list(nodes.values()))
+    chosen = _choose(common, resume)
+    if chosen is not None:
+        record, step = chosen
+        lost = max(max(held.records) for held in nodes.values()) - record
+        return RestoreRecord(timeline, record, step, "local memory", lost)
+    reason = "memory holds an older attempt than storage" if stale else _why_nothing(nodes, common, resume)
+    candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
+    if candidates:
+        return RestoreStored(timeline, candidates, reason)
+    if isinstance(resume, int) and stored:
+        reason += f"; storage has steps {sorted({one.step for one in stored})}"
+    if resume == "auto":
+        # What some nodes hold is of no use without the others; nothing was lost that could still be had.
+        return StartOver(timeline, reason, discard=something)
+    raise NothingHeldError(f"resume={resume!r}: {reason}")
+
+
+def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int) -> None:
     for held in nodes.values():
         if held.problem:
             raise ForeignStateError(
@@ -75,17 +116,6 @@ def make_plan(inventories: Sequence[HeldRecords], resume: ResumeChoice | int, wo
                 "a change of world size cannot be resumed from memory. Start with as many ranks as before, or use "
                 "resume='never' to drop what is held"
             )
-    common = common_records(list(nodes.values()))
-    chosen = _choose(common, resume)
-    if chosen is not None:
-        record, step = chosen
-        lost = max(max(held.records) for held in nodes.values()) - record
-        return RestoreRecord(timeline, record, step, "local memory", lost)
-    reason = _why_nothing(nodes, common, resume)
-    if resume == "auto":
-        # What some nodes hold is of no use without the others; nothing was lost that could still be had.
-        return StartOver(timeline, reason, discard=something)
-    raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
 def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:

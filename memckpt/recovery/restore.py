@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import mmap
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,14 +12,12 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
+from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import Member, RedoGroup, StagedGradients, tensor_at
-
-#: From this size on, copying takes long enough to show a progress bar.
-_PROGRESS_BYTES = 1 << 30
+from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, StagedGradients, tensor_at
 
 
 class Restorer:
@@ -33,6 +29,7 @@ class Restorer:
         ring: stamps of the slots.
         tensors: the live tensors by name.
         optimizers: the live optimizers; state is made as needed, on the parameters' devices.
+        build: makes an optimizer like the live one of an index; None copies the live one.
     """
 
     def __init__(
@@ -44,66 +41,48 @@ class Restorer:
         ring: SlotRing,
         tensors: dict[str, torch.Tensor],
         optimizers: Sequence[Optimizer],
+        build: OptimizerFactory | None = None,
     ) -> None:
         self._layout = layout
+        self._factory = build
         self._slots: mmap.mmap = slots.map
         self._static = static
         self._replica = replica
         self._ring = ring
+        self._target = RestoreTarget(layout, tensors, optimizers)
         self._tensors = tensors
         self._optimizers = optimizers
-        self._params = [tensors[param.tensor.name] for param in layout.spec.params]
+        self._params = self._target.params
 
     @torch.no_grad()
     def restore(
-        self, record: int, rank: int, metas: Sequence[bytes], missing: Sequence[tuple[int, int, str]], plain: bytes
+        self,
+        record: int,
+        rank: int | None,
+        metas: Sequence[bytes],
+        missing: Sequence[tuple[int, int, str]],
+        plain: bytes,
     ) -> None:
         """Put the state after `record` into the live tensors.
 
         Args:
             record: the one that the plan chose.
-            rank: whose by-value tensors to restore.
+            rank: whose by-value tensors to restore; None for none.
             metas: the window of records that closes with it (lazy).
             missing, plain: what of the replica's state does not exist, and what is not a tensor (eager).
 
         Raises:
             DamagedStateError: a slot does not hold what it should.
         """
-        self._forget_optimizer_state()
+        self._target.forget_optimizer_state()
         if self._replica is None:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
             self._restore_from_replica(missing, codec.decode(plain) if plain else {})
-        self._order_state_keys()
+        self._target.order_state_keys()
         self._restore_static()
-        self._restore_by_value(record, rank)
-
-    def _forget_optimizer_state(self) -> None:
-        for spec, param in zip(self._layout.spec.params, self._params, strict=True):
-            for owner in spec.owners:
-                self._optimizers[owner.optimizer].state.pop(param, None)
-
-    def _order_state_keys(self) -> None:
-        """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
-        orders: dict[tuple[int, int], list[str]] = {
-            (id(param), owner.optimizer): list(owner.keys)
-            for spec, param in zip(self._layout.spec.params, self._params, strict=True)
-            for owner in spec.owners
-        }
-        for index, optimizer in enumerate(self._optimizers):
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    found = optimizer.state.pop(param, None)
-                    if found is not None:
-                        order = orders.get((id(param), index), [])
-                        optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
-
-    def _state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
-        """Room for state, not zeroed: every byte of it is about to be overwritten."""
-        dtype = getattr(torch, spec.dtype)
-        if spec.elementwise:
-            return torch.empty_like(param, dtype=dtype, requires_grad=False)
-        return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
+        if rank is not None:
+            self._restore_by_value(record, rank)
 
     # Eager: copy the replica
 
@@ -111,7 +90,7 @@ class Restorer:
         assert self._replica is not None
         absent = set(missing)
         source = self._replica.map
-        with _progress("restoring", self._layout.replica_bytes) as advance:
+        with progress("restoring", self._layout.replica_bytes) as advance:
             for index, (spec, offsets) in enumerate(
                 zip(self._layout.spec.params, self._layout.replica_offsets, strict=True)
             ):
@@ -123,7 +102,7 @@ class Restorer:
                     for state in owner.state:
                         if (index, owner.optimizer, state.key) in absent:
                             continue
-                        room = self._state_tensor(param, state)
+                        room = self._target.state_tensor(param, state)
                         offset = offsets[1][owner.optimizer, state.key]
                         room.copy_(tensor_at(source, offset, state.shape, state.dtype))
                         values[state.key] = room
@@ -145,7 +124,7 @@ class Restorer:
         for number in expected:
             self._ring.check(number, ranks)
         gradients = StagedGradients(self._slots, self._layout)
-        with _progress("restoring", self._layout.numel * 12) as advance:
+        with progress("restoring", self._layout.numel * 12) as advance:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 members = [self._anchored(piece, anchoring) for piece in self._layout.due(anchoring.record)]
                 group = RedoGroup(self._layout, members, self._build)
@@ -156,7 +135,7 @@ class Restorer:
                     advance((member.stop - member.start) * 12)
 
     def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
-        return rebuild_like(self._optimizers[index], groups)
+        return self._factory(index, groups) if self._factory else rebuild_like(self._optimizers[index], groups)
 
     def _anchored(self, piece: Piece, meta: RecordMeta) -> Member:
         """A member on the live parameter's own memory, set to its anchor."""
@@ -189,10 +168,10 @@ class Restorer:
         """The live state's own memory for element-wise state; for the rest a tensor of the member's own."""
         param = self._params[piece.param]
         if not state.elementwise:
-            return self._state_tensor(param, state)
+            return self._target.state_tensor(param, state)
         live = self._optimizers[owner.optimizer].state[param]
         if state.key not in live:
-            live[state.key] = self._state_tensor(param, state)
+            live[state.key] = self._target.state_tensor(param, state)
         tensor: torch.Tensor = live[state.key]
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
 
@@ -209,7 +188,7 @@ class Restorer:
                     live[key] = value
                     continue
                 if key not in live:
-                    live[key] = self._state_tensor(param, spec)
+                    live[key] = self._target.state_tensor(param, spec)
                 home = live[key] if whole else live[key].view(-1)[member.start : member.stop]
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)
@@ -226,20 +205,6 @@ class Restorer:
         base = self._layout.slot_offset(record) + self._layout.by_value_base(rank)
         for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets, strict=True):
             self._tensors[spec.name].data.copy_(tensor_at(self._slots, base + offset, spec.shape, spec.dtype))
-
-
-@contextmanager
-def _progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    if nbytes < _PROGRESS_BYTES or not sys.stderr.isatty():
-        yield lambda amount: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(f"memckpt: {what}", total=nbytes)
-        yield lambda amount: bar.advance(task, amount)
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:

@@ -1,5 +1,6 @@
 """What a training process talks to: :func:`attach` and the :class:`Session` it returns."""
 
-from memckpt.session.session import HeldState, RestoreReport, Session, attach
+from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.session import Session, attach
 
 __all__ = ["HeldState", "RestoreReport", "Session", "attach"]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.state.optimizers import attributes, is_importable
 
@@ -53,3 +58,33 @@ def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, lo
     if cores - busy >= config.agent.threads:
         return "eager", f"training uses {busy} of {cores:g} cores"
     return "lazy", f"training uses all of the {cores:g} cores"
+
+
+def choose_tap(
+    config: MemckptConfig,
+    live: LiveState,
+    recorder: Recorder,
+    copier: Copier,
+    data_parallel: DistributedDataParallel | None,
+    before_reduction: Callable[[], None],
+) -> tuple[Tap, str, list[str]]:
+    """Streaming where it is possible; the reason, and what cannot be checked with it."""
+    params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
+    caveats = [
+        f"{type(live.optimizers[index]).__qualname__} as configured changes gradients within its step; where it is "
+        "called with a closure, changes to gradients that torch's own functions did not make go unnoticed "
+        "(foreach=False avoids that)"
+        for index in live.changing_optimizers
+    ]
+    if config.tap == "step":
+        recorder.streams = False
+        return PendingTap(params, recorder), "as configured", caveats
+    if data_parallel is None:
+        reason = "gradients are taken as backward produces them"
+        return ParameterTap(params, recorder, copier), reason, caveats
+    if CommHookTap.available(data_parallel):
+        reason = "gradients are taken from DDP's buckets once they are reduced"
+        return CommHookTap(data_parallel, recorder, copier, before_reduction), reason, caveats
+    recorder.streams = False
+    reason = "a communication hook was registered before memckpt; attach first, then register it"
+    return PendingTap(params, recorder), reason, caveats

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,88 +15,33 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memckpt.agent.address import AgentAddress
-from memckpt.agent.client import AgentClient, PreparedRegions
-from memckpt.agent.messages import (
-    PROTOCOL_VERSION,
-    Alarm,
-    Begin,
-    Commit,
-    Drift,
-    Gap,
-    GenerationCommit,
-    Hello,
-    Prepare,
-    Protected,
-    Resume,
-    Void,
-)
+from memckpt.agent.client import PreparedRegions
+from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Protected, Saved, SaveFailed, Void
 from memckpt.capture import gradient_ops
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
-from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
-from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks, Tap
-from memckpt.capture.watch import ParameterWatch, StaticWatch
-from memckpt.config import MemckptConfig, ResumeChoice, check_resume
-from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
-from memckpt.recovery.plan import Plan, RestoreRecord, StartOver, make_plan
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
+from memckpt.config import MemckptConfig, RedoMode, ResumeChoice, check_resume
+from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, StorageError, UnsupportedError, UsageError
+from memckpt.recovery.from_storage import StoredCheckpoint
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.recovery.restore import Restorer, replica_digest
-from memckpt.session.choice import choose_redo
-from memckpt.session.ranks import Ranks, find_launcher
+from memckpt.session.changes import Changes
+from memckpt.session.choice import choose_redo, choose_tap
+from memckpt.session.link import AgentLink
+from memckpt.session.rank_state import RankState, Stateful
+from memckpt.session.ranks import Ranks
+from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.staging import RestorePoint, Staging
+from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec, rng
-from memckpt.state.layout import StateSpec
-from memckpt.state.records import RecordMeta, encode_meta
+from memckpt.state.layout import Layout, StateSpec
 
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
 _RETRY_RECORDS = 50
-#: So often a change of parameters outside the optimizer is told.
-_TELL_CHANGES = 3
-
-
-class Stateful(Protocol):
-    """An object whose state belongs to the rank state."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """What the plan decided to restore, before it is restored.
-
-    Attributes:
-        step: the framework's step number at that record.
-        record: the record's number.
-        tier: where it comes from, in words.
-        rank_state: what this rank's captures returned then, by the names given to ``provide``.
-    """
-
-    step: int
-    record: int
-    tier: str
-    rank_state: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RestoreReport:
-    """A restore that has happened: every field is known only once the state is back in the live tensors."""
-
-    step: int
-    record: int
-    tier: str
-    seconds: float
-    steps_lost: int
-
-
-@dataclass(frozen=True)
-class _RestorePoint:
-    """What a commit is made of beside the staged tensors."""
-
-    record: int
-    step: int
-    rank_state: bytes
 
 
 class Session:
@@ -134,56 +77,40 @@ class Session:
         self._clock = StallClock()
         self._copier = copier_for(self._device)
         self._recorder = Recorder(self._live, self._copier, self._clock)
-        self._recorder.on_backward = self._watch_changes
-        self._data_parallel = data_parallel
-        self._address = AgentAddress.of(run_dir)
-        self._captures: dict[str, Callable[[], Any]] = {}
-        self._loaders: dict[str, Callable[[Any], Any]] = {}
-        self._client: AgentClient | None = None
-        self._writer: SlotWriter | None = None
+        self._changes = Changes(self._recorder)
+        self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
+        self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
+        self._rank_state = RankState(self._live)
         self._fresh: PreparedRegions | None = None
         self._resumable: PreparedRegions | None = None
-        self._watch: ParameterWatch | None = None
-        self._static_watch: StaticWatch | None = None
         self._generation_after: int | None = None
         self._unprotected_since: int | None = None
         self._retry_at = 0
         self._closed = False
         self._resume_from: RestoreRecord | None = None
-        self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
-        self._sender: threading.Thread | None = None
-        self._send_problem: AgentGoneError | None = None
+        self._stored: StoredCheckpoint | None = None
         self._reductions_at_commit = 0
-        self._watch_problem: str | None = None
-        self._hidden_changes = False
-        self._changes_told = 0
+        self._stalled_before = 0.0
         self.drift_ulp = 0.0
+        #: The newest step that this attempt's agent has brought to storage; None before the first.
+        self.stored_step: int | None = None
         #: What cannot be made exact or be checked, in words, one line each.
         self.caveats: list[str] = []
-        self._stalled_before = 0.0
         self.held: HeldState | None = None
 
-        mode, self.mode_reason = choose_redo(config, self._live, self._device, len(self._ranks.local_ranks))
-        modes = self._ranks.gather((mode, self.mode_reason))
-        for other, reason in modes:
-            if other == "lazy" and mode != "lazy":
-                mode, self.mode_reason = other, reason
-        self.mode = mode
-        if mode == "eager" and self._device.type != "cpu":
+        self.mode, self.mode_reason = self._agree_on_mode()
+        if self.mode == "eager" and self._device.type != "cpu":
             self.caveats.append(
                 "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
             )
-        self._request = SpecRequest(
-            mode=mode,
-            period=config.anchor_period(mode),
-            slots=config.slots,
-            local_ranks=self._ranks.local_ranks,
-            world_size=self._ranks.world_size,
-        )
+        self._request = self._request_for(self.mode)
         self._step_hooks = StepHooks(optimizers, self._recorder)
-        self._tap, self.tap_reason = self._choose_tap()
+        self._tap, self.tap_reason, caveats = choose_tap(
+            config, self._live, self._recorder, self._copier, data_parallel, self._link.finish_sending
+        )
+        self.caveats += caveats
         try:
-            self._start(resume)
+            self._start(resume, run_dir)
         except BaseException:
             self._abandon()
             raise
@@ -194,70 +121,52 @@ class Session:
 
     # Start
 
-    def _choose_tap(self) -> tuple[Tap, str]:
-        params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
-        for index in self._live.changing_optimizers:
-            name = type(self._live.optimizers[index]).__qualname__
-            self.caveats.append(
-                f"{name} as configured changes gradients within its step; where it is called with a closure, changes "
-                "to gradients that torch's own functions did not make go unnoticed (foreach=False avoids that)"
-            )
-        if self._config.tap == "step":
-            self._recorder.streams = False
-            return PendingTap(params, self._recorder), "as configured"
-        if self._data_parallel is not None:
-            if CommHookTap.available(self._data_parallel):
-                tap = CommHookTap(self._data_parallel, self._recorder, self._copier, self._before_backward)
-                return tap, "gradients are taken from DDP's buckets once they are reduced"
-            self._recorder.streams = False
-            reason = "a communication hook was registered before memckpt; attach first, then register it"
-            return PendingTap(params, self._recorder), reason
-        return ParameterTap(params, self._recorder, self._copier), "gradients are taken as backward produces them"
+    def _agree_on_mode(self) -> tuple[RedoMode, str]:
+        """Lazy as soon as one rank needs it."""
+        own = choose_redo(self._config, self._live, self._device, len(self._ranks.local_ranks))
+        modes = self._ranks.gather(own)
+        return next((each for each in modes if each[0] == "lazy"), own)
 
-    def _start(self, resume: ResumeChoice | int) -> None:
+    def _request_for(self, mode: RedoMode) -> SpecRequest:
+        return SpecRequest(
+            mode=mode,
+            period=self._config.anchor_period(mode),
+            slots=self._config.slots,
+            local_ranks=self._ranks.local_ranks,
+            world_size=self._ranks.world_size,
+        )
+
+    def _start(self, resume: ResumeChoice | int, run_dir: Path) -> None:
         ranks = self._ranks
         spec = self._live.spec(self._request)
-        held = ranks.together(lambda: self._say_hello(spec, rejoining=False))
-        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce)
+        held = ranks.together(lambda: self._link.connect(spec, self._recorder.record, rejoining=False))
+        tier = StorageTier(self._config.storage, run_dir, ranks)
+        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.catalog.complete)
         self._timeline = plan.timeline
+        self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
             own = held[ranks.rank]
             ranks.together(lambda: self._open_held(plan, own.ranks))
+        elif isinstance(plan, RestoreStored):
+            _log.info("memckpt: resuming from storage: %s", plan.reason)
+            self._open_stored(tier.open_newest(plan.candidates, spec), spec)
+        elif tier.problem and resume != "never":
+            raise StorageError(
+                f"memory cannot resume this run ({plan.reason}), and storage cannot be looked into: {tier.problem}. "
+                "Try again when it can; resume='never' starts over"
+            )
         else:
             ranks.together(lambda: self._prepare_fresh(spec, plan))
-
-    def _say_hello(self, spec: StateSpec, rejoining: bool) -> Any:
-        self._client = AgentClient.connect(self._address, self._config.agent)
-        hello = Hello(
-            version=PROTOCOL_VERSION,
-            nonce=self._ranks.nonce,
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            local_ranks=self._ranks.local_ranks,
-            launcher=find_launcher(self._ranks.world_size),
-            fingerprint=tuple(spec.fingerprint()),
-            rejoining=rejoining,
-            next_record=self._recorder.record,
-        )
-        held = self._client.hello(hello)
-        self._client.configure(self._config.agent.linger_seconds)
-        return held
 
     def _prepare_fresh(self, spec: StateSpec, plan: StartOver) -> None:
         if plan.reason != "resume='never'":
             level = logging.WARNING if plan.discard else logging.INFO
             _log.log(level, "memckpt: starting over: %s", plan.reason)
-        self._fresh = self._prepare(spec, discard=plan.discard)
+        self._fresh = self._link.prepare(spec, self._timeline, discard=plan.discard)
         self._recorder.begin(None, 1)
         self._generation_after = 1
 
-    def _prepare(self, spec: StateSpec, discard: bool = False) -> PreparedRegions:
-        assert self._client is not None
-        agent = self._config.agent
-        return self._client.prepare(Prepare(spec, self._timeline, agent.threads, agent.memory_budget_bytes, discard))
-
     def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
-        assert self._client is not None
         if held_ranks != self._ranks.local_ranks:
             # Rank states cannot travel between nodes yet.
             raise ForeignStateError(
@@ -265,48 +174,42 @@ class Session:
                 f"{list(self._ranks.local_ranks)} run there; expected every rank on the node where it was. "
                 "Restart with the same placement of ranks, or use resume='never' to drop what is held"
             )
-        resume = Resume(plan.record, plan.timeline, self._config.agent.linger_seconds)
-        self._resumable = self._client.resume(resume)
+        self._resumable = self._link.resume(plan.record, plan.timeline)
         state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self._resume_from = plan
         self._resume_state = state
         self.held = HeldState(plan.step, plan.record, plan.tier, state["provided"])
-        spec = self._resumable.message.spec
-        growth = self._live.growth
-        growth.sub_steps = {i: optimizer.sub_steps for i, optimizer in enumerate(spec.optimizers)}
-        growth.sparse_bytes = {p.tensor.name: p.sparse_bytes for p in spec.params if p.sparse_bytes}
-        growth.changing = {tensor.name for tensor in spec.by_value}
+        self._live.growth.take_over(self._resumable.message.spec)
         self._recorder.begin(None, plan.record + 1)
+
+    def _open_stored(self, stored: StoredCheckpoint, spec: StateSpec) -> None:
+        checkpoint = stored.checkpoint
+        if checkpoint.world_size != self._ranks.world_size:
+            raise ForeignStateError(
+                f"the checkpoint of step {checkpoint.step} is of a run of {checkpoint.world_size} ranks, expected "
+                f"{self._ranks.world_size} as in this attempt. Start with as many ranks as before, or use "
+                "resume='never' to start over"
+            )
+        self._stored = stored
+        self._resume_state = codec.decode(stored.rank_state)
+        self.held = HeldState(checkpoint.step, checkpoint.record, "storage", self._resume_state["provided"])
+        self._live.growth.take_over(stored.own.spec)
+        self._ranks.together(lambda: self._prepare_regions(spec))
+        self._recorder.begin(None, checkpoint.record + 1)
+        self._generation_after = checkpoint.record + 1
+
+    def _prepare_regions(self, spec: StateSpec) -> None:
+        self._fresh = self._link.prepare(spec, self._timeline, discard=True)
 
     # What belongs to the rank state
 
     def provide(self, name: str, capture: Callable[[], Any]) -> None:
         """Have `capture()` called at each commit; what it returns is in ``held.rank_state[name]`` after a resume."""
-        if name in self._captures:
-            raise UsageError(f"rank state {name!r}: expected a new name, found one that is provided already")
-        self._captures[name] = capture
+        self._rank_state.provide(name, capture)
 
     def register(self, name: str, obj: Stateful) -> None:
         """Make an object with ``state_dict`` and ``load_state_dict`` part of what is committed and restored."""
-        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
-            raise UsageError(
-                f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
-                f"{type(obj).__qualname__}"
-            )
-        self.provide(name, obj.state_dict)
-        self._loaders[name] = obj.load_state_dict
-
-    def _rank_state(self) -> bytes:
-        return codec.encode(
-            {
-                "rng": rng.capture(),
-                "groups": self._live.describe_groups(),
-                "trainable": self._live.trainable(),
-                "state_order": self._live.describe_state_order(),
-                "reduction": self._tap.layout if isinstance(self._tap, CommHookTap) else None,
-                "provided": {name: capture() for name, capture in self._captures.items()},
-            }
-        )
+        self._rank_state.register(name, obj)
 
     # Restore
 
@@ -317,14 +220,14 @@ class Session:
         """
         report = self.restore_tensors()
         if report is not None and self.held is not None:
-            for name, load in self._loaders.items():
-                if name in self.held.rank_state:
-                    load(self.held.rank_state[name])
+            self._rank_state.load_registered(self.held.rank_state)
             self.restore_rng()
         return report
 
     def restore_tensors(self) -> RestoreReport | None:
         """Put parameters, buffers, optimizer state and groups back, in place; the first half of :meth:`restore`."""
+        if self._stored is not None:
+            return self._restore_stored()
         plan, regions = self._resume_from, self._resumable
         if plan is None or regions is None:
             return None
@@ -333,7 +236,7 @@ class Session:
         message = regions.message
         self._live.restore_trainable(self._resume_state["trainable"])
         self._live.restore_groups(self._resume_state["groups"])
-        writer = self._make_writer(regions)
+        writer = self._staging.open(regions)
         restorer = Restorer(
             writer.layout,
             regions.slots,
@@ -347,7 +250,7 @@ class Session:
             restorer.restore(plan.record, self._ranks.rank, message.metas, message.missing, message.plain)
         self._live.restore_state_order(self._resume_state["state_order"])
         self._agree_on_replicas(writer)
-        self._adopt_writer(writer)
+        self._staging.adopt(writer)
         if isinstance(self._tap, CommHookTap):
             self._tap.resume_layout(self._resume_state["reduction"])
         if self._live.spec(self._request) == message.spec:
@@ -357,6 +260,22 @@ class Session:
             self._recorder.begin(None, plan.record + 1)
             self._generation_after = plan.record + 1
         return RestoreReport(plan.step, plan.record, plan.tier, time.perf_counter() - started, plan.lost)
+
+    def _restore_stored(self) -> RestoreReport:
+        """From storage: the next commit writes a generation, and memory protects again."""
+        stored, self._stored = self._stored, None
+        assert stored is not None
+        started = time.perf_counter()
+        self._live.restore_trainable(self._resume_state["trainable"])
+        self._live.restore_groups(self._resume_state["groups"])
+        with rng.preserved():
+            stored.restore(self._live.tensors(), self._live.optimizers)
+        self._live.restore_state_order(self._resume_state["state_order"])
+        if isinstance(self._tap, CommHookTap):
+            self._tap.resume_layout(self._resume_state["reduction"])
+        checkpoint = stored.checkpoint
+        seconds = time.perf_counter() - started
+        return RestoreReport(checkpoint.step, checkpoint.record, "storage", seconds, 0)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
@@ -376,54 +295,8 @@ class Session:
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
-        if self._resume_from is not None:
+        if self.held is not None:
             rng.restore(self._resume_state["rng"])
-
-    # Writers and records
-
-    def _make_writer(self, regions: PreparedRegions) -> SlotWriter:
-        message = regions.message
-        return SlotWriter(
-            message.spec,
-            message.generation,
-            regions.slots,
-            regions.static,
-            regions.replica,
-            self._live,
-            self._ranks.rank,
-            self._copier,
-        )
-
-    def _adopt_writer(self, writer: SlotWriter) -> None:
-        self._drop_writer()
-        self._writer = writer
-        self._watch = self._recorder.watch = ParameterWatch(writer)
-        self._static_watch = StaticWatch(writer)
-
-    def _drop_writer(self) -> None:
-        writer, self._writer, self._watch, self._static_watch = self._writer, None, None, None
-        self._recorder.writer = self._recorder.watch = None
-        if writer is not None:
-            writer.close()
-
-    def _begin_record(self, record: int) -> None:
-        """Open the next record's slot and stage the anchors due in it: the state is read-only until the next step."""
-        writer, client = self._writer, self._client
-        assert writer is not None
-        assert client is not None
-        if writer.spec.mode == "eager":
-            started = time.perf_counter()
-            client.wait_applied(record - writer.spec.slots)
-            self._clock.slot_wait += time.perf_counter() - started
-        started = time.perf_counter()
-        self._recorder.begin(writer, record)
-        writer.ring.open_for_writing(record, self._ranks.rank)
-        try:
-            with torch.no_grad():
-                self._anchored = writer.stage_anchors(record)
-        except LayoutChangedError as error:
-            self._recorder.fail(str(error))
-        self._clock.anchors += time.perf_counter() - started
 
     # During a step
 
@@ -434,15 +307,6 @@ class Session:
     def gradients_changed(self, params: list[torch.Tensor]) -> None:
         """From :mod:`memckpt.capture.gradient_ops`: the change is made."""
         self._recorder.note_versions(params)
-
-    def _before_backward(self) -> None:
-        """No rank enters the backward of a record before its commit of the one before has been sent."""
-        self._join_sender()
-
-    def _join_sender(self) -> None:
-        if self._sender is not None:
-            self._sender.join()
-            self._sender = None
 
     # Commit
 
@@ -459,20 +323,20 @@ class Session:
         """
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
-        if self._resumable is not None:
+        if self._resumable is not None or self._stored is not None:
             raise UsageError("commit() before restore(): something is held; call session.restore() before training")
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
         try:
             if not self._is_restore_point(gradients_pending):
                 return False
-            # First of all: user code runs in it, and what it raises leaves everything as it was.
-            rank_state = self._rank_state()
+            # First of all: what user code raises in it leaves everything as it was.
+            rank_state = self._rank_state.encode(self._tap.layout if isinstance(self._tap, CommHookTap) else None)
             self._recorder.gradients_pending = False
             if isinstance(self._tap, CommHookTap):
                 self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
-            self._commit(_RestorePoint(record, record if step is None else step, rank_state))
+            self._commit(RestorePoint(record, record if step is None else step, rank_state))
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
@@ -484,10 +348,10 @@ class Session:
         unordered = isinstance(self._tap, CommHookTap) and self._tap.reductions == self._reductions_at_commit
         return not pending and not unordered
 
-    def _commit(self, point: _RestorePoint) -> None:
+    def _commit(self, point: RestorePoint) -> None:
         try:
             self._listen()
-            if self._client is None:
+            if not self._link.up:
                 self._try_again(point)
             else:
                 self._commit_or_begin(point)
@@ -499,30 +363,43 @@ class Session:
         if self._recorder.record == point.record:
             self._recorder.begin(None, point.record + 1)
 
-    def _commit_or_begin(self, point: _RestorePoint) -> None:
-        record, client = point.record, self._client
-        assert client is not None
-        self._stage_by_value(record)
+    def _commit_or_begin(self, point: RestorePoint) -> None:
+        record = point.record
+        self._staging.stage_by_value(record)
         problem = self._find_problem()
         due = self._generation_after
         if due is None and problem is not None:
             due = self._order_generation(record, problem)
         if due is not None and record >= due:
             self._begin_generation(point)
-        elif self._writer is not None and self._recorder.writer is not None and self._recorder.problem is None:
-            self._send_commit(self._writer, point)
+        elif self._staging.ready:
+            self._send_commit(point)
+            self._obey_order(record)
             self._begin_record(record + 1)
         else:
-            client.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+            self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
 
-    def _stage_by_value(self, record: int) -> None:
-        if self._recorder.writer is None or self._recorder.problem is not None:
-            return
-        try:
-            with torch.no_grad():
-                self._recorder.writer.stage_by_value(record)
-        except LayoutChangedError as error:
-            self._recorder.fail(str(error))
+    def _obey_order(self, record: int) -> None:
+        """Copy the state for a checkpoint, where the agent has asked for it."""
+        order = self._link.take_order(record)
+        if order is not None:
+            self._link.finish_sending()
+            self._link.send(self._staging.take_snapshot(order, record))
+
+    def _send_commit(self, point: RestorePoint) -> None:
+        finish = self._staging.seal(point)
+        if self._copier.asynchronous:
+            self._link.send_later(finish)
+        else:
+            self._link.send(finish())
+
+    def _begin_record(self, record: int) -> None:
+        """Go on to the next record, as soon as its slot is free."""
+        writer = self._staging.writer
+        assert writer is not None
+        if writer.spec.mode == "eager":
+            self._clock.slot_wait += self._link.wait_applied(record - writer.spec.slots)
+        self._staging.begin_record(record)
 
     def _find_problem(self) -> str | None:
         """Why this record cannot be staged as it stands."""
@@ -530,20 +407,18 @@ class Session:
             self._change_tap(self._recorder.tap_mismatch)
         if self._recorder.problem is not None:
             return self._recorder.problem
-        if self._static_watch is not None:
-            changed = self._static_watch.changed()
-            if changed is not None:
-                self._live.growth.changing.add(changed)
-                return f"{changed} has changed and is staged with every record from now on"
-        return self._watch_problem
+        changed = self._changes.static_change()
+        if changed is not None:
+            self._live.growth.changing.add(changed)
+            return f"{changed} has changed and is staged with every record from now on"
+        return self._changes.problem
 
     def _order_generation(self, record: int, reason: str) -> int:
         """When the new generation begins: now if this rank is alone, else after a record that all local ranks reach."""
-        assert self._client is not None
         _log.info("memckpt: a new generation begins: %s", reason)
         if self._ranks.world_size == 1:
             return record
-        self._generation_after = self._client.ask_for_generation(record + 1, reason)
+        self._generation_after = self._link.client.ask_for_generation(record + 1, reason)
         return self._generation_after
 
     def _change_tap(self, reason: str) -> None:
@@ -557,74 +432,23 @@ class Session:
             self._tap = PendingTap(params, self._recorder)
             self._tap.install()
 
-    def _send_commit(self, writer: SlotWriter, point: _RestorePoint) -> None:
-        record = point.record
-        missing, plain = self._anchored
-        copied = self._copier.token()
-        sub_steps = self._recorder.take_sub_steps()
-        client = self._client
-        assert client is not None
-
-        def send() -> None:
-            copied()
-            meta = b""
-            if writer.leads:
-                steps = sub_steps()
-                meta = encode_meta(RecordMeta(record, record - 1, False, steps, missing, plain))
-            writer.ring.seal(record, self._ranks.rank)
-            client.send(Commit(writer.generation, record, point.step, point.rank_state, meta))
-
-        if self._copier.asynchronous:
-            self._send_from_thread(send)
-        else:
-            send()
-
-    def _send_from_thread(self, send: Callable[[], None]) -> None:
-        """Copies from an accelerator end later: a small thread waits for them and sends the commit."""
-
-        def run() -> None:
-            try:
-                send()
-            except AgentGoneError as error:
-                self._send_problem = error
-
-        self._join_sender()
-        self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
-        self._sender.start()
-
     # Generations
 
-    def _begin_generation(self, point: _RestorePoint) -> None:
+    def _begin_generation(self, point: RestorePoint) -> None:
         """Write the whole state by value; the log goes on from here."""
-        record, client = point.record, self._client
-        assert client is not None
-        self._join_sender()
+        record = point.record
+        self._link.finish_sending()
         started = time.perf_counter()
-        spec = self._live.spec(self._request)
-        regions = self._fresh
-        self._fresh = None
-        if regions is None or regions.message.spec != spec:
-            if regions is not None:
-                regions.close()
-            regions = self._prepare(spec)
-        writer = self._make_writer(regions)
+        writer, commit = self._staging.write_generation(self._regions_for_generation(), point)
         try:
-            with torch.no_grad():
-                metas, missing, plain = writer.start_generation(record)
-            self._copier.token()()
-            writer.seal_generation(record)
-            if not writer.leads:
-                metas, missing, plain = (), (), b""
-            client.applied = record
-            client.send(
-                GenerationCommit(writer.generation, record, point.step, point.rank_state, metas, missing, plain)
-            )
+            self._link.client.applied = record
+            self._link.send(commit)
         except BaseException:
             writer.close()
             raise
-        self._adopt_writer(writer)
+        self._staging.adopt(writer)
         self._generation_after = None
-        self._watch_problem = None
+        self._changes.problem = None
         self._recorder.check.restart()
         if isinstance(self._tap, (ParameterTap, PendingTap)):
             self._tap.remove()  # parameters may have been unfrozen since
@@ -636,41 +460,37 @@ class Session:
         _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
         self._begin_record(record + 1)
 
+    def _regions_for_generation(self) -> PreparedRegions:
+        spec = self._live.spec(self._request)
+        regions, self._fresh = self._fresh, None
+        if regions is not None and regions.message.spec != spec:
+            regions.close()
+            regions = None
+        return regions or self._link.prepare(spec, self._timeline)
+
     # The agent's news, and its loss
 
     def _listen(self) -> None:
-        if self._watch is not None:
-            # Whoever has once changed values behind the counters' back may do it after every step.
-            self._note_change(self._watch.changed() if self._hidden_changes else self._watch.counted_change())
-        if self._send_problem is not None:
-            problem, self._send_problem = self._send_problem, None
-            raise problem
-        if self._client is None:
-            return
-        for notice in self._client.notices():
+        self._changes.look_at_commit()
+        for notice in self._link.notices():
             if isinstance(notice, Begin):
                 self._generation_after = notice.record
             elif isinstance(notice, Alarm):
                 _log.error("memckpt: %s", notice.reason)
                 self._recorder.fail(notice.reason)
                 if self._request.mode == "eager":
-                    self._fall_back_to_lazy(notice.reason)
+                    self.mode, self.mode_reason = "lazy", f"the agent's redo failed: {notice.reason}"
+                    self._request = self._request_for("lazy")
             elif isinstance(notice, Drift):
                 self._note_drift(notice)
             elif isinstance(notice, Gap):
                 _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
+            elif isinstance(notice, Saved):
+                self.stored_step = notice.step
+            elif isinstance(notice, SaveFailed):
+                _log.warning("memckpt: step %d did not get to storage: %s", notice.step, notice.reason)
             elif isinstance(notice, Protected):
                 _log.debug("memckpt: generation %d is complete", notice.generation)
-
-    def _fall_back_to_lazy(self, reason: str) -> None:
-        self.mode, self.mode_reason = "lazy", f"the agent's redo failed: {reason}"
-        self._request = SpecRequest(
-            mode="lazy",
-            period=self._config.anchor_period("lazy"),
-            slots=self._config.slots,
-            local_ranks=self._request.local_ranks,
-            world_size=self._request.world_size,
-        )
 
     def _note_drift(self, drift: Drift) -> None:
         before, self.drift_ulp = self.drift_ulp, max(self.drift_ulp, drift.max_ulp)
@@ -686,48 +506,20 @@ class Session:
             )
             self._recorder.fail(f"drift in {drift.tensor}")
 
-    def _watch_changes(self) -> None:
-        """As a backward begins: were parameters changed since their optimizer's step?"""
-        if self._watch is not None and self._watch_problem is None:
-            counted = self._watch.counted_change()
-            changed = counted or self._watch.changed()
-            self._hidden_changes = self._hidden_changes or (changed is not None and counted is None)
-            self._note_change(changed)
-
-    def _note_change(self, changed: str | None) -> None:
-        if changed is not None and self._watch_problem is None:
-            self._changes_told += 1
-            if self._changes_told <= _TELL_CHANGES:
-                _log.warning(
-                    "memckpt: %s was changed outside the optimizer; redo cannot know of that, so the state is written "
-                    "anew%s",
-                    changed,
-                    "; this happens again and again and costs a copy of the whole state each time"
-                    if self._changes_told == _TELL_CHANGES
-                    else "",
-                )
-            self._watch_problem = f"{changed} was changed outside the optimizer"
-
     def _lose_agent(self, record: int, reason: str) -> None:
         if self._unprotected_since is None:
             self._unprotected_since = record
             _log.warning("memckpt: training goes on without protection since step %d: %s", record, reason)
-        self._drop_writer()
-        for regions in (self._fresh, self._resumable):
-            if regions is not None:
-                regions.close()
-        self._fresh = self._resumable = None
-        if self._client is not None:
-            self._client.abandon()
-            self._client = None
+        self._abandon()
         self._retry_at = record
 
-    def _try_again(self, point: _RestorePoint) -> None:
+    def _try_again(self, point: RestorePoint) -> None:
         """Start a new agent and, when this rank is alone, a new generation at once."""
         if point.record < self._retry_at:
             return
         try:
-            self._say_hello(self._live.spec(self._request), rejoining=True)
+            self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
+            self._link.configure(self._timeline, torch.get_num_threads())
             self._generation_after = point.record if self._ranks.world_size == 1 else None
             self._listen()
             self._commit_or_begin(point)
@@ -742,8 +534,8 @@ class Session:
         """Milliseconds stalled since the last call, records not yet applied, drift in ulps, the newest record."""
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         lag = 0.0
-        if self._client is not None and self._request.mode == "eager":
-            lag = float(max(0, self._recorder.record - 1 - self._client.applied))
+        if self._link.up and self._request.mode == "eager":
+            lag = float(max(0, self._recorder.record - 1 - self._link.client.applied))
         return {
             "stall_ms": stalled * 1e3,
             "lag_steps": lag,
@@ -759,12 +551,10 @@ class Session:
     @property
     def agent_pid(self) -> int | None:
         """Process id of this node's agent, None while there is none."""
-        return self._client.agent_pid if self._client is not None else None
+        return self._link.agent_pid
 
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
-        from memckpt.state.layout import Layout
-
         layout = Layout(self._live.spec(self._request))
         return (
             f"memckpt: protecting every step of {layout.numel / 1e6:.1f}M parameters: {self.mode} redo "
@@ -780,24 +570,23 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        self._join_sender()
+        self._link.finish_sending()
         self._tap.remove()
         self._step_hooks.remove()
         gradient_ops.unlisten(self)
-        client, self._client = self._client, None
-        self._abandon()
-        if client is not None:
-            client.close(finished)
+        self._close_regions()
+        self._link.close(finished)
 
-    def _abandon(self) -> None:
-        self._drop_writer()
+    def _close_regions(self) -> None:
+        self._staging.drop()
         for regions in (self._fresh, self._resumable):
             if regions is not None:
                 regions.close()
         self._fresh = self._resumable = None
-        if self._client is not None:
-            self._client.abandon()
-            self._client = None
+
+    def _abandon(self) -> None:
+        self._close_regions()
+        self._link.abandon()
 
     def __enter__(self) -> Session:
         return self

@@ -317,7 +317,11 @@ class Layout:
                     states[owner.optimizer, state.key] = offset
                     offset += aligned(state.nbytes)
             self.replica_offsets.append((value, states))
-        self.replica_bytes = aligned(offset, PAGE) if self.spec.mode == "eager" else 0
+        #: Parameters and optimizer state, each once.
+        self.state_bytes = aligned(offset, PAGE)
+        self.replica_bytes = self.state_bytes if self.spec.mode == "eager" else 0
+        #: A snapshot is that, and then the by-value tensors of each local rank.
+        self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes * len(self.spec.local_ranks), PAGE)
 
     @property
     def total_bytes(self) -> int:

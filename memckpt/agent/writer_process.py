@@ -1,0 +1,53 @@
+"""The agent's end of the writer process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Message
+
+
+class WriterProcess:
+    """Owns the process and the connection to it; :meth:`close` ends both at once.
+
+    Args:
+        released: called first of all by :meth:`close`, while the connection is still open.
+    """
+
+    def __init__(self, released: Callable[[WriterProcess], None]) -> None:
+        self._released = released
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package_root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "memckpt.writer", "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel = Channel(ours)
+
+    def send(self, message: Message, fds: Sequence[int]) -> None:
+        """Hand over a job. Raises AgentGoneError if the process is gone."""
+        self.channel.send(message, fds, timeout=5.0)
+
+    def close(self) -> None:
+        """Kill it, wait for its end, and close the connection. Idempotent."""
+        if self.channel.fileno() < 0:
+            return
+        self._released(self)
+        self._process.kill()
+        self._process.wait()
+        self.channel.close()

@@ -1,0 +1,74 @@
+"""The live training state that a restore fills: tensors by name, and optimizer state that is made as needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.state.layout import Layout, StateTensorSpec
+
+#: From this size on, copying takes long enough to show a progress bar.
+_PROGRESS_BYTES = 1 << 30
+
+
+class RestoreTarget:
+    """Live tensors and optimizers, seen through the layout of what is restored into them.
+
+    Args:
+        layout: of the held state.
+        tensors: the live tensors by name.
+        optimizers: the live optimizers; state is made on the parameters' devices.
+    """
+
+    def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
+        self.layout = layout
+        self.tensors = tensors
+        self.optimizers = optimizers
+        self.params = [tensors[param.tensor.name] for param in layout.spec.params]
+
+    def forget_optimizer_state(self) -> None:
+        """Drop what the optimizers keep for the parameters that are about to be restored."""
+        for spec, param in zip(self.layout.spec.params, self.params, strict=True):
+            for owner in spec.owners:
+                self.optimizers[owner.optimizer].state.pop(param, None)
+
+    def order_state_keys(self) -> None:
+        """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
+        orders: dict[tuple[int, int], list[str]] = {
+            (id(param), owner.optimizer): list(owner.keys)
+            for spec, param in zip(self.layout.spec.params, self.params, strict=True)
+            for owner in spec.owners
+        }
+        for index, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    found = optimizer.state.pop(param, None)
+                    if found is not None:
+                        order = orders.get((id(param), index), [])
+                        optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
+
+    def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
+        """Room for state, not zeroed: every byte of it is about to be overwritten."""
+        dtype = getattr(torch, spec.dtype)
+        if spec.elementwise:
+            return torch.empty_like(param, dtype=dtype, requires_grad=False)
+        return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
+
+
+@contextmanager
+def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar, where there is much to copy and somebody to see it; gives what to call with bytes done."""
+    if nbytes < _PROGRESS_BYTES or not sys.stderr.isatty():
+        yield lambda amount: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"memckpt: {what}", total=nbytes)
+        yield lambda amount: bar.advance(task, amount)

@@ -1,0 +1,132 @@
+"""A session's link to its node's agent: made, used for commits, lost and made again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
+from memckpt.agent.messages import PROTOCOL_VERSION, Configure, Hello, Message, Prepare, Resume
+from memckpt.config import MemckptConfig
+from memckpt.errors import AgentGoneError
+from memckpt.session.ranks import Ranks, find_launcher
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import HeldRecords, Timeline
+
+
+class AgentLink:
+    """Owns the connection and the small thread that sends commits whose copies end later. Not thread-safe."""
+
+    def __init__(self, address: AgentAddress, ranks: Ranks, config: MemckptConfig) -> None:
+        self._address = address
+        self._ranks = ranks
+        self._config = config.agent
+        self._storage = config.storage
+        self._client: AgentClient | None = None
+        self._sender: threading.Thread | None = None
+        self._send_problem: AgentGoneError | None = None
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a connection, as far as is known."""
+        return self._client is not None
+
+    @property
+    def client(self) -> AgentClient:
+        """The connection; there must be one."""
+        assert self._client is not None
+        return self._client
+
+    @property
+    def agent_pid(self) -> int | None:
+        return self._client.agent_pid if self._client is not None else None
+
+    # Requests
+
+    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> HeldRecords:
+        """Connect to the agent, starting it if there is none, and introduce this rank; returns what the node holds."""
+        self._client = AgentClient.connect(self._address, self._config)
+        hello = Hello(
+            version=PROTOCOL_VERSION,
+            nonce=self._ranks.nonce,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            local_ranks=self._ranks.local_ranks,
+            launcher=find_launcher(self._ranks.world_size),
+            fingerprint=tuple(spec.fingerprint()),
+            rejoining=rejoining,
+            next_record=next_record,
+        )
+        return self._client.hello(hello)
+
+    def configure(self, timeline: Timeline, compute_threads: int) -> None:
+        """Give the agent the run's settings and the timeline that this attempt trains on."""
+        linger = self._config.linger_seconds
+        self.client.configure(Configure(linger, timeline, self._storage, compute_threads))
+
+    def prepare(self, spec: StateSpec, timeline: Timeline, discard: bool = False) -> PreparedRegions:
+        """Have a new generation allocated."""
+        settings = self._config
+        return self.client.prepare(Prepare(spec, timeline, settings.threads, settings.memory_budget_bytes, discard))
+
+    def resume(self, record: int, timeline: Timeline) -> PreparedRegions:
+        """Have the state after the record that the plan chose produced."""
+        return self.client.resume(Resume(record, timeline, self._config.linger_seconds))
+
+    # News and commits
+
+    def notices(self) -> list[Notice]:
+        """What the agent has said since the last call. Raises AgentGoneError if it is gone."""
+        if self._send_problem is not None:
+            problem, self._send_problem = self._send_problem, None
+            raise problem
+        return self._client.notices() if self._client is not None else []
+
+    def take_order(self, record: int) -> SnapshotOrder | None:
+        """The order for a snapshot that is due after `record` or was due before."""
+        return self._client.take_order(record) if self._client is not None else None
+
+    def send(self, message: Message) -> None:
+        self.client.send(message)
+
+    def send_later(self, make: Callable[[], Message]) -> None:
+        """Make and send a message in a small thread: `make` waits for copies from an accelerator."""
+        client = self.client
+
+        def run() -> None:
+            try:
+                client.send(make())
+            except AgentGoneError as error:
+                self._send_problem = error
+
+        self.finish_sending()
+        self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
+        self._sender.start()
+
+    def finish_sending(self) -> None:
+        """Wait until the last commit has been sent."""
+        if self._sender is not None:
+            self._sender.join()
+            self._sender = None
+
+    def wait_applied(self, record: int) -> float:
+        """Wait until the replica has applied `record`; returns the seconds that it took."""
+        started = time.perf_counter()
+        self.client.wait_applied(record)
+        return time.perf_counter() - started
+
+    # End
+
+    def abandon(self) -> None:
+        """Close the connection without a word."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.abandon()
+
+    def close(self, finished: bool) -> None:
+        """Say goodbye; with `finished` the agent lets go of everything."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)

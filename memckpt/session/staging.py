@@ -1,0 +1,161 @@
+"""What a session writes to: the slots of the current generation, record by record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from memckpt.agent.client import PreparedRegions, SnapshotOrder
+from memckpt.agent.messages import Commit, GenerationCommit, SnapshotTaken
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder, StallClock
+from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
+from memckpt.session.changes import Changes
+from memckpt.state.records import RecordMeta, encode_meta
+
+
+@dataclass(frozen=True)
+class RestorePoint:
+    """What a commit is made of beside the staged tensors."""
+
+    record: int
+    step: int
+    rank_state: bytes
+
+
+class Staging:
+    """Owns the writer of the current generation and closes it.
+
+    Attributes:
+        writer: None while there is no generation to write to.
+    """
+
+    def __init__(
+        self, live: LiveState, recorder: Recorder, copier: Copier, clock: StallClock, changes: Changes, rank: int
+    ) -> None:
+        self._live = live
+        self._recorder = recorder
+        self._copier = copier
+        self._clock = clock
+        self._changes = changes
+        self._rank = rank
+        self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
+        self.writer: SlotWriter | None = None
+
+    def open(self, regions: PreparedRegions) -> SlotWriter:
+        """A writer on regions that the agent has handed over; it owns them from now on."""
+        message = regions.message
+        return SlotWriter(
+            message.spec,
+            message.generation,
+            regions.slots,
+            regions.static,
+            regions.replica,
+            self._live,
+            self._rank,
+            self._copier,
+        )
+
+    def adopt(self, writer: SlotWriter) -> None:
+        """Write to this generation from now on; the one before is closed."""
+        self.drop()
+        self.writer = writer
+        self._changes.watch(writer)
+
+    def drop(self) -> None:
+        """Close the generation: there is nothing to write to."""
+        writer, self.writer = self.writer, None
+        self._recorder.writer = None
+        self._changes.forget()
+        if writer is not None:
+            writer.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the record that is being collected can be committed as it stands."""
+        return self.writer is not None and self._recorder.writer is not None and self._recorder.problem is None
+
+    def begin_record(self, record: int) -> None:
+        """Open a record's slot and stage the anchors due in it: the state is read-only until the next step."""
+        writer = self.writer
+        assert writer is not None
+        started = time.perf_counter()
+        self._recorder.begin(writer, record)
+        writer.ring.open_for_writing(record, self._rank)
+        try:
+            with torch.no_grad():
+                self._anchored = writer.stage_anchors(record)
+        except LayoutChangedError as error:
+            self._recorder.fail(str(error))
+        self._clock.anchors += time.perf_counter() - started
+
+    def stage_by_value(self, record: int) -> None:
+        """Copy buffers and the like, as they are at the end of the record."""
+        writer = self._recorder.writer
+        if writer is None or self._recorder.problem is not None:
+            return
+        try:
+            with torch.no_grad():
+                writer.stage_by_value(record)
+        except LayoutChangedError as error:
+            self._recorder.fail(str(error))
+
+    def seal(self, point: RestorePoint) -> Callable[[], Commit]:
+        """Close the record. The function that is returned waits for its copies, sets the stamp and makes the commit."""
+        writer = self.writer
+        assert writer is not None
+        missing, plain = self._anchored
+        copied = self._copier.token()
+        sub_steps = self._recorder.take_sub_steps()
+
+        def finish() -> Commit:
+            copied()
+            meta = b""
+            if writer.leads:
+                meta = encode_meta(RecordMeta(point.record, point.record - 1, False, sub_steps(), missing, plain))
+            writer.ring.seal(point.record, self._rank)
+            return Commit(writer.generation, point.record, point.step, point.rank_state, meta)
+
+        return finish
+
+    def write_generation(self, regions: PreparedRegions, point: RestorePoint) -> tuple[SlotWriter, GenerationCommit]:
+        """Write this rank's part of the whole state by value into regions of a new generation."""
+        writer = self.open(regions)
+        try:
+            with torch.no_grad():
+                metas, missing, plain = writer.start_generation(point.record)
+            self._copier.token()()
+            writer.seal_generation(point.record)
+        except BaseException:
+            writer.close()
+            raise
+        if not writer.leads:
+            metas, missing, plain = (), (), b""
+        commit = GenerationCommit(writer.generation, point.record, point.step, point.rank_state, metas, missing, plain)
+        return writer, commit
+
+    def take_snapshot(self, order: SnapshotOrder, record: int) -> SnapshotTaken:
+        """Copy this rank's part of the state after `record` for a checkpoint, if that is the record of the order."""
+        started = time.perf_counter()
+        writer = self.writer
+        taken = SnapshotTaken(order.record, 0.0, missed=True)
+        if writer is not None and order.record == record and order.region.nbytes == writer.layout.snapshot_bytes:
+            self._copier.adopt(order.region)
+            try:
+                with torch.no_grad():
+                    missing, plain = writer.take_snapshot(order.region)
+                self._copier.token()()
+            except LayoutChangedError as error:
+                self._recorder.fail(str(error))
+            else:
+                parts = (missing, plain) if writer.leads else ((), b"")
+                taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts)
+            finally:
+                self._copier.release(order.region)
+        order.region.close()
+        self._clock.snapshot += time.perf_counter() - started
+        return taken

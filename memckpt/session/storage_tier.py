@@ -1,0 +1,81 @@
+"""The storage tier as a resume sees it: what is there, and the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from memckpt.config import StorageConfig
+from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
+from memckpt.recovery.from_storage import StoredCheckpoint
+from memckpt.session.ranks import Ranks
+from memckpt.state.layout import StateSpec, first_difference
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, verify
+from memckpt.storage.store import Store, open_store
+
+_log = logging.getLogger("memckpt")
+
+
+class StorageTier:
+    """Read by rank 0, which tells the others; each rank then reads its own part.
+
+    Attributes:
+        catalog: what the store holds; empty without a store.
+        problem: why it could not be listed; empty if it could.
+    """
+
+    def __init__(self, config: StorageConfig | None, run_dir: Path, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._store: Store | None = None
+        self.catalog = Catalog((), {})
+        self.problem = ""
+        if config is None:
+            return
+        self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
+        found: tuple[Catalog, str] = (self.catalog, "")
+        if ranks.rank == 0:
+            try:
+                found = read_catalog(store), ""
+            except StorageError as error:
+                found = self.catalog, str(error)
+        self.catalog, self.problem = ranks.gather(found)[0]
+        if self.problem:
+            _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
+        for problem in self.catalog.damaged.values():
+            _log.warning("memckpt: passed over: %s", problem)
+
+    def open_newest(self, candidates: Sequence[Checkpoint], spec: StateSpec) -> StoredCheckpoint:
+        """The first of the candidates whose files are all good.
+
+        Raises:
+            DamagedStateError: none is; the message says what is wrong with each.
+            ForeignStateError: it belongs to another model or optimizer.
+        """
+        chosen, problems = self._ranks.gather(self._first_good(candidates) if self._ranks.rank == 0 else (-1, []))[0]
+        for problem in problems:
+            _log.warning("memckpt: passed over: %s", problem)
+        if chosen < 0:
+            raise DamagedStateError(
+                f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
+                "to start over"
+            )
+        assert self._store is not None
+        opened = StoredCheckpoint(self._store, candidates[chosen], self._ranks.rank)
+        difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
+        if difference is not None:
+            raise ForeignStateError(
+                f"the checkpoint of step {candidates[chosen].step} in {self._store.url} belongs to another model or "
+                f"optimizer. First difference: {difference}. Use another run directory, or resume='never' to start over"
+            )
+        return opened
+
+    def _first_good(self, candidates: Sequence[Checkpoint]) -> tuple[int, list[str]]:
+        assert self._store is not None
+        problems: list[str] = []
+        for index, candidate in enumerate(candidates):
+            wrong = verify(self._store, candidate)
+            if not wrong:
+                return index, problems
+            problems.append(f"step {candidate.step}: {wrong[0]}")
+        return -1, problems

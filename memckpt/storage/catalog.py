@@ -1,0 +1,133 @@
+"""Which checkpoints a store holds, whether they are whole, and which may go. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memckpt.errors import DamagedStateError
+from memckpt.state.records import Timeline
+from memckpt.storage.format import COMMITS, Part, decode_commit
+from memckpt.storage.store import Store, matches
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The parts of one record on one timeline, by node."""
+
+    timeline: Timeline
+    record: int
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What orders checkpoints: later attempts first of all."""
+        return self.timeline.number, self.timeline.nonce, self.record
+
+    @property
+    def step(self) -> int:
+        return next(iter(self.parts.values())).step
+
+    @property
+    def world_size(self) -> int:
+        return next(iter(self.parts.values())).world_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for part in self.parts.values() for file in part.files)
+
+    @property
+    def created(self) -> float:
+        return max(part.created for part in self.parts.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether the parts of all ranks are there, and the parameters with them."""
+        ranks = {rank for part in self.parts.values() for rank in part.ranks}
+        return ranks >= set(range(self.world_size)) and any(part.full for part in self.parts.values())
+
+    def full_part(self) -> Part:
+        """The part with parameters and optimizer state."""
+        return next(part for _, part in sorted(self.parts.items()) if part.full)
+
+    def part_of(self, rank: int) -> Part:
+        """The part with a rank's state."""
+        return next(part for part in self.parts.values() if rank in part.ranks)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All checkpoints of a store, newest first; `damaged` says which commit files could not be used, and why."""
+
+    checkpoints: tuple[Checkpoint, ...]
+    damaged: dict[str, str]
+
+    @property
+    def complete(self) -> tuple[Checkpoint, ...]:
+        return tuple(one for one in self.checkpoints if one.complete)
+
+
+def read_catalog(store: Store) -> Catalog:
+    """Read every commit file.
+
+    Raises:
+        StorageError: the store cannot be listed.
+        UnsupportedError: a newer version has written to it.
+    """
+    found: dict[tuple[int, str, int], Checkpoint] = {}
+    damaged: dict[str, str] = {}
+    for path in store.find(COMMITS):
+        try:
+            part = decode_commit(store.read(path), path)
+        except DamagedStateError as error:
+            damaged[path] = str(error)
+            continue
+        one = Checkpoint(part.timeline, part.record)
+        found.setdefault(one.key, one).parts[part.node] = part
+    ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
+    return Catalog(tuple(ordered), damaged)
+
+
+def verify(store: Store, checkpoint: Checkpoint) -> list[str]:
+    """Read all files of a checkpoint and compare them with its commit files; what is wrong, in words."""
+    problems = [] if checkpoint.complete else ["parts are missing"]
+    for part in checkpoint.parts.values():
+        problems += [problem for file in part.files if (problem := matches(store, file)) is not None]
+    return problems
+
+
+def remove(store: Store, checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint: its commit files first, so that what is left is never taken for whole."""
+    parts = list(checkpoint.parts.values())
+    for part in parts:
+        store.delete(part.commit_path)
+    for part in parts:
+        remove_files(store, part)
+
+
+def remove_files(store: Store, part: Part) -> None:
+    """Delete a part's files; its commit file must be gone."""
+    store.delete(part.state_path)
+    store.delete_directory(part.base_directory)
+
+
+def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:
+    """The checkpoints that retention lets go of.
+
+    Kept are the last `keep_last` complete ones, those whose step is a multiple of `keep_every_steps`, and whatever is
+    incomplete and newer than the newest complete one: its other parts may be on their way.
+
+    Args:
+        checkpoints: newest first; the newest complete one has been verified.
+    """
+    kept = 0
+    gone = []
+    for one in checkpoints:
+        if one.complete:
+            kept += 1
+            marked = bool(keep_every_steps) and one.step % (keep_every_steps or 1) == 0
+            if kept > keep_last and not marked:
+                gone.append(one)
+        elif kept:
+            gone.append(one)
+    return gone

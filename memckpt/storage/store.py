@@ -1,0 +1,269 @@
+"""Durable files: the one place where bytes go to a disk or an object store.
+
+A file is either there, whole and safe from a power cut, or not there at all. On a local file system that takes a
+temporary name, a write, an fsync, a rename, and an fsync of the directory; an object store shows an object only when
+its upload is complete. What belongs together is made so by a commit file, which is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import xxhash
+
+from memckpt.errors import ConfigurationError, StorageError
+
+_READ_BYTES = 8 << 20
+#: What a file is called while it is written; such files are leftovers once nobody writes.
+_PARTIAL = ".partial-"
+
+
+class StoredFile(msgspec.Struct, frozen=True):
+    """A file by its path in the store, with what must be found there."""
+
+    path: str
+    nbytes: int
+    xxh3: str
+
+
+class HashingStream(io.RawIOBase):
+    """Passes bytes on to a file, counts and hashes them. Closing it does nothing: whoever opened the file ends it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = xxhash.xxh3_64()
+        self._nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._file.write(view)
+        self._nbytes += view.nbytes
+        return view.nbytes
+
+    def tell(self) -> int:
+        return self._nbytes
+
+    def close(self) -> None:
+        return
+
+    def stored(self, path: str) -> StoredFile:
+        """What has been written, as it must be found under `path`."""
+        return StoredFile(path, self._nbytes, self._hash.hexdigest())
+
+
+class Store(ABC):
+    """A directory or a bucket's prefix. Paths are relative, with forward slashes.
+
+    Every method raises StorageError, with the path, for what the storage cannot do.
+    """
+
+    url: str
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[HashingStream]:
+        """Write a file: it is there, durably, when the block has ended, and not at all if it raised."""
+        with _errors("write", self.url, path), self._replacing(path) as file:
+            yield HashingStream(file)
+
+    def write(self, path: str, data: bytes) -> StoredFile:
+        """Write a small file."""
+        with self.create(path) as stream:
+            stream.write(data)
+        return stream.stored(path)
+
+    @contextlib.contextmanager
+    def open(self, path: str) -> Iterator[IO[bytes]]:
+        """Read a file; seekable."""
+        with _errors("read", self.url, path), self._open(path) as file:
+            yield file
+
+    def read(self, path: str) -> bytes:
+        """All of a small file."""
+        with self.open(path) as file:
+            return file.read()
+
+    def find(self, prefix: str) -> list[str]:
+        """Paths of all files below a directory, in order; those that are being written are left out."""
+        with _errors("list", self.url, prefix):
+            return sorted(path for path in self._find(prefix) if _PARTIAL not in path)
+
+    def delete(self, path: str) -> None:
+        """Delete a file durably; one that is not there is no error."""
+        with _errors("delete", self.url, path):
+            self._delete(path)
+
+    @abstractmethod
+    def delete_directory(self, path: str) -> None:
+        """Delete all files below a directory, unfinished ones too."""
+
+    @abstractmethod
+    def _replacing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+
+    @abstractmethod
+    def _open(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+
+    @abstractmethod
+    def _find(self, prefix: str) -> Iterator[str]: ...
+
+    @abstractmethod
+    def _delete(self, path: str) -> None: ...
+
+
+@contextlib.contextmanager
+def _errors(action: str, url: str, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"could not {action} {path} in {url}: {type(error).__name__}: {error}") from error
+
+
+class LocalStore(Store):
+    """A directory of a local or mounted file system."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+
+    @contextlib.contextmanager
+    def _replacing(self, path: str) -> Iterator[IO[bytes]]:
+        target = self.root / path
+        self._make_directory(target.parent)
+        partial = target.with_name(f"{target.name}{_PARTIAL}{secrets.token_hex(4)}")
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _sync_directory(target.parent)
+
+    def _make_directory(self, directory: Path) -> None:
+        missing = [one for one in (directory, *directory.parents) if not one.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for one in reversed(missing):
+            _sync_directory(one.parent)
+
+    def _open(self, path: str) -> IO[bytes]:
+        return (self.root / path).open("rb")
+
+    def _find(self, prefix: str) -> Iterator[str]:
+        for directory, _, names in os.walk(self.root / prefix):
+            for name in names:
+                yield PurePosixPath(Path(directory, name).relative_to(self.root)).as_posix()
+
+    def _delete(self, path: str) -> None:
+        target = self.root / path
+        with contextlib.suppress(FileNotFoundError):
+            target.unlink()
+            _sync_directory(target.parent)
+
+    def delete_directory(self, path: str) -> None:
+        with _errors("delete", self.url, path), contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.root / path)
+            _sync_directory((self.root / path).parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class ObjectStore(Store):
+    """Anything that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``memory://``."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs: Any
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ConfigurationError(
+                f"storage.url: expected a directory or a URL that fsspec can open, found {url!r} ({error}); "
+                "s3:// needs the package s3fs, gs:// gcsfs"
+            ) from error
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+    @contextlib.contextmanager
+    def _replacing(self, path: str) -> Iterator[IO[bytes]]:
+        # Otherwise closing the file, after a failure too, would make an object of what has been written so far.
+        file = self._fs.open(self._at(path), "wb", autocommit=False)
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            with contextlib.suppress(OSError, ValueError):
+                file.discard()
+            raise
+        file.commit()
+
+    def _open(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        opened: contextlib.AbstractContextManager[IO[bytes]] = self._fs.open(self._at(path), "rb")
+        return opened
+
+    def _find(self, prefix: str) -> Iterator[str]:
+        self._fs.invalidate_cache()
+        for found in self._fs.find(self._at(prefix)):
+            yield found.removeprefix("/" if not self._root.startswith("/") else "").removeprefix(f"{self._root}/")
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(path))
+
+    def delete_directory(self, path: str) -> None:
+        with _errors("delete", self.url, path), contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._at(path), recursive=True)
+
+
+def open_store(url: str) -> Store:
+    """The store for a directory's path or a URL.
+
+    Raises:
+        ConfigurationError: nothing is installed that can open it.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme in ("", "file"):
+        return LocalStore(Path(urlsplit(url).path if scheme else url).resolve())
+    return ObjectStore(url)
+
+
+def matches(store: Store, file: StoredFile) -> str | None:
+    """Read a file and compare it with what must be there; what differs, in words, or None."""
+    digest, nbytes = xxhash.xxh3_64(), 0
+    try:
+        with store.open(file.path) as stream:
+            while chunk := stream.read(_READ_BYTES):
+                digest.update(chunk)
+                nbytes += len(chunk)
+    except StorageError as error:
+        return str(error)
+    if nbytes != file.nbytes:
+        return f"{file.path}: expected {file.nbytes} bytes, found {nbytes}"
+    if digest.hexdigest() != file.xxh3:
+        return f"{file.path}: expected checksum {file.xxh3}, found {digest.hexdigest()}"
+    return None

@@ -1,0 +1,320 @@
+"""The storage tier's files: written whole or not at all, checked byte by byte, never executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from memckpt.errors import ConfigurationError, DamagedStateError, StorageError, UnsupportedError
+from memckpt.state.layout import OptimizerSpec, StateSpec, TensorSpec
+from memckpt.state.records import Timeline
+from memckpt.storage import dcp as our_dcp
+from memckpt.storage.base import write_base
+from memckpt.storage.catalog import read_catalog, remove, superseded, verify
+from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_commit, encode_commit
+from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "local":
+        return open_store(str(tmp_path / "store"))
+    return open_store(f"memory://{tmp_path.name}")
+
+
+def part_of(
+    record: int, *, node: str = "node", ranks: tuple[int, ...] = (0,), world_size: int = 1, **rest: Any
+) -> Part:
+    settings = {"timeline": Timeline(1, "a"), "format": FORMAT_VERSION, "full": 0 in ranks, "created": 0.0, **rest}
+    return Part(record=record, step=record, node=node, ranks=ranks, world_size=world_size, **settings)
+
+
+def some_state() -> NodeState:
+    optimizers = (OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),)
+    spec = StateSpec((), optimizers, (), (TensorSpec("buffer", (3,), "float32"),), "lazy", 4, 3, (0,), 1)
+    return NodeState(spec, (), b"", {0: b"state of rank 0"})
+
+
+def write(store: Store, part: Part) -> Part:
+    return write_base(store, part, some_state(), {"model.weight": torch.arange(6.0).view(2, 3) + part.record})
+
+
+# Files
+
+
+def test_a_file_is_there_when_it_is_whole(store: Store) -> None:
+    stored = store.write("a/b/c", b"some bytes")
+    assert store.read("a/b/c") == b"some bytes"
+    assert stored.nbytes == 10
+    assert matches(store, stored) is None
+    assert store.find("a") == ["a/b/c"]
+    store.delete("a/b/c")
+    store.delete("a/b/c")
+    assert store.find("a") == []
+
+
+def test_a_file_whose_writing_fails_is_not_there(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+
+    def write_half() -> None:
+        with store.create("a/b") as stream:
+            stream.write(b"half")
+            raise KeyError("no more")
+
+    with pytest.raises(KeyError):
+        write_half()
+    assert store.find("") == []
+    store.write("a/b", b"old")
+    with pytest.raises(KeyError):
+        write_half()
+    assert store.read("a/b") == b"old"
+
+
+def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path, store: Store) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(StorageError, match=r"could not write inside/x in .*file"):
+        LocalStore(tmp_path / "file").write("inside/x", b"")
+    with pytest.raises(StorageError, match="could not read nothing/here"):
+        store.read("nothing/here")
+
+
+def test_an_unknown_kind_of_store_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"storage.url: expected .* found 'quux://x'"):
+        open_store("quux://x")
+    assert isinstance(open_store("memory://x"), ObjectStore)
+
+
+# What must be durable, by a model of a file system that drops what was not synced
+
+
+class PowerCut(BaseException):
+    """The machine stops here."""
+
+
+class Disk:
+    """Follows what a LocalStore does and can say what a power cut would leave of it at any moment."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stop_after: int | None) -> None:
+        self.operations: list[str] = []
+        self._stop_after = stop_after
+        for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
+            monkeypatch.setattr(owner, name, self._counting(name, getattr(owner, name)))
+        self.synced: dict[str, int] = {}
+
+    def _counting(self, name: str, original: Any) -> Any:
+        def counted(first: Any, *rest: Any, **settings: Any) -> Any:
+            if self._stop_after is not None and len(self.operations) >= self._stop_after:
+                raise PowerCut
+            result = original(first, *rest, **settings)
+            target = os.readlink(f"/proc/self/fd/{first}") if name == "fsync" else str(first)
+            self.operations.append(f"{name} {target}")
+            if name == "fsync" and os.path.isfile(target):
+                self.synced[target] = os.path.getsize(target)
+            if name == "replace":
+                self.synced[str(rest[0])] = self.synced.pop(str(first), 0)
+            return result
+
+        return counted
+
+    def cut(self, root: Path) -> None:
+        """Leave of every file what had been synced, as the most forgetful disk would."""
+        for path in [each for each in root.rglob("*") if each.is_file()]:
+            with path.open("r+b") as file:
+                file.truncate(self.synced.get(str(path), 0))
+
+
+def test_a_power_cut_anywhere_leaves_the_old_checkpoint_and_never_a_wrong_new_one(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        disk = Disk(monkeypatch, None)
+        write(LocalStore(tmp_path / "count"), part_of(2))
+    total = len(disk.operations)
+    assert total >= 12  # four files: each is synced, renamed, and its directory synced
+    for stop_after in range(total + 1):
+        root = tmp_path / f"cut-{stop_after}"
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = Disk(monkeypatch, None)
+            write(LocalStore(root), part_of(1))
+            disk.operations.clear()
+            disk._stop_after = stop_after
+            try:
+                write(LocalStore(root), part_of(2))
+                finished = True
+            except (PowerCut, DamagedStateError):  # DCP turns whatever happens into an exception of its own
+                finished = False
+        disk.cut(root)
+        catalog = read_catalog(LocalStore(root))
+        found = [one.record for one in catalog.complete]
+        assert found in ([1], [2, 1]), disk.operations
+        assert finished <= (found == [2, 1])
+        for one in catalog.complete:
+            assert verify(LocalStore(root), one) == []
+
+
+def test_every_file_is_synced_before_it_gets_its_name_and_its_directory_after(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        disk = Disk(monkeypatch, None)
+        write(LocalStore(tmp_path / "store"), part_of(1))
+    renames = [index for index, operation in enumerate(disk.operations) if operation.startswith("replace")]
+    assert len(renames) == 4
+    for index in renames:
+        partial = disk.operations[index].removeprefix("replace ")
+        assert disk.operations[index - 1] == f"fsync {partial}"
+        assert disk.operations[index + 1] == f"fsync {Path(partial).parent}"
+    assert ".json" in disk.operations[renames[-1]]
+
+
+# Damage
+
+
+def test_any_flipped_bit_and_any_cut_is_noticed(store: Store) -> None:
+    part = write(store, part_of(1))
+    (checkpoint,) = read_catalog(store).complete
+    for file in part.files:
+        data = store.read(file.path)
+        for position in {0, 1, len(data) // 3, len(data) // 2, len(data) - 1}:
+            for bit in (0, 5):
+                damaged = bytearray(data)
+                damaged[position] ^= 1 << bit
+                store.write(file.path, bytes(damaged))
+                assert any(file.path in problem for problem in verify(store, checkpoint))
+        for length in (0, 1, len(data) - 1):
+            store.write(file.path, data[:length])
+            assert any(f"found {length}" in problem for problem in verify(store, checkpoint))
+        store.delete(file.path)
+        assert any(file.path in problem for problem in verify(store, checkpoint))
+        store.write(file.path, data)
+    assert verify(store, checkpoint) == []
+
+
+def test_a_commit_file_that_was_changed_anywhere_is_passed_over(store: Store) -> None:
+    path = write(store, part_of(1)).commit_path
+    data = store.read(path)
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 4
+        with pytest.raises(DamagedStateError):
+            decode_commit(bytes(damaged), path)
+    for length in range(len(data)):
+        with pytest.raises(DamagedStateError):
+            decode_commit(data[:length], path)
+    store.write(path, data[:-5])
+    catalog = read_catalog(store)
+    assert catalog.complete == ()
+    assert list(catalog.damaged) == [path]
+
+
+def test_a_commit_file_in_another_place_is_passed_over(store: Store) -> None:
+    data = store.read(write(store, part_of(1)).commit_path)
+    elsewhere = part_of(2).commit_path
+    store.write(elsewhere, data)
+    assert elsewhere in read_catalog(store).damaged
+
+
+def test_what_a_newer_version_wrote_is_refused(store: Store) -> None:
+    part = part_of(1, format=FORMAT_VERSION + 1)
+    store.write(part.commit_path, encode_commit(part))
+    with pytest.raises(
+        UnsupportedError, match=f"expected format {FORMAT_VERSION} or older, found {FORMAT_VERSION + 1}"
+    ):
+        read_catalog(store)
+
+
+class Harmful:
+    """Unpickling it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_planted_pickle_is_refused_and_nothing_of_it_runs(store: Store, tmp_path: Path) -> None:
+    planted = tmp_path / "was executed"
+    part = write(store, part_of(1))
+    target = {"model.weight": torch.zeros(2, 3)}
+    metadata = f"{part.base_directory}/.metadata"
+    good = store.read(metadata)
+    store.write(metadata, pickle.dumps(Harmful(planted)))
+    with pytest.raises(DamagedStateError, match=r"Path"):
+        our_dcp.load_into(store, part.base_directory, target)
+    store.write(metadata, b"no pickle at all")
+    with pytest.raises(DamagedStateError, match="cannot be read"):
+        our_dcp.load_into(store, part.base_directory, target)
+    store.write(metadata, good)
+    (data,) = [file.path for file in part.files if file.path.endswith(".distcp")]
+    store.write(data, pickle.dumps(Harmful(planted)))
+    with pytest.raises(DamagedStateError):
+        our_dcp.load_into(store, part.base_directory, target)
+    for path in (part.state_path, part.commit_path):
+        store.write(path, pickle.dumps(Harmful(planted)))
+    assert read_catalog(store).complete == ()
+    assert not planted.exists()
+
+
+# Reading it with stock tools
+
+
+def test_torch_loads_a_base_by_itself(tmp_path: Path) -> None:
+    part = write(LocalStore(tmp_path), part_of(3))
+    flat, nested = {"model.weight": torch.zeros(2, 3)}, {"model": {"weight": torch.zeros(2, 3)}}
+    for state in (flat, nested):
+        dcp.load(state, checkpoint_id=str(tmp_path / part.base_directory), no_dist=True)
+    assert torch.equal(flat["model.weight"], torch.arange(6.0).view(2, 3) + 3)
+    assert torch.equal(nested["model"]["weight"], flat["model.weight"])
+
+
+# Which checkpoints there are
+
+
+def test_a_checkpoint_exists_when_all_its_parts_do(store: Store) -> None:
+    write(store, part_of(1, node="a", ranks=(0, 1), world_size=4))
+    assert read_catalog(store).complete == ()
+    write(store, part_of(1, node="b", ranks=(2, 3), world_size=4))
+    (checkpoint,) = read_catalog(store).complete
+    assert checkpoint.full_part().node == "a"
+    assert checkpoint.part_of(3).node == "b"
+    assert verify(store, checkpoint) == []
+
+
+def test_later_attempts_come_first(store: Store) -> None:
+    for timeline, record in ((1, 5), (2, 3), (1, 9), (10, 1)):
+        write(store, part_of(record, timeline=Timeline(timeline, "x")))
+    found = [(one.timeline.number, one.record) for one in read_catalog(store).complete]
+    assert found == [(10, 1), (2, 3), (1, 9), (1, 5)]
+
+
+def test_retention_keeps_the_last_ones_and_every_so_many_steps(store: Store) -> None:
+    for record in range(1, 11):
+        write(store, part_of(record))
+    catalog = read_catalog(store)
+    gone = [one.record for one in superseded(catalog.checkpoints, 2, 4)]
+    assert sorted(gone) == [1, 2, 3, 5, 6, 7]
+    for one in superseded(catalog.checkpoints, 2, None):
+        remove(store, one)
+    assert [one.record for one in read_catalog(store).complete] == [10, 9]
+    assert not [path for path in store.find("") if "000000000003" in path]
+
+
+def test_an_incomplete_checkpoint_newer_than_the_newest_is_left_alone(store: Store) -> None:
+    write(store, part_of(1))
+    write(store, part_of(2, node="a", ranks=(0,), world_size=2))
+    write(store, part_of(3))
+    write(store, part_of(4, node="a", ranks=(0,), world_size=2))
+    catalog = read_catalog(store)
+    assert [one.record for one in superseded(catalog.checkpoints, 2, None)] == [2]
+
+
+def test_formats_are_stable() -> None:
+    """A change of the commit file's fields needs a new format version."""
+    assert [field.name for field in msgspec.structs.fields(Part)] == [
+        "format", "timeline", "record", "step", "world_size", "ranks", "node", "full", "created", "files"
+    ]  # fmt: skip
+    assert FORMAT_VERSION == 1

@@ -1,0 +1,272 @@
+"""When memory is gone, training resumes from storage: trainers and agents are killed, results compared."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memckpt.config import StorageConfig
+from memckpt.errors import UsageError
+from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.export import export
+from memckpt.storage.store import LocalStore
+from tests.engine_cases import PLAIN, SHAPE_CASES, Case
+from tests.engine_harness import (
+    Action,
+    Control,
+    Lab,
+    collect,
+    config,
+    differences,
+    kill_agent,
+    kill_and_wait,
+    kill_both,
+    kill_self,
+    outcome,
+)
+
+REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
+LIMIT_SECONDS = 60.0
+
+
+def stored(redo: str, every_steps: int | None = 5, **settings: Any) -> Any:
+    """A configuration with a storage tier; None: nothing is stored while training runs."""
+    storage = StorageConfig(every_steps=every_steps, min_seconds=3600, **settings)
+    return config(redo, storage=storage)
+
+
+def until_stored(step: int) -> Action:
+    """The trainer waits here until its agent has told it that a step, or a later one, is in storage."""
+
+    def wait(control: Control) -> None:
+        session = control.session
+        assert session is not None
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (session.stored_step or 0) < step:
+            left = deadline - time.monotonic()
+            if not select.select([session._link.client.channel], [], [], max(0.0, left))[0]:
+                raise TimeoutError(f"step {step} is not in storage, only {session.stored_step}")
+            session._listen()
+
+    return wait
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        select.select([], [], [], 0.05)
+
+
+def catalog_of(lab: Lab) -> Catalog:
+    return read_catalog(LocalStore(lab.run_dir / "storage"))
+
+
+def newest(lab: Lab) -> int | None:
+    complete = catalog_of(lab).complete
+    return complete[0].step if complete else None
+
+
+@REDO
+def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo)
+    first = lab.train(PLAIN, settings, actions={("after commit", 7): until_stored(5), ("backward", 9): kill_both})
+    second = lab.train(
+        PLAIN, settings, seed=2, actions={("after commit", 12): until_stored(10), ("in commit", 14): kill_both}
+    )
+    assert second.restored_step == 5
+    final = lab.train(PLAIN, settings, seed=3)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, first, second, final)
+    assert newest(lab) == PLAIN.steps
+
+
+@REDO
+def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    kill_and_wait(lab.status().pid)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    assert "resuming from storage: nothing is held in local memory" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+def test_a_clean_end_leaves_the_final_step_in_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    done = lab.train(PLAIN, settings)
+    assert newest(lab) == PLAIN.steps
+    assert not lab.agent_answers()
+    longer = replace(PLAIN, name="plain-longer", steps=PLAIN.steps + 4)
+    final = lab.train(longer, settings, seed=2, resume="require")
+    assert final.restored_step == PLAIN.steps
+    lab.check_same(longer, done, final)
+
+
+def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
+    """What was to be written is not needed any more, and nothing is lost by giving it up."""
+    settings = stored("eager", every_steps=None)
+    lab.survives(PLAIN, settings, [("backward", 6), ("after commit", 9), ("in commit", 11)])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
+    settings = stored("lazy")
+    actions = {
+        ("after commit", 7): until_stored(5),
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    died = lab.train(PLAIN, settings, actions=actions)
+    checkpoint = catalog_of(lab).complete[0]
+    assert checkpoint.step == 10
+    damaged = next(file for file in checkpoint.full_part().files if file.path.endswith(".distcp"))
+    path = lab.run_dir / "storage" / damaged.path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    refused = lab.begin(PLAIN, settings, resume=10)
+    ended = collect(*refused)
+    assert ended.code == 3
+    assert f"no checkpoint in storage is whole: step 10: {damaged.path}: expected checksum" in ended.log
+    final = lab.train(PLAIN, settings, seed=2)
+    assert f"passed over: step 10: {damaged.path}: expected checksum" in final.log
+    assert final.restored_step == 5
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+
+    def preempt(control: Control) -> None:
+        assert control.session is not None
+        pid = control.session.agent_pid
+        assert pid is not None
+        handle = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert select.select([handle], [], [], LIMIT_SECONDS)[0]
+        os.close(handle)
+
+    died = lab.train(PLAIN, settings, actions={("after commit", 8): preempt, ("backward", 10): kill_both})
+    assert "training goes on without protection" in died.log
+    assert newest(lab) == 8
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_when_it_can(
+    lab: Lab, tmp_path: Path
+) -> None:
+    place = tmp_path / "mount"
+    place.write_text("not a directory")
+    settings = stored("lazy", url=str(place / "inside"))
+
+    def until_told(control: Control) -> None:
+        session = control.session
+        assert session is not None
+        while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
+            assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+            session._listen()
+
+    def repair(control: Control) -> None:
+        place.unlink()
+
+    actions = {
+        ("after commit", 7): until_told,
+        ("after commit", 8): repair,
+        ("after commit", 12): until_stored(10),
+        ("backward", 13): kill_both,
+    }
+    died = lab.train(PLAIN, settings, actions=actions)
+    assert "step 5 did not get to storage" in died.log
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> None:
+    settings = stored("lazy")
+    actions = {("forward", 3): kill_agent, ("after commit", 12): until_stored(10), ("backward", 14): kill_both}
+    died = lab.train(PLAIN, settings, actions=actions)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, died, final)
+
+
+def test_storage_of_another_model_is_refused(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+    lab.train(PLAIN, settings)
+    other = next(case for case in SHAPE_CASES if case.name == "groups")
+    ended = collect(*lab.begin(other, settings))
+    assert ended.code == 3
+    assert "belongs to another model or optimizer. First difference: held:" in ended.log
+
+
+def test_only_so_many_checkpoints_are_kept(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=2, keep_last=2, keep_every_steps=6)
+    actions = {("after commit", step): until_stored(step) for step in range(4, PLAIN.steps, 2)}
+    lab.train(PLAIN, settings, actions=actions)
+    steps = sorted(one.step for one in catalog_of(lab).complete)
+    expected = {step for step in range(1, PLAIN.steps + 1) if step % 6 == 0} | {PLAIN.steps - 2, PLAIN.steps}
+    assert set(steps) <= expected
+    assert PLAIN.steps in steps
+
+
+# What a checkpoint could get wrong: state that is missing, not a tensor, not cut, not fp32, in buffers or elsewhere.
+NAMES = (
+    "scaler-fused-clip bf16-adamw groups tensor-rate tied unused channels-last odd buffers moving-average alternating"
+)
+SHAPES = [case for case in SHAPE_CASES if case.name in NAMES.split()]
+
+
+@pytest.mark.slow
+@REDO
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Case) -> None:
+    """Once from a snapshot, once from what a dead trainer left."""
+    settings = stored(redo, every_steps=4)
+    first = lab.train(case, settings, actions={("after commit", 7): until_stored(4), ("after commit", 8): kill_both})
+    second = lab.train(case, settings, seed=2, actions={("after commit", case.steps - 1): kill_self})
+    assert second.restored_step in (4, 8)
+    until(lambda: newest(lab) == case.steps - 1)
+    kill_and_wait(lab.status().pid)
+    final = lab.train(case, settings, seed=3)
+    assert final.restored_step == case.steps - 1
+    lab.check_same(case, first, second, final)
+
+
+def test_an_export_holds_what_was_trained(lab: Lab, tmp_path: Path) -> None:
+    """Loaded with torch alone into a new model and optimizer, it is the state at the end of the training."""
+    groups = next(case for case in SHAPE_CASES if case.name == "groups")
+    done = lab.train(groups, stored("lazy", every_steps=None))
+    assert done.outcome is not None
+    store = LocalStore(lab.run_dir / "storage")
+    checkpoint = catalog_of(lab).complete[0]
+    export(store, checkpoint, tmp_path / "state.pt", "torch")
+    export(store, checkpoint, tmp_path / "model.safetensors", "safetensors")
+    with pytest.raises(UsageError, match="exists"):
+        export(store, checkpoint, tmp_path / "state.pt", "torch")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    training = groups.build()
+    training.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    found = outcome(training)
+    assert differences(done.outcome["parameters"], found["parameters"]) == []
+    assert differences(done.outcome["optimizers"], found["optimizers"]) == []
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors.keys() == state["model"].keys()
+    assert all(torch.equal(tensors[name], value) for name, value in state["model"].items())
