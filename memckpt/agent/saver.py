@@ -220,19 +220,16 @@ class Saver:
         records = generation.reachable()
         if not records or self._saved_record == (self._timeline, records[-1]):
             return False
-        if self._saving is not None:
-            self.abort()
         static = [generation.static] if generation.static is not None else []
         if 0 not in generation.spec.local_ranks:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for record in reversed(records):
-                self._waiting.append(partial(self._save, generation, record, "ring", [generation.slots, *static]))
-            self._begin_waiting()
+                self._save_next(generation, record, "ring", [generation.slots, *static])
             return True
         record = records[-1]
         if generation.replica is None:
             metas = generation.metas_for(record)
-            self._save(generation, record, "ring", [generation.slots, *static], metas=metas)
+            self._save_next(generation, record, "ring", [generation.slots, *static], metas=metas)
             return True
         try:
             generation.replica.advance_to(record)
@@ -245,8 +242,15 @@ class Saver:
         layout = generation.layout
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         regions = [generation.replica_region, generation.slots, *static]
-        self._save(generation, record, "snapshot", regions, by_value_base=base, missing=missing, plain=plain)
+        self._save_next(generation, record, "snapshot", regions, by_value_base=base, missing=missing, plain=plain)
         return True
+
+    def _save_next(
+        self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object
+    ) -> None:
+        """Save once the writer is done with what it has."""
+        self._waiting.append(partial(self._save, generation, record, source, regions, **rest))
+        self._begin_waiting()
 
     def _begin_waiting(self) -> None:
         if self._waiting and self._saving is None:
@@ -343,10 +347,10 @@ class Saver:
 
     def abort(self) -> None:
         """End the writer process if what it reads is about to change. What it had not committed does not count."""
+        self._waiting.clear()
         if self._saving is not None and not self._held_for_writer:
             job, _ = self._saving
             _log.info("the checkpoint of step %d is not needed any more", job.part.step)
-            self._waiting.clear()
             self._end_saving()
             if self._writer is not None:
                 self._writer.close()
