@@ -107,7 +107,7 @@ class MemckptConfig:
     anchor_period_steps: int | None = None
     slots: int = 3
     agent: AgentConfig = field(default_factory=AgentConfig)
-    storage: StorageConfig | None = None
+    storage: StorageConfig | None = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
         _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)

@@ -6,6 +6,8 @@ for bit, with an uninterrupted run that never saw the callback is listed in `lig
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status, stop_agent
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import LocalStore
 from tests import fake_session
 from tests.lightning_cases import Kill
 from tests.lightning_data import Case
@@ -262,6 +268,28 @@ def test_each_feature(case: Case, server: Server, reference: Reference, attach: 
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
     found = interrupted(server, kills, case, tmp_path, **attach)
     assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, reference: Reference, tmp_path: Path) -> None:
+    """What each killed trainer leaves goes to storage; then its agent is ended, too."""
+    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
+    kills: list[Kill] = [("before_optimizer", 6), ("validation_step", 2), ("training_step", 8)]
+    saved = 0
+    for kill in kills:
+        assert server.run(Run(PLAIN, tmp_path, kill=kill, storage=True)) == [-9]
+        held = ask_status(address)
+        assert held is not None
+        deadline = time.monotonic() + 60
+        while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.05)
+        assert complete[0].step > saved
+        saved = complete[0].step
+        assert stop_agent(address) is not None
+    found = finish(server, Run(PLAIN, tmp_path, storage=True))
+    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+    assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
 
 
 @pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])

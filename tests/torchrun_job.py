@@ -59,7 +59,7 @@ def main() -> None:
         os.environ[NODE_VARIABLE] = f"node{rank}"
     pl.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
-    config = MemckptConfig(redo="lazy", anchor_period_steps=4, agent=AgentConfig(linger_seconds=60))
+    config = MemckptConfig(redo="lazy", anchor_period_steps=4, agent=AgentConfig(linger_seconds=60), storage=None)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
