@@ -250,6 +250,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """The rank got SIGTERM: its machine may be about to go."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The rank leaves. `finished`: training ended as it should and nothing needs to be held any more."""
 
@@ -334,6 +338,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Gap,
     Alarm,
     Refused,
+    Preempted,
     Goodbye,
     Leaving,
     StatusRequest,

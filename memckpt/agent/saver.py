@@ -91,6 +91,8 @@ class Saver:
         self._saved_record: tuple[Timeline, int] | None = None
         self._alarm = ""
         self._timeline: Timeline | None = None
+        self._preempted_until = float("-inf")
+        self._at_once = False
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
         """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
@@ -99,6 +101,7 @@ class Saver:
         self._threads = threads
         if timeline != self._timeline:
             self._timeline = timeline
+            self._preempted_until, self._at_once = float("-inf"), False
             self._last_began = time.monotonic()
 
     @property
@@ -108,6 +111,15 @@ class Saver:
     @property
     def saving(self) -> bool:
         return self._saving is not None or bool(self._waiting)
+
+    def preempt(self) -> None:
+        """Somebody got SIGTERM: the machine may be about to go. Save at once, and take no longer than the grace period.
+
+        It may also be an ordinary restart, so that is all.
+        """
+        if self._config is not None:
+            self._preempted_until = time.monotonic() + self._config.grace_seconds
+            self._at_once = True
 
     # While training runs
 
@@ -122,11 +134,14 @@ class Saver:
         if config is None or self._snapshot is not None or self._saving is not None or not generation.complete:
             return
         now = time.monotonic()
-        if config.every_steps is None and now - self._last_began < self.interval_seconds():
+        every_steps = None if self._at_once else config.every_steps
+        due = self._at_once or now - self._last_began >= self.interval_seconds()
+        if every_steps is None and not due:
             return
-        if config.every_steps is None and generation.spec.world_size > len(generation.spec.local_ranks):
+        if every_steps is None and generation.spec.world_size > len(generation.spec.local_ranks):
             return  # nodes would choose different records
-        record = self._next_record(generation, attempt, config.every_steps)
+        self._at_once = False
+        record = self._next_record(generation, attempt, every_steps)
         try:
             self._begin_snapshot(generation, record)
         except MemckptError as error:
@@ -256,10 +271,10 @@ class Saver:
         if self._waiting and self._saving is None:
             self._waiting.pop(0)()
 
-    @staticmethod
-    def patience(lonely_since: float) -> float:
+    def patience(self, lonely_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
-        return lonely_since + _RETURN_SECONDS - time.monotonic()
+        now = time.monotonic()
+        return lonely_since + (_RETURN_SECONDS if now > self._preempted_until else 0.0) - now
 
     # The writer
 
@@ -290,7 +305,9 @@ class Saver:
             threads=self._threads,
             **rest,  # type: ignore[arg-type]
         )
-        self._saving = job, time.monotonic() + config.timeout_seconds
+        now = time.monotonic()
+        limit = config.timeout_seconds if now > self._preempted_until else config.grace_seconds
+        self._saving = job, now + limit
         try:
             if self._writer is None:
                 self._writer = self._open_writer()

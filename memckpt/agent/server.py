@@ -35,6 +35,7 @@ from memckpt.agent.messages import (
     Leaving,
     Message,
     NeedGeneration,
+    Preempted,
     Prepare,
     Prepared,
     Protected,
@@ -335,6 +336,7 @@ class Agent:
                 continue
             if isinstance(message, StopRequest):
                 self._stop_listening()
+                self._saver.preempt()
                 self._tell_members(Leaving())
                 self._leave_when_saved(message.reason)
                 continue
@@ -398,6 +400,9 @@ class Agent:
                 member.next_record = message.record + 1
             case NeedGeneration():
                 self._order_generation(message.record, message.reason, connection)
+            case Preempted():
+                _log.warning("rank %d got SIGTERM: what is held goes to storage now", member.rank)
+                self._saver.preempt()
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
-from memckpt.agent.messages import PROTOCOL_VERSION, Configure, Hello, Message, Prepare, Resume
+from memckpt.agent.messages import PROTOCOL_VERSION, Configure, Hello, Message, Preempted, Prepare, Resume
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
+
+_log = logging.getLogger("memckpt")
 
 
 class AgentLink:
@@ -104,6 +107,14 @@ class AgentLink:
         self.finish_sending()
         self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
         self._sender.start()
+
+    def tell_preempted(self) -> None:
+        """This rank got SIGTERM. Called from a signal handler."""
+        if self._client is not None:
+            try:
+                self._client.send(Preempted())
+            except AgentGoneError as error:
+                _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
 
     def finish_sending(self) -> None:
         """Wait until the last commit has been sent."""

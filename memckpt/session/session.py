@@ -31,6 +31,7 @@ from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_redo, choose_tap
 from memckpt.session.link import AgentLink
+from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
@@ -117,6 +118,8 @@ class Session:
         self._step_hooks.install()
         self._tap.install()
         gradient_ops.listen(self)
+        self._preemption = PreemptionNotice(self._link.tell_preempted)
+        self._preemption.install()
         _raise_oom_score()
 
     # Start
@@ -574,6 +577,7 @@ class Session:
         self._tap.remove()
         self._step_hooks.remove()
         gradient_ops.unlisten(self)
+        self._preemption.remove()
         self._close_regions()
         self._link.close(finished)
 
