@@ -292,6 +292,16 @@ def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, referen
     assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
 
 
+def test_a_finished_run_that_is_started_again_ends_where_it_ended(
+    server: Server, reference: Reference, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        found = finish(server, Run(PLAIN, tmp_path, storage=True))
+        assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+        assert ask_status(AgentAddress.of(tmp_path / "run")) is None
+    assert "from storage in" in (tmp_path / "log.txt").read_text()
+
+
 @pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])
 def test_the_comparison_notices_a_part_left_out(
     sabotage: str, server: Server, reference: Reference, tmp_path: Path
