@@ -40,7 +40,7 @@ from lightning_memckpt.user_state import Encodable, UserState, modules_beside
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
 
-_STATE = "lightning"
+STATE = "lightning"
 
 # A hook of the user's that takes longer than this at every step deserves a line.
 _SLOW_HOOK_SECONDS = 0.005
@@ -154,13 +154,13 @@ class Protection:
             self._session.close(finished=False)
             self._session = self._connect("never")
             held = None
-        self._session.provide(_STATE, lambda: self._captured)
+        self._session.provide(STATE, lambda: self._captured)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
             self._warn_once(line)
         if held is None:
             return
-        state = held.rank_state.get(_STATE)
+        state = held.rank_state.get(STATE)
         if state is None:
             raise ValueError(
                 f"the state held for {self._run_dir!r} was not written by MemCheckpoint (it has "

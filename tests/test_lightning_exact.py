@@ -18,6 +18,7 @@ import torch
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status, stop_agent
 from memckpt.storage.catalog import read_catalog
+from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore
 from tests import fake_session
 from tests.lightning_cases import Kill
@@ -290,6 +291,30 @@ def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, referen
     found = finish(server, Run(PLAIN, tmp_path, storage=True))
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
     assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [PLAIN, Case("manual", manual=True), Case("tied", model="tied")], ids=lambda c: c.name)
+def test_lightning_takes_an_export_as_its_own_checkpoint(
+    case: Case, server: Server, reference: Reference, tmp_path: Path
+) -> None:
+    assert server.run(Run(case, tmp_path, kill=("callback_batch_start", 14), storage=True)) == [-9]
+    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
+    deadline = time.monotonic() + 60
+    while not (complete := read_catalog(store).complete):
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.05)
+    assert stop_agent(address) is not None
+    file = tmp_path / "exported.ckpt"
+    export(store, complete[0], file, "lightning")
+    run = Run(case, tmp_path / "from file", protected=False, checkpoint=str(file))
+    found = finish(server, run)
+    expected = reference(case)
+    assert found["global_step"] == expected["global_step"]
+    assert found["epoch"] == expected["epoch"]
+    assert found["schedulers"] == expected["schedulers"]
+    # It went on behind the exported step, and did not begin anew.
+    assert len(found["losses"]) < len(expected["losses"])
 
 
 def test_a_finished_run_that_is_started_again_ends_where_it_ended(

@@ -290,10 +290,11 @@ def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Cas
     lab.check_same(case, first, second, final)
 
 
-def test_an_export_holds_what_was_trained(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["groups", pytest.param("tied", marks=pytest.mark.slow), "buffers"])
+def test_an_export_holds_what_was_trained(lab: Lab, name: str, tmp_path: Path) -> None:
     """Loaded with torch alone into a new model and optimizer, it is the state at the end of the training."""
-    groups = next(case for case in SHAPE_CASES if case.name == "groups")
-    done = lab.train(groups, stored("lazy", every_steps=None))
+    case = next(one for one in SHAPE_CASES if one.name == name)
+    done = lab.train(case, stored("lazy", every_steps=None))
     assert done.outcome is not None
     store = LocalStore(lab.run_dir / "storage")
     checkpoint = catalog_of(lab).complete[0]
@@ -302,7 +303,7 @@ def test_an_export_holds_what_was_trained(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         export(store, checkpoint, tmp_path / "state.pt", "torch")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    training = groups.build()
+    training = case.build()
     training.model.load_state_dict(state["model"])
     for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
