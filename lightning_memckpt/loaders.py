@@ -38,6 +38,14 @@ class Loaders:
         """Give these positions to the first loaders that are processed."""
         self._held = positions
 
+    def hold_derived(self, positions: Positions, batches: int) -> None:
+        """The same in a run of another number of ranks: `batches` of the epoch lie behind each rank."""
+        train = [
+            dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
+            for position in positions["train"]
+        ]
+        self.hold({**positions, "train": train})
+
     def process(self, loader: Any) -> Any:
         """Graft a loader that Lightning has just prepared; same object, same type to `isinstance`."""
         # Validation loaders are set up while the trainer validates, sanity-checks, or says that it validates.

@@ -317,6 +317,29 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
     assert len(found["losses"]) < len(expected["losses"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_behind_the_same_samples(
+    before: int, after: int, server: Server, tmp_path: Path
+) -> None:
+    """From storage, where the agent brings what it holds first; not bit for bit, and said so."""
+    # 44 samples in batches of 4: 11 batches of one rank, 6 of each of two (the last is padded).
+    kill: Kill = ("before_optimizer", 5)
+    assert server.run(Run(PLAIN, tmp_path, kill=kill, ranks=before, storage=True))[-1] == -9
+    (tmp_path / "losses.txt").unlink()
+    found = finish(server, Run(PLAIN, tmp_path, ranks=after, storage=True))
+    log = (tmp_path / "log.txt").read_text()
+    batches = 4 * before // after
+    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks go on behind {batches}" in log
+    outcomes = [found] if after == 1 else list(found.values())
+    per_epoch = {1: 11, 2: 6}[after]
+    for outcome in outcomes:
+        assert outcome["epoch"] == 3
+        assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
+    lines = [line.split() for line in (tmp_path / "losses.txt").read_text().splitlines()]
+    assert min(int(batch) for epoch, batch, *_ in lines if epoch == "0") == batches
+
+
 def test_a_finished_run_that_is_started_again_ends_where_it_ended(
     server: Server, reference: Reference, tmp_path: Path
 ) -> None:

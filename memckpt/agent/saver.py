@@ -112,6 +112,11 @@ class Saver:
     def saving(self) -> bool:
         return self._saving is not None or bool(self._waiting)
 
+    @property
+    def saving_held(self) -> bool:
+        """Whether what is being written is read from held memory, or will be."""
+        return bool(self._waiting) or (self._saving is not None and not self._held_for_writer)
+
     def preempt(self) -> None:
         """Somebody got SIGTERM: the machine may be about to go. Save at once, and take no longer than the grace period.
 
@@ -225,32 +230,34 @@ class Saver:
 
     # When no trainer runs
 
-    def save_held(self, generation: Generation) -> bool:
-        """Write the newest record that stands still in memory, where it is not there yet; False if there is none."""
-        if self._config is None or self._timeline is None:
-            return False
+    def save_held(self, generation: Generation) -> Saved | None:
+        """Write the newest record that stands still in memory; what was saved, if it is there already."""
+        if self._config is None or self._timeline is None or self.saving_held:
+            return None
         self._drop_snapshot()
         if generation.replica is not None:
             generation.replica.freeze()
         records = generation.reachable()
-        if not records or self._saved_record == (self._timeline, records[-1]):
-            return False
+        if not records:
+            return None
+        if self._saved_record == (self._timeline, records[-1]):
+            return self._last
         static = [generation.static] if generation.static is not None else []
         if 0 not in generation.spec.local_ranks:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for record in reversed(records):
                 self._save_next(generation, record, "ring", [generation.slots, *static])
-            return True
+            return None
         record = records[-1]
         if generation.replica is None:
             metas = generation.metas_for(record)
             self._save_next(generation, record, "ring", [generation.slots, *static], metas=metas)
-            return True
+            return None
         try:
             generation.replica.advance_to(record)
         except AgentError as error:
             self._fail(generation.newest_step() or 0, str(error))
-            return False
+            return None
         generation.replica.freeze()
         missing, plain = generation.replica.describe_state()
         assert generation.replica_region is not None
@@ -258,7 +265,7 @@ class Saver:
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         regions = [generation.replica_region, generation.slots, *static]
         self._save_next(generation, record, "snapshot", regions, by_value_base=base, missing=missing, plain=plain)
-        return True
+        return None
 
     def _save_next(
         self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object

@@ -436,6 +436,11 @@ class Agent:
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
+        if self._held is not None and self._held.spec.world_size != hello.world_size:
+            # Another number of ranks resumes from storage.
+            saved = self._saver.save_held(self._held)
+            if saved is not None:
+                self._answer(connection, saved)
         if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
@@ -453,7 +458,8 @@ class Agent:
                 member.process.close()
             self._past_nonces.add(self._attempt.nonce)
             self._leaving = self._leaving_when_saved = None
-        self._saver.abort()
+        if self._held is None or self._held.spec.world_size == hello.world_size:
+            self._saver.abort()
         self._saved_alone = False
         if self._building is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")

@@ -9,9 +9,19 @@ from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
-from memckpt.agent.messages import PROTOCOL_VERSION, Configure, Hello, Message, Preempted, Prepare, Resume
+from memckpt.agent.messages import (
+    PROTOCOL_VERSION,
+    Configure,
+    Hello,
+    Message,
+    Preempted,
+    Prepare,
+    Resume,
+    Saved,
+    SaveFailed,
+)
 from memckpt.config import MemckptConfig
-from memckpt.errors import AgentGoneError
+from memckpt.errors import AgentGoneError, StorageError
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
@@ -127,6 +137,21 @@ class AgentLink:
         started = time.perf_counter()
         self.client.wait_applied(record)
         return time.perf_counter() - started
+
+    def wait_saved(self, record: int, timeout: float) -> None:
+        """Wait until the agent has brought a record to storage.
+
+        Raises:
+            StorageError: it could not.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            for notice in self.client.wait_notices(left):
+                if isinstance(notice, SaveFailed):
+                    raise StorageError(f"what is held in memory does not get to storage: {notice.reason}")
+                if isinstance(notice, Saved) and notice.record >= record:
+                    return
+        raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
 
     # End
 
