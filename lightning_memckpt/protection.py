@@ -183,9 +183,10 @@ class Protection:
         )
         self._reentry.lift()
         if held.world_size == trainer.world_size:
-            self._loaders.hold(state["loaders"])
+            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
         else:
-            self._loaders.hold_derived(state["loaders"], batches_behind(state["loops"]))
+            batches = batches_behind(state["loops"])
+            self._loaders.hold_derived(state["loaders"], batches, epoch_over=state["epoch_over"])
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
         """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
