@@ -219,14 +219,17 @@ class Saver:
         )
 
     def _drop_snapshot(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.region.close()
-            self._snapshot = None
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            if snapshot.generation.replica is not None:
+                snapshot.generation.replica.forget_copy()
+            snapshot.region.close()
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
         if self._snapshot is not None and self._snapshot.generation is generation:
             self._drop_snapshot()
+            self._last_began = float("-inf")
 
     # When no trainer runs
 
