@@ -11,11 +11,13 @@ import pickle
 import signal
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -63,7 +65,8 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        # Gloo's ranks sometimes wait for each other in vain after a restart: then torchrun restarts them once more.
+        strategy=DDPStrategy(timeout=timedelta(seconds=30)),
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,
