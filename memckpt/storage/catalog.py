@@ -125,6 +125,15 @@ def remove_files(store: Store, part: Part) -> None:
     store.delete_directory(part.base_directory)
 
 
+def remove_damaged(store: Store, commit_path: str) -> None:
+    """Delete a commit file that cannot be used, and what lies where its files would be."""
+    store.delete(commit_path)
+    place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
+    if place.count("/") == 2:
+        store.delete(f"state/{place}.msgpack")
+        store.delete_directory(f"base/{place}")
+
+
 def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:
     """The checkpoints that retention lets go of.
 
