@@ -13,6 +13,7 @@ from rich.console import Console
 
 from memckpt.cli import storage as storage_commands
 from memckpt.errors import (
+    ConfigurationError,
     DamagedStateError,
     ForeignStateError,
     NothingHeldError,
@@ -169,6 +170,12 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None
 def test_a_step_that_is_not_there_is_not_exported(run: Path, tmp_path: Path) -> None:
     with pytest.raises(NothingHeldError, match=r"expected step 7, found steps \[1, 2\]"):
         invoke("export", run, "--step", 7, "--to", tmp_path / "out")
+
+
+def test_an_unknown_format_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
+    damage(run, 2)
+    with pytest.raises(ConfigurationError, match=r"expected one of dcp, .*torch, found 'onnx'"):
+        invoke("export", run, "--format", "onnx", "--to", tmp_path / "out")
 
 
 def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:

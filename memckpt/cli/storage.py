@@ -27,6 +27,7 @@ from memckpt.cli.common import (
     time_text,
 )
 from memckpt.errors import (
+    ConfigurationError,
     DamagedStateError,
     ForeignStateError,
     NothingHeldError,
@@ -41,9 +42,7 @@ from memckpt.storage.store import LocalStore, Store
 Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
 To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp. It must not exist.")]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
-Format = Annotated[
-    str, typer.Option("--format", help="torch, safetensors (the model alone), dcp, or that of an installed package.")
-]
+Format = Annotated[str, typer.Option("--format", help="torch, lightning, safetensors (the model alone) or dcp.")]
 #: What a store of ours consists of.
 _OURS = {"base", "commit", "state"}
 
@@ -97,11 +96,13 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
             }
         )
         return
-    table = plain_table("step", "attempt", "written", "size", "ranks", "", title=escape(store.url))
+    columns = ["step", "attempt", "written", "size", "ranks"]
+    whole = len(catalog.complete) == len(catalog.checkpoints)
+    table = plain_table(*columns, *([] if whole else ["parts"]), title=escape(store.url))
     for one in catalog.checkpoints:
-        state = "" if one.complete else f"[yellow]only of {', '.join(sorted(one.parts))}[/]"
-        size, attempt = nbytes_text(one.nbytes), str(one.timeline.number)
-        table.add_row(str(one.step), attempt, time_text(one.created), size, str(one.world_size), state)
+        cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
+        parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
+        table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
     out.print(table)
     for problem in catalog.damaged.values():
         err.print(f"damaged: {problem}", style="red", markup=False)
@@ -195,8 +196,13 @@ def export(
 
     Exit status 4 if the step is not there, 8 if it is damaged, 6 if there is no room for it.
     """
+    from memckpt.storage.export import formats
+
     if to.exists():
         raise UsageError(f"{to} exists: choose another name, or remove it first")
+    known = formats()
+    if form not in known:
+        raise ConfigurationError(f"--format: expected one of {', '.join(sorted(known))}, found {form!r}")
     store = store_of(run, url)
     found = _chosen(_catalog_of(store, run), step)
     _check_room(to, found.nbytes)
