@@ -291,7 +291,19 @@ class StorageStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """What the command line shows."""
+    """What the command line shows.
+
+    Attributes:
+        mode: of redo; empty while nothing is held.
+        trainers: rank and pid of each that is connected.
+        committed: rank and newest record of each.
+        applied: the newest record that the replica has (eager).
+        step: the newest that is held.
+        held_bytes: of all regions, those of a generation that is being written too.
+        records_held: records whose tensors are still in the log.
+        seconds_since_commit: how long ago the newest record came; None before the first.
+        uptime_seconds: how long the agent has been here.
+    """
 
     pid: int
     run_dir: str
@@ -306,6 +318,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     max_drift_ulp: float
     redo_seconds_per_record: float | None
     storage: StorageStatus | None = None
+    records_held: int = 0
+    seconds_since_commit: float | None = None
+    uptime_seconds: float = 0.0
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

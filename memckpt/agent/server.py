@@ -96,7 +96,9 @@ class Agent:
         self._generations = 0
         self._max_drift = 0.0
         self._leaving: str | None = None
-        self._lonely_since: float | None = time.monotonic()
+        self._started = time.monotonic()
+        self._committed_at: float | None = None
+        self._lonely_since: float | None = self._started
         self._inbox: collections.deque[Message] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: socket.socket | None = None
@@ -391,6 +393,7 @@ class Agent:
                 if generation is not None:
                     generation.commit(member.rank, message)
                 member.next_record = message.record + 1
+                self._committed_at = time.monotonic()
                 if generation is not None and generation is self._held:
                     self._saver.after_commit(generation, self._attempt)
             case SnapshotTaken():
@@ -551,6 +554,7 @@ class Agent:
 
     def _start_generation(self, member: Member, message: GenerationCommit) -> None:
         member.next_record = message.record + 1
+        self._committed_at = time.monotonic()
         generation = self._generation(message.generation)
         if generation is None:
             return
@@ -572,7 +576,7 @@ class Agent:
         held = self._held
         members = self._attempt.living() if self._attempt is not None else []
         replica = held.replica if held is not None else None
-        rate = None
+        now, rate = time.monotonic(), None
         if replica is not None and replica.records_applied:
             rate = replica.seconds_applying / replica.records_applied
         return Status(
@@ -589,6 +593,9 @@ class Agent:
             max_drift_ulp=self._max_drift,
             redo_seconds_per_record=rate,
             storage=self._saver.status(),
+            records_held=held.records_held if held is not None else 0,
+            seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
+            uptime_seconds=now - self._started,
         )
 
 

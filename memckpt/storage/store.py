@@ -12,8 +12,9 @@ import io
 import os
 import secrets
 import shutil
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from memckpt.errors import ConfigurationError, StorageError
+from memckpt.errors import ConfigurationError, MemckptError, StorageError
 
 _READ_BYTES = 8 << 20
 #: What a file is called while it is written; such files are leftovers once nobody writes.
@@ -123,12 +124,22 @@ class Store(ABC):
     def _delete(self, path: str) -> None: ...
 
 
+def _is_of_storage(error: Exception) -> bool:
+    """Whether an error comes from storage, and not from whoever uses it.
+
+    Below fsspec each kind of store has libraries of its own, with errors of their own (missing credentials, a host
+    that is not found) that are no OSError: any class that is neither ours nor Python's is taken for one of these.
+    """
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OSError, RuntimeError)) or package not in sys.stdlib_module_names
+
+
 @contextlib.contextmanager
 def _errors(action: str, url: str, path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, StorageError):
+    except Exception as error:
+        if isinstance(error, MemckptError) or not _is_of_storage(error):
             raise
         raise StorageError(f"could not {action} {path} in {url}: {type(error).__name__}: {error}") from error
 
@@ -252,14 +263,19 @@ def open_store(url: str) -> Store:
     return ObjectStore(url)
 
 
-def matches(store: Store, file: StoredFile) -> str | None:
-    """Read a file and compare it with what must be there; what differs, in words, or None."""
+def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | None = None) -> str | None:
+    """Read a file and compare it with what must be there; what differs, in words, or None.
+
+    `progress` is told of bytes as they are read.
+    """
     digest, nbytes = xxhash.xxh3_64(), 0
     try:
         with store.open(file.path) as stream:
             while chunk := stream.read(_READ_BYTES):
                 digest.update(chunk)
                 nbytes += len(chunk)
+                if progress is not None:
+                    progress(len(chunk))
     except StorageError as error:
         return str(error)
     if nbytes != file.nbytes:
