@@ -65,8 +65,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        # Gloo's ranks sometimes wait for each other in vain after a restart: then torchrun restarts them once more.
-        strategy=DDPStrategy(timeout=timedelta(seconds=30)),
+        strategy=DDPStrategy(timeout=timedelta(seconds=60)),
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,
@@ -75,7 +74,6 @@ def main() -> None:
         gradient_clip_val=0.5,
         callbacks=[MemCheckpoint(Path(directory) / "run", config=config)] if kind == "protected" else [],
     )
-    # Not the launcher's count of restarts: a restart may also fail to form its process group.
     died = len(list(Path(directory).glob("died-*")))
     net = Net(deaths[died:], Path(directory) / f"died-{died}")
     trainer.fit(net, DataLoader(data, batch_size=4, shuffle=True))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -15,19 +13,10 @@ from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
+from memckpt.memory.cgroup import usable_cores
 from memckpt.state.optimizers import attributes, is_importable
 
 _log = logging.getLogger("memckpt")
-
-
-def usable_cores() -> float:
-    """Cores that this process may use: its affinity, or less where a cgroup limits it."""
-    cores = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else min(cores, int(quota) / int(period))
 
 
 def _warn_overridden(config: MemckptConfig, reason: str) -> None:
