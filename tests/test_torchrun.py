@@ -23,7 +23,7 @@ def torchrun(lab: Lab, directory: Path, kind: str, agents: str, deaths: list[str
     directory.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={len(deaths)}", "-m", "tests.torchrun_job", str(directory), kind, agents, *deaths]
-    # torchrun's workers share one store over all restarts, where gloo finds the addresses of the dead: docs/operations.md.
+    # Without it all restarts share one store, where gloo finds the addresses of the dead: docs/operations.md.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment.pop("MEMCKPT_NODE", None)
     process = subprocess.Popen(
