@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from memckpt.cli.main import app
 from memckpt.errors import DamagedStateError, NothingHeldError
-from memckpt.storage.store import LocalStore
+from memckpt.storage.store import LocalStore, open_store
+from tests.conftest import Bucket
 from tests.test_storage import part_of, write
 
 Invoke = Callable[..., tuple[int, str]]
@@ -78,3 +79,20 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None
     state = {"model.weight": torch.zeros(2, 3)}
     torch.distributed.checkpoint.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert torch.equal(state["model.weight"], torch.arange(6.0).view(2, 3) + 1)
+
+
+def test_an_object_store_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
+    store = open_store(bucket.url)
+    for record in (1, 2):
+        write(store, part_of(record))
+    code, text = invoke("ls", str(tmp_path), "--url", bucket.url, "--json")
+    assert code == 0
+    assert [one["step"] for one in json.loads(text)["checkpoints"]] == [2, 1]
+    path = part_of(2).base_directory + "/__0_0.distcp"
+    store.write(path, store.read(path)[:-1])
+    assert invoke("verify", str(tmp_path), "--url", bucket.url)[0] == DamagedStateError.exit_code
+    assert invoke("verify", str(tmp_path), "--url", bucket.url, "--repair")[0] == 0
+    assert not [key for key in bucket.objects() if "000000000002" in key]
+    arguments = ["--format", "dcp", "--to", str(tmp_path / "out")]
+    assert invoke("export", str(tmp_path), "--url", bucket.url, *arguments)[0] == 0
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]

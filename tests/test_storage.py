@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 from pathlib import Path
@@ -20,13 +21,6 @@ from memckpt.storage.base import write_base
 from memckpt.storage.catalog import read_catalog, remove, superseded, verify
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_commit, encode_commit
 from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
-
-
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return open_store(str(tmp_path / "store"))
-    return open_store(f"memory://{tmp_path.name}")
 
 
 def part_of(
@@ -60,9 +54,7 @@ def test_a_file_is_there_when_it_is_whole(store: Store) -> None:
     assert store.find("a") == []
 
 
-def test_a_file_whose_writing_fails_is_not_there(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-
+def test_a_file_whose_writing_fails_is_not_there(store: Store) -> None:
     def write_half() -> None:
         with store.create("a/b") as stream:
             stream.write(b"half")
@@ -70,11 +62,57 @@ def test_a_file_whose_writing_fails_is_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         write_half()
-    assert store.find("") == []
+    gc.collect()  # a file that was opened must do nothing more
+    assert store.find("", unfinished=True) == []
     store.write("a/b", b"old")
     with pytest.raises(KeyError):
         write_half()
+    gc.collect()
     assert store.read("a/b") == b"old"
+    assert store.find("", unfinished=True) == ["a/b"]
+
+
+def test_what_is_listed_is_what_is_below_a_directory(store: Store) -> None:
+    assert store.find("") == store.find("a") == []
+    for path in ("a/b/1", "a/b2/1", "a/c", "d/e/f/g"):
+        store.write(path, b"x")
+    assert store.find("") == ["a/b/1", "a/b2/1", "a/c", "d/e/f/g"]
+    assert store.find("a/b") == ["a/b/1"]
+    assert store.find("d") == ["d/e/f/g"]
+    store.delete_directory("a/b")
+    store.delete_directory("a/nothing")
+    assert store.find("a") == ["a/b2/1", "a/c"]
+
+
+def test_another_process_of_the_same_store_is_seen(store: Store) -> None:
+    """Listings and sizes are not remembered."""
+    other = open_store(store.url)
+    store.write("a/b", b"long content")
+    assert other.find("a") == ["a/b"]
+    assert other.read("a/b") == b"long content"
+    stored = store.write("a/b", b"short")
+    store.write("a/c", b"")
+    assert other.read("a/b") == b"short"
+    assert matches(other, stored) is None
+    assert other.find("a") == ["a/b", "a/c"]
+    assert other.read("a/c") == b""
+
+
+def test_an_empty_file_is_a_file(store: Store) -> None:
+    stored = store.write("a/b", b"")
+    assert stored.nbytes == 0
+    assert matches(store, stored) is None
+
+
+def test_deleting_leaves_no_directories(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for path in ("a/b/c/d", "a/b/e"):
+        store.write(path, b"x")
+    store.delete("a/b/c/d")
+    assert not (tmp_path / "store/a/b/c").exists()
+    assert store.read("a/b/e") == b"x"
+    store.delete("a/b/e")
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path, store: Store) -> None:

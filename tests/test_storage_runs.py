@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from memckpt.config import StorageConfig
 from memckpt.errors import UsageError
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.catalog import Catalog, read_catalog, verify
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.store import LocalStore, open_store
+from tests.conftest import Bucket
 from tests.engine_cases import PLAIN, SHAPE_CASES, Case
 from tests.engine_harness import (
     Action,
@@ -90,6 +91,27 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
     assert final.restored_step == 10
     lab.check_same(PLAIN, first, second, final)
     assert newest(lab) == PLAIN.steps
+
+
+@pytest.mark.slow
+@REDO
+def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
+    settings = stored(redo, url=bucket.url)
+    actions = {
+        ("after commit", 7): until_stored(5),
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    first = lab.train(PLAIN, settings, actions=actions)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    assert "resuming from storage" in final.log
+    lab.check_same(PLAIN, first, final)
+    store = open_store(bucket.url)
+    checkpoints = read_catalog(store).complete
+    assert checkpoints[0].step == PLAIN.steps
+    assert len(checkpoints) == 2
+    assert [verify(store, one) for one in checkpoints] == [[], []]
 
 
 @REDO
