@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from memckpt.state.layout import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.state.records import Timeline
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
-from memckpt.storage.catalog import read_catalog, remove, superseded, verify
+from memckpt.storage.catalog import leftovers, read_catalog, remove, superseded, verify
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_commit, encode_commit
 from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
 
@@ -231,6 +233,38 @@ def test_any_flipped_bit_and_any_cut_is_noticed(store: Store) -> None:
     assert verify(store, checkpoint) == []
 
 
+def test_any_single_bit_of_any_file_counts(tmp_path: Path) -> None:
+    """Tensors, DCP's metadata, the node's state, the commit file: each bit of each."""
+    store = LocalStore(tmp_path)
+    part = write(store, part_of(1))
+    by_kind = {Path(file.path).suffix or Path(file.path).name: file for file in part.files}
+    assert by_kind.keys() == {".distcp", ".metadata", ".msgpack"}
+    flipped = 0
+    for stored in part.files:
+        with (tmp_path / stored.path).open("r+b", buffering=0) as file:
+            for _ in each_flip(file):
+                flipped += 1
+                assert matches(store, stored) is not None
+    with (tmp_path / part.commit_path).open("r+b", buffering=0) as file:
+        for _ in each_flip(file):
+            flipped += 1
+            catalog = read_catalog(store)
+            assert catalog.checkpoints == ()
+            assert list(catalog.damaged) == [part.commit_path]
+    assert flipped == 8 * sum((tmp_path / path).stat().st_size for path in store.find(""))
+    (checkpoint,) = read_catalog(store).complete
+    assert verify(store, checkpoint) == []
+
+
+def each_flip(file: IO[bytes]) -> Iterator[None]:
+    """With one bit after the other turned, and turned back afterwards."""
+    for position, byte in enumerate(file.read()):
+        for bit in range(8):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), position)
+            yield
+        os.pwrite(file.fileno(), bytes([byte]), position)
+
+
 def test_a_commit_file_that_was_changed_anywhere_is_passed_over(store: Store) -> None:
     path = write(store, part_of(1)).commit_path
     data = store.read(path)
@@ -348,6 +382,63 @@ def test_an_incomplete_checkpoint_newer_than_the_newest_is_left_alone(store: Sto
     write(store, part_of(4, node="a", ranks=(0,), world_size=2))
     catalog = read_catalog(store)
     assert [one.record for one in superseded(catalog.checkpoints, 2, None)] == [2]
+
+
+# What killed writers leave
+
+
+def uncommitted(store: Store, part: Part) -> list[str]:
+    """A part as a writer leaves it that is killed before its last word."""
+    written = write(store, part)
+    store.delete(part.commit_path)
+    return sorted(file.path for file in written.files)
+
+
+def test_only_what_nobody_can_be_writing_is_left_over(store: Store) -> None:
+    first, second = Timeline(1, "x"), Timeline(2, "y")
+    pair = {"ranks": (0,), "world_size": 2}
+    earlier = uncommitted(store, part_of(1, timeline=first, node="gone"))
+    older = uncommitted(store, part_of(3, timeline=second, node="a"))
+    of_another = uncommitted(store, part_of(3, timeline=second, node="b"))
+    write(store, part_of(4, timeline=second, node="a", **pair))
+    write(store, part_of(4, timeline=second, node="b", ranks=(1,), world_size=2))
+    newer = uncommitted(store, part_of(5, timeline=second, node="a"))
+    (newest,) = read_catalog(store).complete
+    for path in ("notes.txt", "base/notes", "base/of/some/body/else", "commit/of/somebody"):
+        store.write(path, b"not ours")
+    everything = store.find("", unfinished=True)
+    assert leftovers(store, "a", None, ()) == []
+    assert sorted(leftovers(store, "a", newest, ())) == sorted(earlier + older)
+    assert sorted(leftovers(store, "b", newest, ())) == sorted(earlier + of_another)
+    assert leftovers(store, "a", None, [part_of(5, timeline=second, node="a")]) == newer
+    assert leftovers(store, "a", None, [part_of(4, timeline=second, node="a")]) == []  # it got there
+    assert store.find("", unfinished=True) == everything
+
+
+def test_files_that_were_cut_short_are_left_over(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for record in (1, 2):
+        write(store, part_of(record))
+    cut = [f"{path}.partial-0123" for path in (part_of(1).commit_path, part_of(1).state_path)]
+    cut.append(f"{part_of(1).base_directory}/__0_0.distcp.partial-0123")
+    for path in cut:
+        (tmp_path / path).write_bytes(b"half")
+    newest = read_catalog(store).complete[0]
+    assert sorted(leftovers(store, "node", newest, ())) == sorted(cut)
+
+
+def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    write(store, part_of(1))
+
+    def refuse(path: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=r"could not list commit in .*Permission denied"):
+        read_catalog(store)
 
 
 def test_formats_are_stable() -> None:

@@ -62,6 +62,15 @@ def until_stored(step: int) -> Action:
     return wait
 
 
+def until_not_stored(control: Control) -> None:
+    """The trainer waits here until it has been told that a step could not be stored."""
+    session = control.session
+    assert session is not None
+    while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another process does."""
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -197,18 +206,11 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
     place.write_text("not a directory")
     settings = stored("lazy", url=str(place / "inside"))
 
-    def until_told(control: Control) -> None:
-        session = control.session
-        assert session is not None
-        while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
-            assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
-            session._listen()
-
     def repair(control: Control) -> None:
         place.unlink()
 
     actions = {
-        ("after commit", 7): until_told,
+        ("after commit", 7): until_not_stored,
         ("after commit", 8): repair,
         ("after commit", 12): until_stored(10),
         ("backward", 13): kill_both,

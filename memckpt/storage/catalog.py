@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
-from memckpt.storage.format import COMMITS, Part, decode_commit
-from memckpt.storage.store import Store, matches
+from memckpt.storage.format import BASES, COMMITS, STATES, Part, decode_commit, place_of
+from memckpt.storage.store import Store, finished_name, matches
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,34 @@ def remove_files(store: Store, part: Part) -> None:
     """Delete a part's files; its commit file must be gone."""
     store.delete(part.state_path)
     store.delete_directory(part.base_directory)
+
+
+def leftovers(store: Store, node: str, newest: Checkpoint | None, abandoned: Sequence[Part]) -> list[str]:
+    """Files without a commit file, of writers that were killed: nobody will ever use them.
+
+    That is what of `abandoned` is there; what `node` itself has left of checkpoints older than the newest complete
+    one; and what any node has left of earlier attempts. What other nodes have of the current attempt may be on its
+    way, and so may what is newer: an agent that was told to leave saves while the next one is here already.
+
+    Args:
+        node: whose writer asks, and is not writing.
+        newest: the newest complete checkpoint, if there is one.
+        abandoned: parts of which it is known that their writer is dead.
+    """
+    found = [path for top in (BASES, STATES, COMMITS) for path in store.find(top, unfinished=True)]
+    committed = {place_of(path) for path in found if path.startswith(COMMITS) and path == finished_name(path)}
+    dead = {place_of(part.commit_path) for part in abandoned}
+    left = []
+    for path in found:
+        finished = finished_name(path)
+        place = place_of(finished)
+        if place is None or (path == finished and place in committed):
+            continue
+        key, owner = place
+        outlived = newest is not None and key < newest.key and (owner == node or key[0] < newest.key[0])
+        if place in dead or outlived:
+            left.append(path)
+    return left
 
 
 def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:
