@@ -163,3 +163,9 @@ def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], re
     if resume == "require":
         plan = make_plan(inventories, "auto", RANKS, "n")
         assert isinstance(plan, StartOver)
+
+
+def test_an_attempt_that_got_nowhere_in_storage_is_counted() -> None:
+    """Or its half-written files could not be told from those of the attempt that follows it."""
+    assert make_plan([HeldRecords(node="a")], "auto", 1, "n", latest_attempt=4).timeline == Timeline(5, "n")
+    assert make_plan([held("a", range(3, 8))], "auto", RANKS, "n", latest_attempt=1).timeline.number == 2

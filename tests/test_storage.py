@@ -403,16 +403,24 @@ def test_only_what_nobody_can_be_writing_is_left_over(store: Store) -> None:
     write(store, part_of(4, timeline=second, node="a", **pair))
     write(store, part_of(4, timeline=second, node="b", ranks=(1,), world_size=2))
     newer = uncommitted(store, part_of(5, timeline=second, node="a"))
-    (newest,) = read_catalog(store).complete
     for path in ("notes.txt", "base/notes", "base/of/some/body/else", "commit/of/somebody"):
         store.write(path, b"not ours")
-    everything = store.find("", unfinished=True)
-    assert leftovers(store, "a", None, ()) == []
-    assert sorted(leftovers(store, "a", newest, ())) == sorted(earlier + older)
-    assert sorted(leftovers(store, "b", newest, ())) == sorted(earlier + of_another)
-    assert leftovers(store, "a", None, [part_of(5, timeline=second, node="a")]) == newer
-    assert leftovers(store, "a", None, [part_of(4, timeline=second, node="a")]) == []  # it got there
-    assert store.find("", unfinished=True) == everything
+    catalog = read_catalog(store)
+    assert [one.record for one in catalog.complete] == [4]
+    assert catalog.latest_attempt == 2
+    assert sorted(leftovers(catalog, "a", ())) == sorted(earlier + older)
+    assert sorted(leftovers(catalog, "b", ())) == sorted(earlier + of_another)
+    assert set(leftovers(catalog, "a", [part_of(5, timeline=second, node="a")])) == {*earlier, *older, *newer}
+    assert sorted(leftovers(catalog, "a", [part_of(4, timeline=second, node="a")])) == sorted(earlier + older)
+
+
+def test_where_nothing_is_complete_only_what_is_known_to_be_dead_is_left_over(store: Store) -> None:
+    first, second = uncommitted(store, part_of(1)), uncommitted(store, part_of(2))
+    catalog = read_catalog(store)
+    assert catalog.latest_attempt == 1
+    assert leftovers(catalog, "node", ()) == []
+    assert sorted(leftovers(catalog, "node", [part_of(1)])) == first
+    assert sorted(leftovers(catalog, "node", [part_of(2)])) == second
 
 
 def test_files_that_were_cut_short_are_left_over(tmp_path: Path) -> None:
@@ -423,8 +431,7 @@ def test_files_that_were_cut_short_are_left_over(tmp_path: Path) -> None:
     cut.append(f"{part_of(1).base_directory}/__0_0.distcp.partial-0123")
     for path in cut:
         (tmp_path / path).write_bytes(b"half")
-    newest = read_catalog(store).complete[0]
-    assert sorted(leftovers(store, "node", newest, ())) == sorted(cut)
+    assert sorted(leftovers(read_catalog(store), "node", ())) == sorted(cut)
 
 
 def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
@@ -437,7 +444,7 @@ def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(StorageError, match=r"could not list commit in .*Permission denied"):
+    with pytest.raises(StorageError, match=r"could not list base in .*Permission denied"):
         read_catalog(store)
 
 

@@ -141,7 +141,10 @@ class Session:
         spec = self._live.spec(self._request)
         held = ranks.together(lambda: self._link.connect(spec, self._recorder.record, rejoining=False))
         tier = StorageTier(self._config.storage, run_dir, ranks)
-        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.catalog.complete)
+        stored = tier.catalog
+        plan: Plan = make_plan(
+            held, resume, ranks.world_size, ranks.nonce, stored.complete, latest_attempt=stored.latest_attempt
+        )
         self._timeline = plan.timeline
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):

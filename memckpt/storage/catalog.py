@@ -57,18 +57,30 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All checkpoints of a store, newest first; `damaged` says which commit files could not be used, and why."""
+    """All checkpoints of a store, newest first.
+
+    Attributes:
+        damaged: which commit files could not be used, and why.
+        files: whatever is there, of half-written checkpoints too.
+    """
 
     checkpoints: tuple[Checkpoint, ...]
     damaged: dict[str, str]
+    files: tuple[str, ...] = ()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
         return tuple(one for one in self.checkpoints if one.complete)
 
+    @property
+    def latest_attempt(self) -> int:
+        """The highest number of an attempt that has begun to write, whether it got anywhere or not; 0: none has."""
+        places = (place_of(finished_name(path)) for path in self.files)
+        return max((place[0][0] for place in places if place is not None), default=0)
+
 
 def read_catalog(store: Store) -> Catalog:
-    """Read every commit file.
+    """List everything, and read every commit file.
 
     Raises:
         StorageError: the store cannot be listed.
@@ -76,7 +88,10 @@ def read_catalog(store: Store) -> Catalog:
     """
     found: dict[tuple[int, str, int], Checkpoint] = {}
     damaged: dict[str, str] = {}
-    for path in store.find(COMMITS):
+    files = [path for top in (BASES, STATES, COMMITS) for path in store.find(top, unfinished=True)]
+    for path in files:
+        if not path.startswith(COMMITS) or path != finished_name(path):
+            continue
         try:
             part = decode_commit(store.read(path), path)
         except DamagedStateError as error:
@@ -85,7 +100,7 @@ def read_catalog(store: Store) -> Catalog:
         one = Checkpoint(part.timeline, part.record)
         found.setdefault(one.key, one).parts[part.node] = part
     ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
-    return Catalog(tuple(ordered), damaged)
+    return Catalog(tuple(ordered), damaged, tuple(files))
 
 
 def verify(store: Store, checkpoint: Checkpoint) -> list[str]:
@@ -111,7 +126,7 @@ def remove_files(store: Store, part: Part) -> None:
     store.delete_directory(part.base_directory)
 
 
-def leftovers(store: Store, node: str, newest: Checkpoint | None, abandoned: Sequence[Part]) -> list[str]:
+def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
     """Files without a commit file, of writers that were killed: nobody will ever use them.
 
     That is what of `abandoned` is there; what `node` itself has left of checkpoints older than the newest complete
@@ -120,14 +135,13 @@ def leftovers(store: Store, node: str, newest: Checkpoint | None, abandoned: Seq
 
     Args:
         node: whose writer asks, and is not writing.
-        newest: the newest complete checkpoint, if there is one.
         abandoned: parts of which it is known that their writer is dead.
     """
-    found = [path for top in (BASES, STATES, COMMITS) for path in store.find(top, unfinished=True)]
-    committed = {place_of(path) for path in found if path.startswith(COMMITS) and path == finished_name(path)}
+    newest = next(iter(catalog.complete), None)
+    committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
     dead = {place_of(part.commit_path) for part in abandoned}
     left = []
-    for path in found:
+    for path in catalog.files:
         finished = finished_name(path)
         place = place_of(finished)
         if place is None or (path == finished and place in committed):

@@ -140,8 +140,7 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
 
 def _clear(store: Store, node: str, abandoned: Sequence[Part]) -> None:
     """Delete what killed writers have left."""
-    newest = next(iter(read_catalog(store).complete), None)
-    left = leftovers(store, node, newest, abandoned)
+    left = leftovers(read_catalog(store), node, abandoned)
     for path in left:
         store.delete(path)
     if left:
