@@ -25,7 +25,15 @@ from tests.engine_cases import PLAIN
 from tests.engine_harness import Action, Control, Lab, kill_agent, kill_and_wait, kill_both
 from tests.test_cli_storage import invoke
 from tests.test_storage import part_of, some_state, write
-from tests.test_storage_runs import LIMIT_SECONDS, catalog_of, stored, until, until_not_stored, until_stored
+from tests.test_storage_runs import (
+    LIMIT_SECONDS,
+    catalog_of,
+    stored,
+    until,
+    until_not_stored,
+    until_ordered,
+    until_stored,
+)
 
 
 def in_turn(*actions: Action) -> Action:
@@ -88,7 +96,9 @@ def test_a_full_disk_raises_an_alarm_and_is_used_again_once_there_is_room(small_
         ballast.unlink()
 
     actions = {
+        ("after commit", 3): until_ordered,
         ("after commit", 7): in_turn(until_not_stored, note_alarm(lab), look),
+        ("after commit", 8): until_ordered,
         ("after commit", 12): in_turn(until_stored(10), note_alarm(lab)),
         ("backward", 13): kill_both,
     }
@@ -155,8 +165,10 @@ def test_a_disk_that_becomes_read_only_raises_an_alarm(small_disk: Path, lab: La
 def check_unwritable(lab: Lab, place: Path, close: Action, reopen: Action) -> None:
     settings = stored("lazy", url=str(place))
     actions = {
+        ("after commit", 3): until_ordered,
         ("after commit", 1): close,
         ("after commit", 7): in_turn(until_not_stored, note_alarm(lab), reopen),
+        ("after commit", 8): until_ordered,
         ("after commit", 12): until_stored(10),
         ("backward", 13): kill_both,
     }
@@ -176,8 +188,10 @@ def check_unwritable(lab: Lab, place: Path, close: Action, reopen: Action) -> No
 def test_a_server_that_never_answers_is_given_up_and_used_again_when_it_does(bucket: Bucket, lab: Lab) -> None:
     settings = stored("lazy", url=bucket.url, timeout_seconds=15.0)
     actions = {
+        ("after commit", 3): until_ordered,
         ("after commit", 2): lambda _: bucket.server.stop_answering(),
         ("after commit", 9): in_turn(until_not_stored, note_alarm(lab), lambda _: bucket.server.answer_again()),
+        ("after commit", 10): until_ordered,
         ("after commit", 17): in_turn(until_stored(15), note_alarm(lab)),
         ("backward", 19): kill_both,
     }
@@ -268,7 +282,9 @@ def note_storage(lab: Lab) -> Action:
 def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopper: Stopper, lab: Lab) -> None:
     settings = stored("lazy")
     actions = {
+        ("after commit", 3): until_ordered,
         ("after commit", 7): in_turn(stopper.kill, note_storage(lab), until_not_stored, note_alarm(lab)),
+        ("after commit", 8): until_ordered,
         ("after commit", 12): in_turn(until_stored(10), note_storage(lab)),
         ("backward", 14): kill_both,
     }
@@ -291,7 +307,9 @@ def test_an_agent_that_dies_while_its_writer_writes_leaves_nothing_to_trust(stop
     """The next agent's first checkpoint is whole, and what the dead one's writer left is gone."""
     settings = stored("lazy")
     actions = {
+        ("after commit", 3): until_ordered,
         ("after commit", 7): in_turn(stopper.kill_agent, note_storage(lab)),
+        ("after commit", 12): until_ordered,
         ("after commit", 17): in_turn(until_stored(15), note_storage(lab)),
         ("backward", 19): kill_both,
     }
@@ -310,10 +328,13 @@ def test_an_agent_that_dies_while_its_writer_writes_leaves_nothing_to_trust(stop
 def test_a_half_written_checkpoint_is_never_resumed_from(stopper: Stopper, lab: Lab) -> None:
     """Agent, writer and trainer die: with nothing else in storage training starts over, and cleans up later."""
     settings = stored("lazy")
-    first = lab.train(PLAIN, settings, actions={("after commit", 7): in_turn(stopper.kill_agent, kill_trainer)})
+    ordered = {("after commit", 3): until_ordered}
+    first = lab.train(
+        PLAIN, settings, actions={**ordered, ("after commit", 7): in_turn(stopper.kill_agent, kill_trainer)}
+    )
     half = files_of(lab)
     assert any(".partial-" in path for path in half)
-    second = lab.train(PLAIN, settings, actions={("after commit", 7): in_turn(until_stored(5), kill_both)})
+    second = lab.train(PLAIN, settings, actions={**ordered, ("after commit", 7): in_turn(until_stored(5), kill_both)})
     assert second.restored_step is None
     assert not set(half) & set(files_of(lab))
     final = lab.train(PLAIN, settings, seed=3)

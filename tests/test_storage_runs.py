@@ -62,6 +62,15 @@ def until_stored(step: int) -> Action:
     return wait
 
 
+def until_ordered(control: Control) -> None:
+    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step."""
+    session = control.session
+    assert session is not None
+    while session._link.client._order is None:
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
 def until_not_stored(control: Control) -> None:
     """The trainer waits here until it has been told that a step could not be stored."""
     session = control.session
@@ -106,11 +115,13 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
     settings = stored(redo, url=bucket.url)
-    actions = {
+    actions: dict[tuple[str, int], Action] = {
         ("after commit", 7): until_stored(5),
         ("after commit", 12): until_stored(10),
         ("backward", 14): kill_both,
     }
+    if redo == "lazy":
+        actions |= {("after commit", 3): until_ordered, ("after commit", 8): until_ordered}
     first = lab.train(PLAIN, settings, actions=actions)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 10
