@@ -105,8 +105,9 @@ def _is_memory(path: Path) -> bool:
 def redo_config(mode: str) -> MemckptConfig:
     """`"lazy T=8"`, `"lazy T=16"` or `"eager"`."""
     if mode == "eager":
-        return MemckptConfig(redo="eager")
-    return MemckptConfig(redo="lazy", anchor_period_steps=int(mode.removeprefix("lazy T=")))
+        return MemckptConfig(redo="eager", storage=None)
+    period = int(mode.removeprefix("lazy T="))
+    return MemckptConfig(redo="lazy", anchor_period_steps=period, storage=None)
 
 
 def catch_up(session: Session) -> None:

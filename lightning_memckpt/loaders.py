@@ -29,14 +29,24 @@ class Loaders:
         self._trainer: Any = trainer
         self._internals = internals
         self._held: Positions | None = None
+        self._epoch_over = False
         self._given = {"train": 0, "validation": 0}
         self._grafted: list[Any] = []
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
         self.notes: list[str] = []
 
-    def hold(self, positions: Positions) -> None:
+    def hold(self, positions: Positions, *, epoch_over: bool) -> None:
         """Give these positions to the first loaders that are processed."""
         self._held = positions
+        self._epoch_over = epoch_over
+
+    def hold_derived(self, positions: Positions, batches: int, *, epoch_over: bool) -> None:
+        """The same in a run of another number of ranks: `batches` of the epoch lie behind each rank."""
+        train = [
+            dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
+            for position in positions["train"]
+        ]
+        self.hold({**positions, "train": train}, epoch_over=epoch_over)
 
     def process(self, loader: Any) -> Any:
         """Graft a loader that Lightning has just prepared; same object, same type to `isinstance`."""
@@ -76,6 +86,8 @@ class Loaders:
             dataloader.resume(loader, position)
         elif _is_stateful(loader):
             loader.load_state_dict(position)
+            if self._epoch_over and _still_yields(loader):
+                loader.load_state_dict(position)  # it is at the next epoch's beginning
 
     def capture(self, *, epoch_over: bool) -> Positions:
         """Where training stands in its data, at the end of a training batch."""
@@ -161,6 +173,17 @@ def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:
     """
     current = position["pass"]
     return {**position, "pass": {**current, "batches": max(current["batches"] - ahead, 0)}}
+
+
+def _still_yields(loader: Any) -> bool:
+    """Whether a loader that stands at the end of an epoch has another batch.
+
+    If not, it has taken note now that the epoch is over. Nobody else would tell it: the loops re-enter behind the last
+    batch and ask for none, and a generator does nothing until it is asked.
+    """
+    for _ in loader:
+        return True
+    return False
 
 
 def _is_stateful(loader: Any) -> bool:

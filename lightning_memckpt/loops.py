@@ -28,6 +28,18 @@ def behind_batch(state: LoopState, *, validation_follows: bool) -> LoopState:
     return _validation_owed(state) if validation_follows else _nothing_owed(state)
 
 
+def batches_behind(state: LoopState) -> int:
+    """How many batches of the current epoch this rank has trained."""
+    done: int = state[_BATCHES]["current"]["processed"]
+    return done
+
+
+def with_batches_behind(state: LoopState, batches: int) -> LoopState:
+    """`state` at another place in the same epoch: a rank sees more batches when there are fewer of them."""
+    progress = state[_BATCHES]
+    return {**state, _BATCHES: {**progress, "current": dict.fromkeys(progress["current"], batches)}}
+
+
 def _batch_completed(state: LoopState) -> LoopState:
     """The batch is done: Lightning itself counts it as completed only after the hook we are called in.
 

@@ -30,7 +30,7 @@ from lightning_memckpt.checkpoint_files import OverwriteOrphans
 from lightning_memckpt.engine import Attach, Resume, Session
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
-from lightning_memckpt.loops import behind_batch
+from lightning_memckpt.loops import batches_behind, behind_batch, with_batches_behind
 from lightning_memckpt.messages import inform, warn
 from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import inexact
@@ -40,7 +40,7 @@ from lightning_memckpt.user_state import Encodable, UserState, modules_beside
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
 
-_STATE = "lightning"
+STATE = "lightning"
 
 # A hook of the user's that takes longer than this at every step deserves a line.
 _SLOW_HOOK_SECONDS = 0.005
@@ -154,13 +154,13 @@ class Protection:
             self._session.close(finished=False)
             self._session = self._connect("never")
             held = None
-        self._session.provide(_STATE, lambda: self._captured)
+        self._session.provide(STATE, lambda: self._captured)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
             self._warn_once(line)
         if held is None:
             return
-        state = held.rank_state.get(_STATE)
+        state = held.rank_state.get(STATE)
         if state is None:
             raise ValueError(
                 f"the state held for {self._run_dir!r} was not written by MemCheckpoint (it has "
@@ -168,6 +168,8 @@ class Protection:
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._warn_once(line)
+        if held.world_size != trainer.world_size:
+            state = self._for_other_ranks(state, held.world_size)
         self._pending = state
         self._user.restore_early(state["user"])
         self._internals.fit_loop.load_state_dict(state["loops"])
@@ -180,7 +182,21 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        self._loaders.hold(state["loaders"])
+        if held.world_size == trainer.world_size:
+            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
+        else:
+            batches = batches_behind(state["loops"])
+            self._loaders.hold_derived(state["loaders"], batches, epoch_over=state["epoch_over"])
+
+    def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
+        """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
+        before, now = batches_behind(state["loops"]), self._trainer.world_size
+        batches = before * world_size // now
+        self._warn_once(
+            f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks go on behind {batches}. "
+            "Generators, sample order within a batch and logged averages are not those of an uninterrupted run"
+        )
+        return {**state, "loops": with_batches_behind(state["loops"], batches)}
 
     def _connect(self, resume: Resume) -> Session:
         wrapped = self._trainer.strategy.model

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from memckpt.errors import MemckptError
     from memckpt.session import HeldState, RestoreReport, Session, attach
     from memckpt.state.codec import unencodable_paths
+    from memckpt.storage.export import ExportedState
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "ExportedState": ("memckpt.storage.export", "ExportedState"),
     "StorageConfig": ("memckpt.config", "StorageConfig"),
     "HeldState": ("memckpt.session", "HeldState"),
     "MemckptConfig": ("memckpt.config", "MemckptConfig"),
@@ -31,6 +33,7 @@ _PUBLIC = {
 
 __all__ = [
     "AgentConfig",
+    "ExportedState",
     "HeldState",
     "MemckptConfig",
     "MemckptError",

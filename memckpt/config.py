@@ -65,6 +65,7 @@ class StorageConfig:
         keep_last: checkpoints that are kept; older ones go once a newer one has been verified.
         keep_every_steps: those whose step is a multiple of it are kept for good.
         timeout_seconds: how long one may take to write before it is given up.
+        grace_seconds: the same after a SIGTERM, when the machine may be about to go.
     """
 
     url: str | None = None
@@ -74,6 +75,7 @@ class StorageConfig:
     keep_last: int = 2
     keep_every_steps: int | None = None
     timeout_seconds: float = 1800.0
+    grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
         _require(self.url is None or bool(self.url), "storage.url", "None, a directory or a URL", self.url)
@@ -84,6 +86,7 @@ class StorageConfig:
         _require(self.keep_last >= 1, "storage.keep_last", "1 or more", self.keep_last)
         _require(kept is None or kept >= 1, "storage.keep_every_steps", "None or 1 or more", kept)
         _require(self.timeout_seconds > 0, "storage.timeout_seconds", "more than 0", self.timeout_seconds)
+        _require(self.grace_seconds > 0, "storage.grace_seconds", "more than 0", self.grace_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class MemckptConfig:
     anchor_period_steps: int | None = None
     slots: int = 3
     agent: AgentConfig = field(default_factory=AgentConfig)
-    storage: StorageConfig | None = None
+    storage: StorageConfig | None = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
         _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)

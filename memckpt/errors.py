@@ -10,8 +10,10 @@
      |- RunBusyError (RuntimeError)         a live trainer holds this run
      |- DamagedStateError (ValueError)      bytes that are not what they claim to be
      |- StorageError (OSError)              a disk or object store that does not do what it must
+     |   '- StorageFullError                it has no room for what is to be written
      |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
-     |   '- AgentGoneError                  its connection ended
+     |   |- AgentGoneError                  its connection ended
+     |   '- AgentNotFoundError              none answers on this node
      '- UsageError (RuntimeError)           calls in an order that cannot work
 
 A message says what was expected, what was found, and the remedy. `exit_code` is what the command line
@@ -93,6 +95,12 @@ class StorageError(MemckptError, OSError):
     exit_code = 10
 
 
+class StorageFullError(StorageError):
+    """There is no room for what is to be written."""
+
+    exit_code = 6
+
+
 class AgentError(MemckptError, RuntimeError):
     """The node's agent could not be started, reached or understood."""
 
@@ -101,6 +109,12 @@ class AgentError(MemckptError, RuntimeError):
 
 class AgentGoneError(AgentError):
     """The connection to the agent ended: it left or was killed."""
+
+
+class AgentNotFoundError(AgentError):
+    """No agent of this run answers on this node."""
+
+    exit_code = 11
 
 
 class UsageError(MemckptError, RuntimeError):

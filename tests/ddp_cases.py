@@ -67,6 +67,7 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     wait_at: int | None = None
+    last_step: int = STEPS
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -150,7 +151,7 @@ def train(job: Job, rank: int) -> None:
     place = [0]
     net.middle.weight.register_hook(lambda gradient: at(place[0], "backward"))
     losses = {}
-    for step in range(start, STEPS):
+    for step in range(start, job.last_step):
         place[0] = step
         try:
             losses[step] = _step(job, model, net, optimizer, step, at)

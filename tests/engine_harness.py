@@ -52,6 +52,7 @@ Actions = Mapping[tuple[str, int], Action]
 def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfig:
     """A configuration whose anchors come round within the few steps of a test."""
     agent = settings.pop("agent", AgentConfig(linger_seconds=60))
+    settings.setdefault("storage", None)  # what it takes is tested by itself
     return MemckptConfig(redo=redo, anchor_period_steps=period, agent=agent, **settings)  # type: ignore[arg-type]
 
 

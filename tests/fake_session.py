@@ -30,6 +30,7 @@ class FakeHeld:
     record: int
     tier: str
     rank_state: dict[str, Any]
+    world_size: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class FakeReport:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _smallest(value: int) -> int:
@@ -82,7 +87,7 @@ class FakeSession:
             saved = torch.load(self._directory / str(newest), weights_only=False)
             self._saved = saved
             state = codec.decode(saved["rank_state"])
-            self.held = FakeHeld(saved["step"], newest, "files", state)
+            self.held = FakeHeld(saved["step"], newest, "files", state, _world_size())
         if resume == "require" and self.held is None:
             raise NothingHeldError("nothing is held")
         self._backward_since_step = False

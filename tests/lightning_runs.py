@@ -19,7 +19,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from lightning_memckpt import MemCheckpoint
 from lightning_memckpt import callback as callback_module
 from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
-from memckpt.config import AgentConfig, MemckptConfig
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests import fake_session
 from tests.lightning_cases import Control, Kill, Net, NetWithHooks, Tally, Watch
 from tests.lightning_data import Case, Data, train_loader, validation_loader
@@ -57,7 +57,7 @@ TRIES = 4
 CHILD_SECONDS = 120
 
 # A test that fails leaves an agent behind; it then goes soon.
-CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30))
+CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None)
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Run:
         attach, encodable: the engine; None for the real one.
         sabotage: the part of the restore to leave out.
         resume, checkpoint: what the callback, and fit(), are passed.
+        storage: whether the run has a storage tier.
     """
 
     case: Case
@@ -84,6 +85,7 @@ class Run:
     sabotage: str | None = None
     resume: str | int = "auto"
     checkpoint: str | None = None
+    storage: bool = False
 
     @property
     def result(self) -> Path:
@@ -125,7 +127,8 @@ def make_trainer(run: Run, control: Control) -> Any:
     case = run.case
     callbacks: list[pl.Callback] = [Watch(control)]
     if run.protected:
-        callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume, config=CONFIG))
+        config = replace(CONFIG, storage=StorageConfig() if run.storage else None)
+        callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume, config=config))
     callbacks.append(
         ModelCheckpoint(
             run.directory / "files",

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from rich.console import Console
 
-from memckpt.cli.main import app
-from memckpt.errors import DamagedStateError, NothingHeldError
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.cli import storage as storage_commands
+from memckpt.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    ForeignStateError,
+    NothingHeldError,
+    StorageError,
+    StorageFullError,
+    UsageError,
+)
+from memckpt.storage.catalog import Checkpoint
+from memckpt.storage.store import LocalStore, Store, open_store
+from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.conftest import Bucket
 from tests.test_storage import part_of, write
-
-Invoke = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -28,13 +37,6 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [*arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
-
-
 def damage(run: Path, record: int) -> None:
     part = part_of(record)
     path = run / "storage" / part.base_directory / "__0_0.distcp"
@@ -43,56 +45,181 @@ def damage(run: Path, record: int) -> None:
     path.write_bytes(data)
 
 
+def steps_in(run: Path) -> list[int]:
+    return [one["step"] for one in invoke_json("ls", run)[1]["checkpoints"]]
+
+
+# ls
+
+
 def test_ls_shows_what_is_there(run: Path) -> None:
-    code, text = invoke("ls", str(run), "--json")
-    found = json.loads(text)
+    code, found = invoke_json("ls", run)
     assert code == 0
     assert [one["step"] for one in found["checkpoints"]] == [2, 1]
     assert all(one["complete"] for one in found["checkpoints"])
-    assert "step" in invoke("ls", str(run))[1]
+    assert found["checkpoints"][0]["nodes"] == ["node"]
+    assert found["url"] == str(run / "storage")
+    assert "step" in invoke("ls", run)[1]
 
 
-def test_nothing_there_is_an_error(tmp_path: Path) -> None:
+def test_ls_names_what_is_not_whole(run: Path) -> None:
+    write(LocalStore(run / "storage"), part_of(3, node="first", world_size=2))
+    commit = run / "storage" / part_of(1).commit_path
+    commit.write_bytes(b"cut short")
+    found = invoke_json("ls", run)[1]
+    assert [one["complete"] for one in found["checkpoints"]] == [False, True]
+    assert list(found["damaged"]) == [part_of(1).commit_path]
+    assert "only of first" in invoke("ls", run)[1]
+
+
+def test_nothing_there_is_an_error(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in ("ls", "verify"):
-        with pytest.raises(NothingHeldError, match="no checkpoints in"):
-            invoke(command, str(tmp_path))
+        with pytest.raises(NothingHeldError, match=r"no checkpoints in .*; there are some of .*/run$"):
+            invoke(command, tmp_path)
+        assert exit_status(monkeypatch, command, tmp_path / "nothing") == 4
+
+
+def test_a_directory_of_something_else_is_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "version_0").mkdir()
+    with pytest.raises(ForeignStateError, match=r"holds other files \(version_0\)"):
+        invoke("ls", tmp_path, "--url", tmp_path)
+    assert exit_status(monkeypatch, "ls", tmp_path, "--url", tmp_path) == 5
+
+
+# verify
 
 
 def test_verify_finds_damage_and_repairs(run: Path) -> None:
-    assert invoke("verify", str(run))[0] == 0
+    assert invoke("verify", run)[0] == 0
     damage(run, 2)
-    code, text = invoke("verify", str(run), "--json")
+    code, found = invoke_json("verify", run)
     assert code == DamagedStateError.exit_code
-    assert json.loads(text)["good"] == 1
-    assert "step 2, attempt 1" in json.loads(text)["damaged"]
-    assert invoke("verify", str(run), "--repair")[0] == 0
-    assert invoke("verify", str(run))[0] == 0
-    assert [one["step"] for one in json.loads(invoke("ls", str(run), "--json")[1])["checkpoints"]] == [1]
+    assert found["good"] == 1
+    assert found["steps"] == [1]
+    assert "step 2, attempt 1" in found["damaged"]
+    assert invoke("verify", run)[0] == DamagedStateError.exit_code
+    assert invoke("verify", run, "--repair")[0] == 0
+    assert invoke("verify", run)[0] == 0
+    assert steps_in(run) == [1]
+
+
+def test_a_damaged_commit_file_is_found_and_removed(run: Path) -> None:
+    (run / "storage" / part_of(2).commit_path).write_bytes(b"cut short")
+    assert invoke("verify", run)[0] == DamagedStateError.exit_code
+    assert invoke("verify", run, "--repair")[0] == 0
+    assert invoke_json("verify", run)[1]["damaged"] == {}
+    part = part_of(2)
+    left = {path for directory in ("base", "state", "commit") for path in LocalStore(run / "storage").find(directory)}
+    assert not [path for path in left if part.place in path]
+
+
+def test_what_other_nodes_may_still_be_writing_is_not_damage(run: Path) -> None:
+    """Repairing it would take a checkpoint from under a running training."""
+    write(LocalStore(run / "storage"), part_of(3, node="first", world_size=2))
+    code, found = invoke_json("verify", run, "--repair")
+    assert code == 0
+    assert found["unfinished"] == [3]
+    assert steps_in(run) == [3, 2, 1]
+    assert "parts of other nodes are not there (yet)" in invoke("verify", run)[1]
+
+
+def test_an_old_checkpoint_without_all_parts_is_damage(run: Path) -> None:
+    write(LocalStore(run / "storage"), part_of(0, node="first", world_size=2))
+    code, found = invoke_json("verify", run)
+    assert code == DamagedStateError.exit_code
+    assert found["damaged"] == {"step 0, attempt 1": ["parts are missing"]}
+
+
+def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = storage_commands.verify_checkpoint
+
+    def verify_late(store: Store, one: Checkpoint, progress: Callable[[int], None] | None) -> list[str]:
+        if one.step == 1:
+            storage_commands.remove(store, one)
+        return verify(store, one, progress)
+
+    monkeypatch.setattr(storage_commands, "verify_checkpoint", verify_late)
+    code, found = invoke_json("verify", run)
+    assert code == 0
+    assert found["steps"] == [2]
+
+
+def test_verify_shows_how_far_it_is_on_a_terminal(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(force_terminal=True, width=120, record=True)
+    monkeypatch.setattr(storage_commands, "err", console)
+    assert invoke("verify", run)[0] == 0
+    assert "step 1" in console.export_text()
+
+
+# export
 
 
 def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path) -> None:
     damage(run, 2)
     with pytest.raises(DamagedStateError, match="step 2 is damaged"):
-        invoke("export", str(run), "--to", str(tmp_path / "out.pt"))
-    code, _ = invoke("export", str(run), "--step", "1", "--format", "dcp", "--to", str(tmp_path / "out"))
+        invoke("export", run, "--to", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+    code, found = invoke_json("export", run, "--step", 1, "--format", "dcp", "--to", tmp_path / "out")
     assert code == 0
+    assert found["step"] == 1
+    assert found["bytes"] > 0
     state = {"model.weight": torch.zeros(2, 3)}
     torch.distributed.checkpoint.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
     assert torch.equal(state["model.weight"], torch.arange(6.0).view(2, 3) + 1)
+
+
+def test_a_step_that_is_not_there_is_not_exported(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(NothingHeldError, match=r"expected step 7, found steps \[1, 2\]"):
+        invoke("export", run, "--step", 7, "--to", tmp_path / "out")
+
+
+def test_an_unknown_format_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
+    damage(run, 2)
+    with pytest.raises(ConfigurationError, match=r"expected one of dcp, .*torch, found 'onnx'"):
+        invoke("export", run, "--format", "onnx", "--to", tmp_path / "out")
+
+
+def test_nothing_is_written_over(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match="exists"):
+        invoke("export", run, "--to", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_without_room_nothing_is_begun(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(storage_commands.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(StorageFullError, match="found 10 B"):
+        invoke("export", run, "--to", tmp_path / "new" / "out")
+    assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "new" / "out") == 6
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memckpt.storage import export
+
+    def fail(store: Store, checkpoint: Checkpoint, target: Path, form: Any) -> None:
+        target.write_text("half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "export", fail)
+    with pytest.raises(StorageError, match=r"could not write .*/out: .*No space left"):
+        invoke("export", run, "--to", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_object_store_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
     store = open_store(bucket.url)
     for record in (1, 2):
         write(store, part_of(record))
-    code, text = invoke("ls", str(tmp_path), "--url", bucket.url, "--json")
+    place = (tmp_path, "--url", bucket.url)
+    code, found = invoke_json("ls", *place)
     assert code == 0
-    assert [one["step"] for one in json.loads(text)["checkpoints"]] == [2, 1]
+    assert [one["step"] for one in found["checkpoints"]] == [2, 1]
     path = part_of(2).base_directory + "/__0_0.distcp"
     store.write(path, store.read(path)[:-1])
-    assert invoke("verify", str(tmp_path), "--url", bucket.url)[0] == DamagedStateError.exit_code
-    assert invoke("verify", str(tmp_path), "--url", bucket.url, "--repair")[0] == 0
+    assert invoke("verify", *place)[0] == DamagedStateError.exit_code
+    assert invoke("verify", *place, "--repair")[0] == 0
     assert not [key for key in bucket.objects() if "000000000002" in key]
-    arguments = ["--format", "dcp", "--to", str(tmp_path / "out")]
-    assert invoke("export", str(tmp_path), "--url", bucket.url, *arguments)[0] == 0
+    assert invoke("export", *place, "--format", "dcp", "--to", tmp_path / "out")[0] == 0
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]

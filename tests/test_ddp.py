@@ -146,3 +146,25 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
     for ours, theirs in zip(results(last), expected, strict=True):
         assert min(ours["losses"]) == 5
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+
+
+@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_another_number_of_ranks_goes_on_from_storage(lab: Lab, after: int, redo: str) -> None:
+    """The agent first brings there what it holds of the old ranks. Parameters and optimizer state are carried over."""
+    settings = config(redo, storage=StorageConfig(every_steps=100))
+    if redo == "eager":
+        lab.start_agent()
+    died = replace(job_of(lab), config=settings, deaths=[Death("all", 6, "committed")])
+    assert run(lab, died) == [-9, -9]
+    other = replace(died, directory=fresh_directory(lab), deaths=(), number=1, world_size=after, last_step=7)
+    assert run(lab, other) == [0] * after
+    found = results(other)
+    assert all(not ours["losses"] for ours in found)  # what is compared is what was restored
+    same = replace(died, directory=fresh_directory(lab), run_dir=None, deaths=(), last_step=7)
+    assert run(lab, same) == [0, 0]
+    expected = results(same)[0]["state"]
+    for ours in found:
+        assert ours["state"]["params"] == expected["params"]
+        assert ours["state"]["optimizer"] == expected["optimizer"]
+    assert len({ours["state"]["rng"] for ours in found}) == after, "ranks must not draw the same numbers"

@@ -19,11 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_public_names() -> None:
     assert sorted(memckpt.__all__) == [
         "AgentConfig",
+        "ExportedState",
         "HeldState",
         "MemckptConfig",
         "MemckptError",
         "RestoreReport",
         "Session",
+        "StorageConfig",
         "attach",
         "unencodable_paths",
     ]

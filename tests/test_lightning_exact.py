@@ -6,6 +6,8 @@ for bit, with an uninterrupted run that never saw the callback is listed in `lig
 
 from __future__ import annotations
 
+import select
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status, stop_agent
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.export import export
+from memckpt.storage.store import LocalStore
 from tests import fake_session
 from tests.lightning_cases import Kill
 from tests.lightning_data import Case
@@ -262,6 +269,85 @@ def test_each_feature(case: Case, server: Server, reference: Reference, attach: 
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
     found = interrupted(server, kills, case, tmp_path, **attach)
     assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_whose_memory_is_gone_goes_on_from_storage(server: Server, reference: Reference, tmp_path: Path) -> None:
+    """What each killed trainer leaves goes to storage; then its agent is ended, too."""
+    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
+    kills: list[Kill] = [("before_optimizer", 6), ("validation_step", 2), ("training_step", 8)]
+    saved = 0
+    for kill in kills:
+        assert server.run(Run(PLAIN, tmp_path, kill=kill, storage=True)) == [-9]
+        held = ask_status(address)
+        assert held is not None
+        deadline = time.monotonic() + 60
+        while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
+            assert time.monotonic() < deadline
+            select.select([], [], [], 0.05)
+        assert complete[0].step > saved
+        saved = complete[0].step
+        assert stop_agent(address) is not None
+    found = finish(server, Run(PLAIN, tmp_path, storage=True))
+    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+    assert (tmp_path / "log.txt").read_text().count("from storage in") == len(kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [PLAIN, Case("manual", manual=True), Case("tied", model="tied")], ids=lambda c: c.name)
+def test_lightning_takes_an_export_as_its_own_checkpoint(
+    case: Case, server: Server, reference: Reference, tmp_path: Path
+) -> None:
+    assert server.run(Run(case, tmp_path, kill=("callback_batch_start", 14), storage=True)) == [-9]
+    address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
+    deadline = time.monotonic() + 60
+    while not (complete := read_catalog(store).complete):
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.05)
+    assert stop_agent(address) is not None
+    file = tmp_path / "exported.ckpt"
+    export(store, complete[0], file, "lightning")
+    run = Run(case, tmp_path / "from file", protected=False, checkpoint=str(file))
+    found = finish(server, run)
+    expected = reference(case)
+    assert found["global_step"] == expected["global_step"]
+    assert found["epoch"] == expected["epoch"]
+    assert found["schedulers"] == expected["schedulers"]
+    # It went on behind the exported step, and did not begin anew.
+    assert len(found["losses"]) < len(expected["losses"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_behind_the_same_samples(
+    before: int, after: int, server: Server, tmp_path: Path
+) -> None:
+    """From storage, where the agent brings what it holds first; not bit for bit, and said so."""
+    # 44 samples in batches of 4: 11 batches of one rank, 6 of each of two (the last is padded).
+    kill: Kill = ("before_optimizer", 5)
+    assert server.run(Run(PLAIN, tmp_path, kill=kill, ranks=before, storage=True))[-1] == -9
+    (tmp_path / "losses.txt").unlink()
+    found = finish(server, Run(PLAIN, tmp_path, ranks=after, storage=True))
+    log = (tmp_path / "log.txt").read_text()
+    batches = 4 * before // after
+    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks go on behind {batches}" in log
+    outcomes = [found] if after == 1 else list(found.values())
+    per_epoch = {1: 11, 2: 6}[after]
+    for outcome in outcomes:
+        assert outcome["epoch"] == 3
+        assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
+    lines = [line.split() for line in (tmp_path / "losses.txt").read_text().splitlines()]
+    assert min(int(batch) for epoch, batch, *_ in lines if epoch == "0") == batches
+
+
+def test_a_finished_run_that_is_started_again_ends_where_it_ended(
+    server: Server, reference: Reference, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        found = finish(server, Run(PLAIN, tmp_path, storage=True))
+        assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+        assert ask_status(AgentAddress.of(tmp_path / "run")) is None
+    assert "from storage in" in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("sabotage", ["rng", "aggregates", "metrics", "restart flags"])

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from memckpt.agent.generation import branch_off
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan, timeline_of
+from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, timeline_of
 from memckpt.state.records import Branch, HeldRecords, Timeline
+from memckpt.storage.catalog import Checkpoint
+from memckpt.storage.format import FORMAT_VERSION, Part
 
 RANKS = 4
 FIRST = (Branch(Timeline(1, "a"), None),)
@@ -163,6 +165,64 @@ def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], re
     if resume == "require":
         plan = make_plan(inventories, "auto", RANKS, "n")
         assert isinstance(plan, StartOver)
+
+
+# Storage
+
+
+def stored(number: int, record: int, *, nonce: str = "a", world_size: int = RANKS) -> Checkpoint:
+    timeline = Timeline(number, nonce)
+    part = Part(FORMAT_VERSION, timeline, record, 10 * record, world_size, tuple(range(world_size)), "n", True, 0.0)
+    return Checkpoint(timeline, record, {"n": part})
+
+
+def test_memory_comes_before_storage() -> None:
+    plan = make_plan([held("a", range(3, 9))], "auto", RANKS, "b", [stored(1, 8), stored(1, 5)])
+    assert isinstance(plan, RestoreRecord)
+    assert plan.record == 8
+
+
+@pytest.mark.parametrize("resume", ["auto", "require"])
+def test_storage_serves_where_memory_cannot(resume: Any) -> None:
+    checkpoints = [stored(1, 6), stored(1, 5)]
+    for inventories in ([HeldRecords(node="a")], [HeldRecords(node="a"), held("b", range(3, 9))]):
+        plan = make_plan(inventories, resume, RANKS, "c", checkpoints)
+        assert isinstance(plan, RestoreStored)
+        assert [one.record for one in plan.candidates] == [6, 5]
+        assert plan.timeline == Timeline(2, "c")
+        assert "nothing is held" in plan.reason
+
+
+def test_a_step_is_looked_for_in_memory_and_then_in_storage() -> None:
+    checkpoints = [stored(1, 8), stored(1, 5)]
+    inventories = [held("a", range(6, 9))]
+    assert isinstance(make_plan(inventories, 70, RANKS, "b", checkpoints), RestoreRecord)
+    plan = make_plan(inventories, 50, RANKS, "b", checkpoints)
+    assert isinstance(plan, RestoreStored)
+    assert [one.step for one in plan.candidates] == [50]
+    with pytest.raises(NothingHeldError, match=r"expected step 40, found steps .*; storage has steps \[50, 80\]"):
+        make_plan(inventories, 40, RANKS, "b", checkpoints)
+
+
+def test_memory_of_an_attempt_that_was_left_behind_is_not_used() -> None:
+    """The job has trained on elsewhere, and is back where an old agent still lingers."""
+    plan = make_plan([held("a", range(3, 9))], "auto", RANKS, "c", [stored(2, 6, nonce="b")])
+    assert isinstance(plan, RestoreStored)
+    assert plan.reason == "memory holds an older attempt than storage"
+
+
+def test_another_number_of_ranks_is_resumed_from_storage_and_only_if_all_is_there() -> None:
+    inventories = [held("a", range(3, 9))]
+    plan = make_plan(inventories, "auto", 2, "b", [stored(1, 8), stored(1, 5)])
+    assert isinstance(plan, RestoreStored)
+    with pytest.raises(ForeignStateError, match="expected 2 as in this attempt"):
+        make_plan(inventories, "auto", 2, "b", [stored(1, 5)])
+
+
+def test_starting_over_goes_on_with_the_numbers_of_storage() -> None:
+    plan = make_plan([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
+    assert isinstance(plan, StartOver)
+    assert plan.timeline == Timeline(5, "c")
 
 
 def test_an_attempt_that_got_nowhere_in_storage_is_counted() -> None:

@@ -125,6 +125,33 @@ def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path, store: S
         store.read("nothing/here")
 
 
+def test_errors_of_a_driver_are_errors_of_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """botocore's, for one, are no OSError: an agent's writer and the command line must know them all the same."""
+    store = open_store(f"memory://{tmp_path.name}")
+    assert isinstance(store, ObjectStore)
+    lost = type("NoCredentialsError", (Exception,), {"__module__": "botocore.exceptions"})
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise lost("Unable to locate credentials")
+
+    for name in ("open", "find"):
+        monkeypatch.setattr(store._fs, name, fail)
+    for call in (lambda: store.write("a", b""), lambda: store.read("a"), lambda: store.find("a")):
+        with pytest.raises(StorageError, match="NoCredentialsError: Unable to locate credentials"):
+            call()
+
+
+def test_a_catalog_is_read_while_retention_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    gone, kept = write(store, part_of(1)), write(store, part_of(2))
+    listed = store.find("commit")
+    store.delete(gone.commit_path)
+    monkeypatch.setattr(store, "find", lambda prefix, unfinished: listed if prefix == "commit" else [])
+    catalog = read_catalog(store)
+    assert [one.record for one in catalog.checkpoints] == [kept.record]
+    assert catalog.damaged == {}
+
+
 def test_an_unknown_kind_of_store_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"storage.url: expected .* found 'quux://x'"):
         open_store("quux://x")

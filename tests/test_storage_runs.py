@@ -210,6 +210,43 @@ def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab)
     lab.check_same(PLAIN, died, final)
 
 
+def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training_goes_on(lab: Lab) -> None:
+    """Whoever had the signal before still gets it: here a handler that lets training go on."""
+    settings = stored("lazy", every_steps=None)
+    received: list[int] = []
+
+    def prepare(control: Control) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def preempt(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+
+    actions = {("backward", 7): preempt, ("after commit", 12): until_stored(7), ("backward", 14): kill_both}
+    died = lab.train(PLAIN, settings, prepare=prepare, actions=actions)
+    kept = newest(lab)
+    assert kept in range(7, 13)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == kept
+    lab.check_same(PLAIN, died, final)
+
+
+def test_sigterm_that_ends_the_trainer_leaves_its_last_step_in_storage(lab: Lab) -> None:
+    settings = stored("eager", every_steps=None)
+
+    def end(control: Control) -> None:
+        control.journal.note("killed", who="nobody", step=control.step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = collect(*lab.begin(PLAIN, settings, actions={("forward", 9): end}))
+    assert ended.code == -signal.SIGTERM
+    until(lambda: newest(lab) == 8)
+    lab.stop()
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, ended, final)
+
+
 def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_when_it_can(
     lab: Lab, tmp_path: Path
 ) -> None:
@@ -288,10 +325,11 @@ def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Cas
     lab.check_same(case, first, second, final)
 
 
-def test_an_export_holds_what_was_trained(lab: Lab, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["groups", pytest.param("tied", marks=pytest.mark.slow), "buffers"])
+def test_an_export_holds_what_was_trained(lab: Lab, name: str, tmp_path: Path) -> None:
     """Loaded with torch alone into a new model and optimizer, it is the state at the end of the training."""
-    groups = next(case for case in SHAPE_CASES if case.name == "groups")
-    done = lab.train(groups, stored("lazy", every_steps=None))
+    case = next(one for one in SHAPE_CASES if one.name == name)
+    done = lab.train(case, stored("lazy", every_steps=None))
     assert done.outcome is not None
     store = LocalStore(lab.run_dir / "storage")
     checkpoint = catalog_of(lab).complete[0]
@@ -300,7 +338,7 @@ def test_an_export_holds_what_was_trained(lab: Lab, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists"):
         export(store, checkpoint, tmp_path / "state.pt", "torch")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    training = groups.build()
+    training = case.build()
     training.model.load_state_dict(state["model"])
     for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)

@@ -32,8 +32,8 @@ def torchrun(lab: Lab, directory: Path, kind: str, agents: str, deaths: list[str
     try:
         output, _ = process.communicate(timeout=_LIMIT_SECONDS)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        process.send_signal(signal.SIGTERM)  # it ends its workers, which have sessions of their own
+        output, _ = process.communicate(timeout=60)
         pytest.fail(f"torchrun did not end:\n{output[-6000:]}")
     assert process.returncode == 0, output[-6000:]
     return [pickle.loads((directory / f"{kind}-{rank}").read_bytes()) for rank in range(2)], output

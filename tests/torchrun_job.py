@@ -11,11 +11,13 @@ import pickle
 import signal
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -59,11 +61,12 @@ def main() -> None:
         os.environ[NODE_VARIABLE] = f"node{rank}"
     pl.seed_everything(1, verbose=False)
     data = TensorDataset(torch.randn(96, 8), torch.randint(0, 2, (96,)))
-    config = MemckptConfig(redo="lazy", anchor_period_steps=4, agent=AgentConfig(linger_seconds=60))
+    config = MemckptConfig(redo="lazy", anchor_period_steps=4, agent=AgentConfig(linger_seconds=60), storage=None)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        # Gloo's ranks sometimes wait for each other in vain after a restart: then torchrun restarts them once more.
+        strategy=DDPStrategy(timeout=timedelta(seconds=30)),
         max_epochs=EPOCHS,
         logger=False,
         enable_checkpointing=False,

@@ -58,7 +58,8 @@ def train(args: argparse.Namespace) -> pl.Trainer:
     callbacks: list[pl.Callback] = [Reporter(Events(args.events), BlackBox(args.black_box))]
     if args.run_dir is not None:
         agent = AgentConfig(linger_seconds=120)  # the demo's agent must not outlive a demo that was interrupted
-        callbacks.append(MemCheckpoint(args.run_dir, config=MemckptConfig(agent=agent)))
+        # Without storage: every resume that the demo shows comes from memory.
+        callbacks.append(MemCheckpoint(args.run_dir, config=MemckptConfig(agent=agent, storage=None)))
     trainer = pl.Trainer(
         max_steps=args.steps,
         gradient_clip_val=1.0,

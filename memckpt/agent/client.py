@@ -186,6 +186,15 @@ class AgentClient:
         said, self._notices = self._notices, []
         return said
 
+    def wait_notices(self, timeout: float) -> list[Notice]:
+        """Wait until the agent says something; what it has said, or nothing after `timeout` seconds."""
+        if not self._notices:
+            received = self.channel.poll(timeout)
+            if received is not None:
+                self._note(*received)
+        said, self._notices = self._notices, []
+        return said
+
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
 

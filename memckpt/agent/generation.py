@@ -198,6 +198,12 @@ class Generation:
         """The framework's step number of a record that is still known."""
         return self._steps.get(record)
 
+    @property
+    def records_held(self) -> int:
+        """How many records' tensors are still in the log; the slot that is being filled is not among them."""
+        newest = max(self.committed.values(), default=0)
+        return sum(1 for record in self._metas if record > newest + 1 - self.layout.ring)
+
     def newest_step(self) -> int | None:
         return max(self._steps.values(), default=None)
 

@@ -252,6 +252,10 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
+    """The rank got SIGTERM: its machine may be about to go."""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     """The rank leaves. `finished`: training ended as it should and nothing needs to be held any more."""
 
@@ -289,7 +293,19 @@ class StorageStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """What the command line shows."""
+    """What the command line shows.
+
+    Attributes:
+        mode: of redo; empty while nothing is held.
+        trainers: rank and pid of each that is connected.
+        committed: rank and newest record of each.
+        applied: the newest record that the replica has (eager).
+        step: the newest that is held.
+        held_bytes: of all regions, those of a generation that is being written too.
+        records_held: records whose tensors are still in the log.
+        seconds_since_commit: how long ago the newest record came; None before the first.
+        uptime_seconds: how long the agent has been here.
+    """
 
     pid: int
     run_dir: str
@@ -304,6 +320,9 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     max_drift_ulp: float
     redo_seconds_per_record: float | None
     storage: StorageStatus | None = None
+    records_held: int = 0
+    seconds_since_commit: float | None = None
+    uptime_seconds: float = 0.0
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
@@ -336,6 +355,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Gap,
     Alarm,
     Refused,
+    Preempted,
     Goodbye,
     Leaving,
     StatusRequest,

@@ -170,10 +170,16 @@ class Replica:
         been applied already.
         """
         with self._condition:
-            if record <= self.applied:
+            if record <= self.applied + self._busy:
                 return False
             self._copy_at = record, snapshot
             return True
+
+    def forget_copy(self) -> None:
+        """Copy nothing after all; the snapshot is not touched any more when this returns."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._busy)
+            self._copy_at = None
 
     def close(self) -> None:
         """Stop the thread and let go of all views on the regions."""
@@ -203,10 +209,13 @@ class Replica:
                 record = self.applied + 1
                 meta = decode_meta(self._metas.pop(record))
                 self._busy = True
-            problem = None
+            problem, copied = None, None
             started = time.perf_counter()
             try:
                 self._apply(meta)
+                seconds = time.perf_counter() - started
+                if self._copy_at is not None and self._copy_at[0] == record:
+                    copied = self._copy_into(record, self._copy_at[1])
             except Exception as error:  # whatever it was, training goes on and the trainers are told
                 problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
             with self._condition:
@@ -214,15 +223,14 @@ class Replica:
                 if problem is None:
                     self.applied = record
                     self.records_applied += 1
-                    self.seconds_applying += time.perf_counter() - started
+                    self.seconds_applying += seconds
                 else:
                     self._broken = problem
-                copy_at, self._copy_at = self._copy_at, None
-                if copy_at is not None and (problem is not None or copy_at[0] > record):
-                    self._copy_at, copy_at = copy_at, None
+                if copied is not None:
+                    self._copy_at = None
                 self._condition.notify_all()
-            if copy_at is not None and copy_at[0] == record:
-                self._notify(self._copy_into(record, copy_at[1]))
+            if copied is not None:
+                self._notify(copied)
             self._notify(Credit(record) if problem is None else Alarm(problem))
 
     def _copy_into(self, record: int, snapshot: Region) -> ReplicaCopied:

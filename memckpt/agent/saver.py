@@ -93,6 +93,8 @@ class Saver:
         self._saved_record: tuple[Timeline, int] | None = None
         self._alarm = ""
         self._timeline: Timeline | None = None
+        self._preempted_until = float("-inf")
+        self._at_once = False
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
         """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
@@ -101,6 +103,7 @@ class Saver:
         self._threads = threads
         if timeline != self._timeline:
             self._timeline = timeline
+            self._preempted_until, self._at_once = float("-inf"), False
             self._last_began = time.monotonic()
 
     @property
@@ -110,6 +113,20 @@ class Saver:
     @property
     def saving(self) -> bool:
         return self._saving is not None or bool(self._waiting)
+
+    @property
+    def saving_held(self) -> bool:
+        """Whether what is being written is read from held memory, or will be."""
+        return bool(self._waiting) or (self._saving is not None and not self._held_for_writer)
+
+    def preempt(self) -> None:
+        """Somebody got SIGTERM: the machine may be about to go. Save at once, and take no longer than the grace period.
+
+        It may also be an ordinary restart, so that is all.
+        """
+        if self._config is not None:
+            self._preempted_until = time.monotonic() + self._config.grace_seconds
+            self._at_once = True
 
     # While training runs
 
@@ -124,11 +141,14 @@ class Saver:
         if config is None or self._snapshot is not None or self._saving is not None or not generation.complete:
             return
         now = time.monotonic()
-        if config.every_steps is None and now - self._last_began < self.interval_seconds():
+        every_steps = None if self._at_once else config.every_steps
+        due = self._at_once or now - self._last_began >= self.interval_seconds()
+        if every_steps is None and not due:
             return
-        if config.every_steps is None and generation.spec.world_size > len(generation.spec.local_ranks):
+        if every_steps is None and generation.spec.world_size > len(generation.spec.local_ranks):
             return  # nodes would choose different records
-        record = self._next_record(generation, attempt, config.every_steps)
+        self._at_once = False
+        record = self._next_record(generation, attempt, every_steps)
         try:
             self._begin_snapshot(generation, record)
         except MemckptError as error:
@@ -201,43 +221,48 @@ class Saver:
         )
 
     def _drop_snapshot(self) -> None:
-        if self._snapshot is not None:
-            self._snapshot.region.close()
-            self._snapshot = None
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            if snapshot.generation.replica is not None:
+                snapshot.generation.replica.forget_copy()
+            snapshot.region.close()
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
         if self._snapshot is not None and self._snapshot.generation is generation:
             self._drop_snapshot()
+            self._last_began = float("-inf")
 
     # When no trainer runs
 
-    def save_held(self, generation: Generation) -> bool:
-        """Write the newest record that stands still in memory, where it is not there yet; False if there is none."""
-        if self._config is None or self._timeline is None:
-            return False
+    def save_held(self, generation: Generation) -> Saved | None:
+        """Write the newest record that stands still in memory; what was saved, if it is there already."""
+        if self._config is None or self._timeline is None or self.saving_held:
+            return None
         self._drop_snapshot()
         if generation.replica is not None:
             generation.replica.freeze()
         records = generation.reachable()
-        if not records or self._saved_record == (self._timeline, records[-1]):
-            return False
+        if not records:
+            return None
+        if self._saved_record == (self._timeline, records[-1]):
+            return self._last
         static = [generation.static] if generation.static is not None else []
         if 0 not in generation.spec.local_ranks:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for record in reversed(records):
                 self._save_next(generation, record, "ring", [generation.slots, *static])
-            return True
+            return None
         record = records[-1]
         if generation.replica is None:
             metas = generation.metas_for(record)
             self._save_next(generation, record, "ring", [generation.slots, *static], metas=metas)
-            return True
+            return None
         try:
             generation.replica.advance_to(record)
         except AgentError as error:
             self._fail(generation.newest_step() or 0, str(error))
-            return False
+            return None
         generation.replica.freeze()
         missing, plain = generation.replica.describe_state()
         assert generation.replica_region is not None
@@ -245,7 +270,7 @@ class Saver:
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         regions = [generation.replica_region, generation.slots, *static]
         self._save_next(generation, record, "snapshot", regions, by_value_base=base, missing=missing, plain=plain)
-        return True
+        return None
 
     def _save_next(
         self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object
@@ -258,10 +283,10 @@ class Saver:
         if self._waiting and self._saving is None:
             self._waiting.pop(0)()
 
-    @staticmethod
-    def patience(lonely_since: float) -> float:
+    def patience(self, lonely_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
-        return lonely_since + _RETURN_SECONDS - time.monotonic()
+        now = time.monotonic()
+        return lonely_since + (_RETURN_SECONDS if now > self._preempted_until else 0.0) - now
 
     # The writer
 
@@ -293,7 +318,9 @@ class Saver:
             abandoned=tuple(self._abandoned),
             **rest,  # type: ignore[arg-type]
         )
-        self._saving = job, time.monotonic() + config.timeout_seconds
+        now = time.monotonic()
+        limit = config.timeout_seconds if now > self._preempted_until else config.grace_seconds
+        self._saving = job, now + limit
         try:
             if self._writer is None:
                 self._writer = self._open_writer()

@@ -35,6 +35,7 @@ from memckpt.agent.messages import (
     Leaving,
     Message,
     NeedGeneration,
+    Preempted,
     Prepare,
     Prepared,
     Protected,
@@ -95,7 +96,9 @@ class Agent:
         self._generations = 0
         self._max_drift = 0.0
         self._leaving: str | None = None
-        self._lonely_since: float | None = time.monotonic()
+        self._started = time.monotonic()
+        self._committed_at: float | None = None
+        self._lonely_since: float | None = self._started
         self._inbox: collections.deque[Message] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: socket.socket | None = None
@@ -335,6 +338,7 @@ class Agent:
                 continue
             if isinstance(message, StopRequest):
                 self._stop_listening()
+                self._saver.preempt()
                 self._tell_members(Leaving())
                 self._leave_when_saved(message.reason)
                 continue
@@ -389,6 +393,7 @@ class Agent:
                 if generation is not None:
                     generation.commit(member.rank, message)
                 member.next_record = message.record + 1
+                self._committed_at = time.monotonic()
                 if generation is not None and generation is self._held:
                     self._saver.after_commit(generation, self._attempt)
             case SnapshotTaken():
@@ -398,6 +403,9 @@ class Agent:
                 member.next_record = message.record + 1
             case NeedGeneration():
                 self._order_generation(message.record, message.reason, connection)
+            case Preempted():
+                _log.warning("rank %d got SIGTERM: what is held goes to storage now", member.rank)
+                self._saver.preempt()
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:
@@ -431,6 +439,11 @@ class Agent:
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
+        if self._held is not None and self._held.spec.world_size != hello.world_size:
+            # Another number of ranks resumes from storage.
+            saved = self._saver.save_held(self._held)
+            if saved is not None:
+                self._answer(connection, saved)
         if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
@@ -448,7 +461,8 @@ class Agent:
                 member.process.close()
             self._past_nonces.add(self._attempt.nonce)
             self._leaving = self._leaving_when_saved = None
-        self._saver.abort()
+        if self._held is None or self._held.spec.world_size == hello.world_size:
+            self._saver.abort()
         self._saved_alone = False
         if self._building is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
@@ -540,6 +554,7 @@ class Agent:
 
     def _start_generation(self, member: Member, message: GenerationCommit) -> None:
         member.next_record = message.record + 1
+        self._committed_at = time.monotonic()
         generation = self._generation(message.generation)
         if generation is None:
             return
@@ -561,7 +576,7 @@ class Agent:
         held = self._held
         members = self._attempt.living() if self._attempt is not None else []
         replica = held.replica if held is not None else None
-        rate = None
+        now, rate = time.monotonic(), None
         if replica is not None and replica.records_applied:
             rate = replica.seconds_applying / replica.records_applied
         return Status(
@@ -578,6 +593,9 @@ class Agent:
             max_drift_ulp=self._max_drift,
             redo_seconds_per_record=rate,
             storage=self._saver.status(),
+            records_held=held.records_held if held is not None else 0,
+            seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
+            uptime_seconds=now - self._started,
         )
 
 

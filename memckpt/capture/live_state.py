@@ -164,6 +164,7 @@ class LiveState:
                 by_value.append(described)
             else:
                 static.append(described)
+        keys = self._state_dict_keys()
         return StateSpec(
             params=tuple(params),
             optimizers=tuple(self._optimizer_spec(index) for index in range(len(self.optimizers))),
@@ -174,7 +175,20 @@ class LiveState:
             slots=request.slots,
             local_ranks=request.local_ranks,
             world_size=request.world_size,
+            aliases=tuple((key, name) for key, name in keys.items() if key != name),
+            outside=tuple(name for name in self.tensors() if keys.get(name) != name),
         )
+
+    def _state_dict_keys(self) -> dict[str, str]:
+        """Keys of the model's ``state_dict()`` with the names of their tensors here; no hook of the user's runs."""
+        names = {id(tensor): name for name, tensor in self.tensors().items()}
+        keys = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            for key, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is not None and key not in module._non_persistent_buffers_set:
+                    full = f"{path}.{key}" if path else key
+                    keys[full.replace(_COMPILED_PREFIX, "")] = names[id(tensor)]
+        return keys
 
     def _param_spec(
         self, described: TensorSpec, param: torch.Tensor, owners: list[tuple[int, int]], request: SpecRequest

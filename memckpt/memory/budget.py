@@ -5,44 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from memckpt.errors import MemoryBudgetError
+from memckpt.memory.cgroup import memory_limits
 
 _MIB = 2**20
 #: Left free for everything else when the budget is not given.
 _HEADROOM = 0.05
 
 
-def _cgroup_directories() -> list[Path]:
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    directories = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            directory = Path("/sys/fs/cgroup") / path.lstrip("/")
-            directories += [directory, *directory.parents][: len(directory.parts) - 3]
-    return directories
-
-
-def _read_bytes(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
 def available_bytes() -> int:
     """Memory that can still be taken here: the machine's, or what the tightest enclosing cgroup has left."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    for directory in _cgroup_directories():
-        limit = _read_bytes(directory / "memory.max")
-        current = _read_bytes(directory / "memory.current")
-        if limit is not None and current is not None:
-            available = min(available, max(0, limit - current))
-    return available
+    return min([available, *(each.left for each in memory_limits())])
 
 
 def check_budget(needed: int, already_held: int, budget: int | None, detail: str) -> None:

@@ -19,7 +19,7 @@ from memckpt.storage.store import Store
 
 
 class StoredCheckpoint:
-    """A verified checkpoint, seen by one rank.
+    """A verified checkpoint, seen by one rank; a rank that it does not know is given the state of another one.
 
     Attributes:
         state: what belongs to the tensors of the part that has the parameters.
@@ -28,9 +28,9 @@ class StoredCheckpoint:
 
     def __init__(self, store: Store, checkpoint: Checkpoint, rank: int) -> None:
         self._store = store
-        self._rank = rank
+        self._rank = rank % checkpoint.world_size
         self.checkpoint = checkpoint
-        self._part, self._own_part = checkpoint.full_part(), checkpoint.part_of(rank)
+        self._part, self._own_part = checkpoint.full_part(), checkpoint.part_of(self._rank)
         self.state: NodeState = decode_node_state(store.read(self._part.state_path))
         self.own = self.state
         if self._own_part is not self._part:

@@ -86,14 +86,19 @@ def make_plan(
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
     if not stale:
-        _refuse_foreign(nodes, world_size)
-    common = {} if stale else common_records(list(nodes.values()))
+        _refuse_foreign(nodes, world_size, stored)
+    other_size = any(held.records and held.world_size != world_size for held in nodes.values())
+    common = {} if stale or other_size else common_records(list(nodes.values()))
     chosen = _choose(common, resume)
     if chosen is not None:
         record, step = chosen
         lost = max(max(held.records) for held in nodes.values()) - record
         return RestoreRecord(timeline, record, step, "local memory", lost)
-    reason = "memory holds an older attempt than storage" if stale else _why_nothing(nodes, common, resume)
+    reason = _why_nothing(nodes, common, resume)
+    if stale:
+        reason = "memory holds an older attempt than storage"
+    elif other_size:
+        reason = f"memory holds a run of another number of ranks than {world_size}"
     candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
     if candidates:
         return RestoreStored(timeline, candidates, reason)
@@ -105,18 +110,28 @@ def make_plan(
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
-def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int) -> None:
+def stored_later(held: HeldRecords, stored: Sequence[Checkpoint]) -> bool:
+    """Whether storage has the newest of a node's records, or a later one."""
+    newest = timeline_of(held.history, max(held.records))
+    return any(
+        (one.timeline, one.record >= max(held.records)) == (newest, True)
+        or (newest is not None and one.timeline.number > newest.number)
+        for one in stored
+    )
+
+
+def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int, stored: Sequence[Checkpoint]) -> None:
     for held in nodes.values():
         if held.problem:
             raise ForeignStateError(
                 f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
                 "Use another run directory, or resume='never' to drop what is held"
             )
-        if held.records and held.world_size != world_size:
+        if held.records and held.world_size != world_size and not stored_later(held, stored):
             raise ForeignStateError(
                 f"node {held.node} holds a run of {held.world_size} ranks, expected {world_size} as in this attempt; "
-                "a change of world size cannot be resumed from memory. Start with as many ranks as before, or use "
-                "resume='never' to drop what is held"
+                "a change of world size is resumed from storage, and what is in memory is not there. Start with as "
+                "many ranks as before, or use resume='never' to drop what is held"
             )
 
 

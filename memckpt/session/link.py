@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
-from memckpt.agent.messages import PROTOCOL_VERSION, Configure, Hello, Message, Prepare, Resume
+from memckpt.agent.messages import (
+    PROTOCOL_VERSION,
+    Configure,
+    Hello,
+    Message,
+    Preempted,
+    Prepare,
+    Resume,
+    Saved,
+    SaveFailed,
+)
 from memckpt.config import MemckptConfig
-from memckpt.errors import AgentGoneError
+from memckpt.errors import AgentGoneError, StorageError
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
+
+_log = logging.getLogger("memckpt")
 
 
 class AgentLink:
@@ -105,6 +118,14 @@ class AgentLink:
         self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
         self._sender.start()
 
+    def tell_preempted(self) -> None:
+        """This rank got SIGTERM. Called from a signal handler."""
+        if self._client is not None:
+            try:
+                self._client.send(Preempted())
+            except AgentGoneError as error:
+                _log.warning("memckpt: the agent cannot be told of the SIGTERM: %s", error)
+
     def finish_sending(self) -> None:
         """Wait until the last commit has been sent."""
         if self._sender is not None:
@@ -116,6 +137,21 @@ class AgentLink:
         started = time.perf_counter()
         self.client.wait_applied(record)
         return time.perf_counter() - started
+
+    def wait_saved(self, record: int, timeout: float) -> None:
+        """Wait until the agent has brought a record to storage.
+
+        Raises:
+            StorageError: it could not.
+        """
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            for notice in self.client.wait_notices(left):
+                if isinstance(notice, SaveFailed):
+                    raise StorageError(f"what is held in memory does not get to storage: {notice.reason}")
+                if isinstance(notice, Saved) and notice.record >= record:
+                    return
+        raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
 
     # End
 

@@ -31,6 +31,7 @@ from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_redo, choose_tap
 from memckpt.session.link import AgentLink
+from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
@@ -38,6 +39,7 @@ from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.records import HeldRecords
 
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
@@ -117,6 +119,8 @@ class Session:
         self._step_hooks.install()
         self._tap.install()
         gradient_ops.listen(self)
+        self._preemption = PreemptionNotice(self._link.tell_preempted)
+        self._preemption.install()
         _raise_oom_score()
 
     # Start
@@ -140,6 +144,8 @@ class Session:
         ranks = self._ranks
         spec = self._live.spec(self._request)
         held = ranks.together(lambda: self._link.connect(spec, self._recorder.record, rejoining=False))
+        if self._config.storage is not None:
+            ranks.together(lambda: self._await_storage(held[ranks.rank]))
         tier = StorageTier(self._config.storage, run_dir, ranks)
         stored = tier.catalog
         plan: Plan = make_plan(
@@ -161,6 +167,13 @@ class Session:
         else:
             ranks.together(lambda: self._prepare_fresh(spec, plan))
 
+    def _await_storage(self, held: HeldRecords) -> None:
+        """Another number of ranks resumes from storage: see what memory holds get there."""
+        if held.records and held.world_size != self._ranks.world_size:
+            _log.info("memckpt: record %d goes to storage first: the number of ranks has changed", max(held.records))
+            assert self._config.storage is not None
+            self._link.wait_saved(max(held.records), self._config.storage.timeout_seconds)
+
     def _prepare_fresh(self, spec: StateSpec, plan: StartOver) -> None:
         if plan.reason != "resume='never'":
             level = logging.WARNING if plan.discard else logging.INFO
@@ -181,21 +194,25 @@ class Session:
         state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self._resume_from = plan
         self._resume_state = state
-        self.held = HeldState(plan.step, plan.record, plan.tier, state["provided"])
+        self.held = HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size)
         self._live.growth.take_over(self._resumable.message.spec)
         self._recorder.begin(None, plan.record + 1)
 
     def _open_stored(self, stored: StoredCheckpoint, spec: StateSpec) -> None:
         checkpoint = stored.checkpoint
         if checkpoint.world_size != self._ranks.world_size:
-            raise ForeignStateError(
-                f"the checkpoint of step {checkpoint.step} is of a run of {checkpoint.world_size} ranks, expected "
-                f"{self._ranks.world_size} as in this attempt. Start with as many ranks as before, or use "
-                "resume='never' to start over"
+            _log.warning(
+                "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
+                "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
+                checkpoint.world_size,
+                self._ranks.world_size,
+                checkpoint.step,
             )
         self._stored = stored
         self._resume_state = codec.decode(stored.rank_state)
-        self.held = HeldState(checkpoint.step, checkpoint.record, "storage", self._resume_state["provided"])
+        self.held = HeldState(
+            checkpoint.step, checkpoint.record, "storage", self._resume_state["provided"], checkpoint.world_size
+        )
         self._live.growth.take_over(stored.own.spec)
         self._ranks.together(lambda: self._prepare_regions(spec))
         self._recorder.begin(None, checkpoint.record + 1)
@@ -274,11 +291,12 @@ class Session:
         with rng.preserved():
             stored.restore(self._live.tensors(), self._live.optimizers)
         self._live.restore_state_order(self._resume_state["state_order"])
-        if isinstance(self._tap, CommHookTap):
-            self._tap.resume_layout(self._resume_state["reduction"])
         checkpoint = stored.checkpoint
+        exact = checkpoint.world_size == self._ranks.world_size
+        if isinstance(self._tap, CommHookTap) and exact:
+            self._tap.resume_layout(self._resume_state["reduction"])
         seconds = time.perf_counter() - started
-        return RestoreReport(checkpoint.step, checkpoint.record, "storage", seconds, 0)
+        return RestoreReport(checkpoint.step, checkpoint.record, "storage", seconds, 0, exact)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
@@ -300,6 +318,8 @@ class Session:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
         if self.held is not None:
             rng.restore(self._resume_state["rng"])
+            if self._ranks.rank >= self.held.world_size:
+                rng.diverge(self._ranks.rank)
 
     # During a step
 
@@ -577,6 +597,7 @@ class Session:
         self._tap.remove()
         self._step_hooks.remove()
         gradient_ops.unlisten(self)
+        self._preemption.remove()
         self._close_regions()
         self._link.close(finished)
 

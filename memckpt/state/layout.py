@@ -132,6 +132,10 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `static` are tensors that no optimizer steps (frozen parameters), staged once a generation; `by_value` tensors
     (buffers, averaged models) are staged with every record by every local rank.
+
+    `aliases` and `outside` say how these names relate to the model's ``state_dict()``: keys under which a tensor
+    appears once more, with its name here (tied weights); names that are not in it (buffers that are not persistent,
+    modules beside the model).
     """
 
     params: tuple[ParamSpec, ...]
@@ -143,6 +147,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     slots: int
     local_ranks: tuple[int, ...]
     world_size: int
+    aliases: tuple[tuple[str, str], ...] = ()
+    outside: tuple[str, ...] = ()
 
     def digest(self) -> str:
         """A digest that is equal exactly when the layouts are."""

@@ -148,6 +148,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
+def diverge(salt: int) -> None:
+    """Give every generator another stream, which follows from its state and `salt`: for a rank that is new."""
+    seed = int(torch.randint(2**31, ()).item()) ^ (salt * 0x9E3779B1 % 2**31)
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
 def _bytes_tensor(data: object, name: str) -> torch.Tensor:
     if not isinstance(data, bytes):
         raise ValueError(f"expected the {name} RNG state as bytes, found {type(data).__name__}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from memckpt.errors import DamagedStateError
+from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.format import BASES, COMMITS, STATES, Part, decode_commit, place_of
 from memckpt.storage.store import Store, finished_name, matches
@@ -97,18 +97,32 @@ def read_catalog(store: Store) -> Catalog:
         except DamagedStateError as error:
             damaged[path] = str(error)
             continue
+        except StorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                continue  # retention, in the writer process, was faster
+            raise
         one = Checkpoint(part.timeline, part.record)
         found.setdefault(one.key, one).parts[part.node] = part
     ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
     return Catalog(tuple(ordered), damaged, tuple(files))
 
 
-def verify(store: Store, checkpoint: Checkpoint) -> list[str]:
-    """Read all files of a checkpoint and compare them with its commit files; what is wrong, in words."""
+def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
+    """Read all files of a checkpoint and compare them with its commit files; what is wrong, in words.
+
+    `progress` is told of bytes as they are read.
+    """
     problems = [] if checkpoint.complete else ["parts are missing"]
     for part in checkpoint.parts.values():
-        problems += [problem for file in part.files if (problem := matches(store, file)) is not None]
+        problems += [problem for file in part.files if (problem := matches(store, file, progress)) is not None]
     return problems
+
+
+def still_there(store: Store, checkpoint: Checkpoint) -> bool:
+    """Whether no commit file of a checkpoint has been deleted since it was found."""
+    directories = {part.commit_path.rpartition("/")[0] for part in checkpoint.parts.values()}
+    found = {path for directory in directories for path in store.find(directory)}
+    return found >= {part.commit_path for part in checkpoint.parts.values()}
 
 
 def remove(store: Store, checkpoint: Checkpoint) -> None:
@@ -151,6 +165,15 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
         if place in dead or outlived:
             left.append(path)
     return left
+
+
+def remove_damaged(store: Store, commit_path: str) -> None:
+    """Delete a commit file that cannot be used, and what lies where its files would be."""
+    store.delete(commit_path)
+    place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
+    if place.count("/") == 2:
+        store.delete(f"{STATES}/{place}.msgpack")
+        store.delete_directory(f"{BASES}/{place}")
 
 
 def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:

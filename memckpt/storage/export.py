@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from memckpt.errors import ConfigurationError, UsageError
 from memckpt.state import codec
+from memckpt.state.layout import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import NodeState, decode_node_state
 from memckpt.storage.store import Store
 
-Format = Literal["dcp", "safetensors", "torch"]
-FORMATS: tuple[Format, ...] = get_args(Format)
+Writer = Callable[[Store, Checkpoint, Path], None]
 
 
 def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -28,9 +31,41 @@ def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor
     return tensors
 
 
-def model_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ``model.load_state_dict`` takes; of shared weights the name that they were first found under."""
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+@dataclass(frozen=True)
+class ExportedState:
+    """A checkpoint as values in host memory, for whoever writes it in a format of their own.
+
+    Attributes:
+        step: the framework's step number.
+        model: what ``model.load_state_dict`` takes.
+        optimizers: for each optimizer what its ``load_state_dict`` takes.
+        provided: what the first rank's session was given with ``provide`` and ``register``.
+    """
+
+    step: int
+    model: dict[str, torch.Tensor]
+    optimizers: list[dict[str, Any]]
+    provided: Mapping[str, Any]
+
+
+def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ``model.load_state_dict`` takes, tied weights under all their names."""
+    outside = set(spec.outside)
+    named = {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("model.") and name.removeprefix("model.") not in outside
+    }
+    return {**named, **{key: tensors[f"model.{name}"] for key, name in spec.aliases}}
+
+
+def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
+    """Read a checkpoint as values."""
+    state = decode_node_state(store.read(checkpoint.full_part().state_path))
+    rank_state = codec.decode(state.rank_states[min(state.rank_states)])
+    tensors = read_tensors(store, checkpoint)
+    optimizers = optimizer_states(state, tensors, rank_state["groups"])
+    return ExportedState(checkpoint.step, model_state(state.spec, tensors), optimizers, rank_state["provided"])
 
 
 def optimizer_states(
@@ -64,33 +99,46 @@ def optimizer_states(
     return states
 
 
-def export(store: Store, checkpoint: Checkpoint, target: Path, form: Format) -> None:
+def formats() -> dict[str, Writer]:
+    """All formats by name: ours, and those of installed packages (entry points of the group ``memckpt.formats``)."""
+    found: dict[str, Writer] = {"dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}
+    for entry in entry_points(group="memckpt.formats"):
+        found[entry.name] = partial(_write_with, entry)
+    return found
+
+
+def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> None:
     """Write a verified checkpoint to `target` in another format.
 
     Args:
         store, checkpoint: what to export.
         target: a file; for ``"dcp"`` a directory. It must not exist.
         form: ``"dcp"``: a directory for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors;
-            ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``.
+            ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``;
+            ``"lightning"``, where it is installed: a file for ``Trainer.fit(ckpt_path=...)``.
 
     Raises:
         UsageError: there is something at `target`.
         ConfigurationError: the format is unknown, or its library is not installed.
     """
-    writers: dict[str, Callable[[Store, Checkpoint, Path], None]] = {
-        "dcp": _export_dcp,
-        "safetensors": _export_safetensors,
-        "torch": _export_torch,
-    }
+    writers = formats()
     if form not in writers:
-        raise ConfigurationError(f"format: expected one of {', '.join(FORMATS)}, found {form!r}")
+        raise ConfigurationError(f"format: expected one of {', '.join(sorted(writers))}, found {form!r}")
     if target.exists():
         raise UsageError(f"{target} exists: choose another name, or remove it first")
     target.parent.mkdir(parents=True, exist_ok=True)
     writers[form](store, checkpoint, target)
 
 
-def _export_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
+def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target: Path) -> None:
+    try:
+        write: Callable[[ExportedState, Path], None] = entry.load()
+    except ImportError as error:
+        raise ConfigurationError(f"format {entry.name} needs a package that is not installed: {error}") from error
+    write(read_state(store, checkpoint), target)
+
+
+def _write_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
     part = checkpoint.full_part()
     target.mkdir()
     for file in part.files:
@@ -99,19 +147,16 @@ def _export_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
                 shutil.copyfileobj(source, copy, 8 << 20)
 
 
-def _export_safetensors(store: Store, checkpoint: Checkpoint, target: Path) -> None:
+def _write_safetensors(store: Store, checkpoint: Checkpoint, target: Path) -> None:
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigurationError("format safetensors needs the package safetensors: pip install safetensors") from error
-    tensors = {name: tensor.contiguous() for name, tensor in model_state(read_tensors(store, checkpoint)).items()}
+    # Tied weights are written once for each of their names: the format has no notion of sharing.
+    tensors = {name: tensor.clone() for name, tensor in read_state(store, checkpoint).model.items()}
     save_file(tensors, target, metadata={"format": "pt", "step": str(checkpoint.step)})
 
 
-def _export_torch(store: Store, checkpoint: Checkpoint, target: Path) -> None:
-    part = checkpoint.full_part()
-    state = decode_node_state(store.read(part.state_path))
-    rank_state = codec.decode(state.rank_states[min(state.rank_states)])
-    tensors = read_tensors(store, checkpoint)
-    optimizers = optimizer_states(state, tensors, rank_state["groups"])
-    torch.save({"model": model_state(tensors), "optimizers": optimizers, "step": checkpoint.step}, target)
+def _write_torch(store: Store, checkpoint: Checkpoint, target: Path) -> None:
+    state = read_state(store, checkpoint)
+    torch.save({"model": state.model, "optimizers": state.optimizers, "step": state.step}, target)

@@ -13,8 +13,9 @@ import io
 import logging
 import os
 import secrets
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -22,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from memckpt.errors import ConfigurationError, StorageError
+from memckpt.errors import ConfigurationError, MemckptError, StorageError
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
@@ -140,12 +141,22 @@ def _partial_name(path: str) -> str:
     return f"{path}{_PARTIAL}{secrets.token_hex(4)}"
 
 
+def _is_of_storage(error: Exception) -> bool:
+    """Whether an error comes from storage, and not from whoever uses it.
+
+    Below fsspec each kind of store has libraries of its own, with errors of their own (missing credentials, a host
+    that is not found) that are no OSError: any class that is neither ours nor Python's is taken for one of these.
+    """
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OSError, RuntimeError)) or package not in sys.stdlib_module_names
+
+
 @contextlib.contextmanager
 def _errors(action: str, url: str, path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, StorageError):
+    except Exception as error:
+        if isinstance(error, MemckptError) or not _is_of_storage(error):
             raise
         raise StorageError(f"could not {action} {path} in {url}: {type(error).__name__}: {error}") from error
 
@@ -221,55 +232,6 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _as_os_error() -> Iterator[None]:
-    """What fsspec raises for a failure is the underlying library's affair: botocore's errors are no OSErrors."""
-    try:
-        yield
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-class _RemoteFile(io.RawIOBase):
-    """A file of fsspec's that fails with an OSError. Closing it does nothing: the store ends what it has opened."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return bool(self._file.readable())
-
-    def writable(self) -> bool:
-        return bool(self._file.writable())
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        with _as_os_error():
-            return bytes(self._file.read(size))
-
-    def readinto(self, buffer: Any, /) -> int:
-        with _as_os_error():
-            return int(self._file.readinto(buffer))
-
-    def write(self, data: Any, /) -> int:
-        with _as_os_error():
-            return int(self._file.write(data))
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        with _as_os_error():
-            return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def close(self) -> None:
-        return
-
-
 class ObjectStore(Store):
     """Anything that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``memory://``."""
 
@@ -295,14 +257,12 @@ class ObjectStore(Store):
     def _replacing(self, path: str) -> Iterator[IO[bytes]]:
         target = self._at(path)
         written = target if self._shows_whole else self._at(_partial_name(path))
-        with _as_os_error():
-            file = self._fs.open(written, "wb")
+        file = self._fs.open(written, "wb")
         try:
-            yield _RemoteFile(file)  # type: ignore[misc]
-            with _as_os_error():
-                file.close()
-                if written != target:
-                    self._fs.mv(written, target)
+            yield file
+            file.close()
+            if written != target:
+                self._fs.mv(written, target)
         except BaseException:
             self._give_up(file, written, target)
             raise
@@ -310,33 +270,32 @@ class ObjectStore(Store):
     def _give_up(self, file: Any, written: str, target: str) -> None:
         """Let nothing appear of what has been written so far."""
         try:
-            with _as_os_error():
-                if written != target:
-                    file.close()
-                    self._fs.rm_file(written)
-                    return
-                file.discard()
-        except OSError as error:
+            if written != target:
+                file.close()
+                self._fs.rm_file(written)
+                return
+            file.discard()
+        except Exception as error:
+            if not _is_of_storage(error):
+                raise
             _log.warning("an unfinished upload of %s may be left in the store: %s", target, error)
         # Closing a file completes its upload, and it is closed when it is collected, if it still can be.
         file.closed = True
 
     @contextlib.contextmanager
     def _open(self, path: str) -> Iterator[IO[bytes]]:
-        with _as_os_error():
-            file = self._fs.open(self._at(path), "rb")
+        file = self._fs.open(self._at(path), "rb")
         try:
-            yield _RemoteFile(file)  # type: ignore[misc]
+            yield file
         finally:
             file.close()
 
     def _find(self, prefix: str) -> Iterator[str]:
-        with _as_os_error():
-            for found in self._fs.find(self._at(prefix)):
-                yield found.removeprefix(f"{self._root}/")
+        for found in self._fs.find(self._at(prefix)):
+            yield found.removeprefix(f"{self._root}/")
 
     def _delete(self, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError), _as_os_error():
+        with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._at(path))
 
 
@@ -352,14 +311,19 @@ def open_store(url: str) -> Store:
     return ObjectStore(url)
 
 
-def matches(store: Store, file: StoredFile) -> str | None:
-    """Read a file and compare it with what must be there; what differs, in words, or None."""
+def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | None = None) -> str | None:
+    """Read a file and compare it with what must be there; what differs, in words, or None.
+
+    `progress` is told of bytes as they are read.
+    """
     digest, nbytes = xxhash.xxh3_64(), 0
     try:
         with store.open(file.path) as stream:
             while chunk := stream.read(_PIECE_BYTES):
                 digest.update(chunk)
                 nbytes += len(chunk)
+                if progress is not None:
+                    progress(len(chunk))
     except StorageError as error:
         return str(error)
     if nbytes != file.nbytes:

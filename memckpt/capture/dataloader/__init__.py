@@ -14,6 +14,7 @@ augmentation in the same workers, and no skipped sample is loaded.
 
 from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.graft import (
+    derived,
     graft,
     is_grafted,
     position,
@@ -26,6 +27,7 @@ from memckpt.capture.dataloader.graft import (
 
 __all__ = [
     "DataPositionError",
+    "derived",
     "graft",
     "is_grafted",
     "position",

@@ -103,6 +103,26 @@ def resume(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     record.resume(loader, position)
 
 
+def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
+    """A position `batches` behind the start of the same pass, for a loader that cuts its data in another way.
+
+    For a run that goes on with another number of ranks. Nothing can be compared there, so no checksum is.
+    """
+    current = position["pass"]
+    if current is None:
+        return position
+    moved = {
+        **current,
+        "batches": batches,
+        "dispatched": batches,
+        "digest": None,
+        "dispatched_digest": None,
+        "worker_states": {},
+        "sampler_ended": False,
+    }
+    return {**position, "pass": moved}
+
+
 def restore_generators(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     """Set the generators and sampler counters that the loader owns to `position`, and nothing else.
 

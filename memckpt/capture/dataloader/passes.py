@@ -106,9 +106,9 @@ class Pass:
             worker_states=dict(record["worker_states"]),
             sampler_start=None if start is None else (start[0], start[1]),
             batches=record["batches"],
-            digest=record["digest"],
+            digest=record["digest"] or 0,
             dispatched=record["batches"],
-            dispatched_digest=record["digest"],
+            dispatched_digest=record["digest"] or 0,
             skipped=record["batches"],
             replay=record,
         )

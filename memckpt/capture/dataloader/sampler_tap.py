@@ -149,6 +149,8 @@ class _TapIterator(Iterator[Any]):
                 if drawn >= batches:
                     self._ahead.append((index, self._indices_state()))
             self._check(digest, recorded["dispatched_digest"], dispatched)
+            if recorded["digest"] is None:  # a derived position: later ones build on what is drawn here
+                self._pass.digest = self._pass.dispatched_digest = digest
             if recorded["sampler_ended"]:
                 # Samplers may do something on their way out (count their epochs).
                 try:
@@ -164,8 +166,8 @@ class _TapIterator(Iterator[Any]):
     def _indices_state(self) -> Any:
         return None
 
-    def _check(self, found: int, expected: int, batches: int) -> None:
-        if found != expected:
+    def _check(self, found: int, expected: int | None, batches: int) -> None:
+        if expected is not None and found != expected:
             raise DataPositionError(
                 f"{self._describe()} does not repeat the indices of its first {batches} batches: expected checksum "
                 f"{expected:#010x} as in the run that is continued, found {found:#010x}. Either the data or the "

@@ -1,0 +1,250 @@
+"""What ``memckpt doctor`` concludes from what it has found. Pure: nothing here looks at the machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from memckpt.cli.common import nbytes_text
+from memckpt.config import DEFAULT_ANCHOR_PERIOD, MemckptConfig, RedoMode
+
+Outcome = Literal["ok", "warning", "problem"]
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 6)
+OLDEST_LIGHTNING = (2, 5)
+
+#: With less than this nothing that is worth protecting fits, beside the interpreter of the agent.
+_LITTLE_MEMORY = 1 << 30
+_LITTLE_ROOM = 5 << 30
+#: Below it a checkpoint of 100M parameters takes more than half a minute.
+_SLOW_DISK = 40e6
+#: fp32 parameters with Adam.
+_STATE_BYTES = 12
+_LOST_WITH = {
+    "tmpfs": "the machine's memory",
+    "ramfs": "the machine's memory",
+    "overlay": "the container",
+    "aufs": "the container",
+}
+_DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding: a line, and what to do unless it is well."""
+
+    name: str
+    outcome: Outcome
+    text: str
+    remedy: str = ""
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """The release's numbers: ``2.13.0+cpu`` counts as 2.13.0."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+# Software
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    if version < OLDEST_PYTHON:
+        return Check("Python", "problem", _dotted(version), f"Python {_dotted(OLDEST_PYTHON)} or newer")
+    return Check("Python", "ok", _dotted(version))
+
+
+def check_torch(version: str | None, import_error: str) -> Check:
+    """`import_error` is what importing it says; empty if it can be imported."""
+    oldest = _dotted(OLDEST_TORCH)
+    if version is None:
+        return Check("torch", "problem", "not installed", f"pip install 'torch>={oldest}'")
+    if import_error:
+        return Check("torch", "problem", f"{version} cannot be imported: {import_error}", "install torch anew")
+    if _version(version) < OLDEST_TORCH:
+        return Check("torch", "problem", version, f"pip install 'torch>={oldest}'")
+    return Check("torch", "ok", version)
+
+
+def check_lightning(version: str | None, old_name: str | None) -> Check:
+    """`old_name` is the version of the distribution pytorch-lightning, whose classes are others."""
+    install = f"pip install 'lightning>={_dotted(OLDEST_LIGHTNING)}'"
+    if version is not None:
+        outcome: Outcome = "problem" if _version(version) < OLDEST_LIGHTNING else "ok"
+        return Check("Lightning", outcome, version, install if outcome == "problem" else "")
+    if old_name is not None:
+        text = f"only pytorch-lightning {old_name} is installed; the callback needs lightning"
+        return Check("Lightning", "warning", text, f"{install}, and import lightning.pytorch")
+    return Check("Lightning", "ok", f"not installed; for the callback: {install}")
+
+
+def check_optional(name: str, version: str | None, purpose: str) -> Check:
+    """A package that some features need."""
+    return Check(name, "ok", version or f"not installed; needed for {purpose}: pip install {name}")
+
+
+def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
+    """The package that opens an object store; None for a directory, and for schemes that need none that we know."""
+    driver = _DRIVERS.get(urlsplit(url).scheme)
+    if driver is None:
+        return None
+    version = installed.get(driver)
+    if version is None:
+        return Check(driver, "problem", f"not installed; {url} needs it", f"pip install {driver}")
+    return Check(driver, "ok", version)
+
+
+# The machine
+
+
+def bytes_per_parameter(mode: RedoMode) -> float:
+    """Base and log with the default settings, and the copy that is on its way to storage."""
+    period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().slots
+    record = 4 + _STATE_BYTES / period
+    held = _STATE_BYTES + slots * record if mode == "eager" else (period + slots) * record
+    return held + _STATE_BYTES
+
+
+def check_memory(available: int, limit: int | None) -> Check:
+    """`limit` is the tightest control group's; None where there is none."""
+    under = "" if limit is None else f" (cgroup limit {nbytes_text(limit)})"
+    eager, lazy = (available * 0.95 / bytes_per_parameter(mode) / 1e6 for mode in get_args(RedoMode))
+    text = (
+        f"{nbytes_text(available)} available{under}; less what training itself takes, that is room for "
+        f"{lazy:.0f}M parameters (lazy) or {eager:.0f}M (eager), fp32 with Adam"
+    )
+    if available < _LITTLE_MEMORY:
+        return Check("memory", "warning", text, "end what else runs, or give the job more memory")
+    return Check("memory", "ok", text)
+
+
+def check_locked_memory(limit: int | None, cuda: bool) -> Check:
+    """`limit` in bytes; None: none. Pages are locked for CUDA only."""
+    if limit is None:
+        return Check("locked memory", "ok", "unlimited")
+    if not cuda:
+        return Check("locked memory", "ok", f"{nbytes_text(limit)}; it matters with CUDA only")
+    text = f"{nbytes_text(limit)}: slots may not be page-locked for CUDA, and then nothing is protected"
+    return Check("locked memory", "warning", text, "ulimit -l unlimited; for a container --ulimit memlock=-1")
+
+
+def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
+    """`missing` names what was tried and is not there."""
+    if missing:
+        remedy = "Linux 5.3 or newer with /proc; in a sandbox, allow these calls"
+        return Check("kernel", "problem", f"{release} without {', '.join(missing)}", remedy)
+    return Check("kernel", "ok", f"{release} with /proc, pidfd and memfd")
+
+
+def check_runtime_directory(path: str, problem: str) -> Check:
+    """`problem` is what came of binding a socket there; empty if it could be bound."""
+    if problem:
+        remedy = "set MEMCKPT_RUNTIME_DIR to a short path on a local disk, for trainers, agent and command line alike"
+        return Check("runtime directory", "problem", problem, remedy)
+    return Check("runtime directory", "ok", path)
+
+
+def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str]:
+    """What ``redo="auto"`` takes for one rank, and why: as in a training's first line."""
+    if cuda:
+        return "eager", "training runs on an accelerator, so cores are free for the replica"
+    if cores - threads >= MemckptConfig().agent.threads:
+        return "eager", f"training uses {threads} of {cores:g} cores"
+    return "lazy", f"training uses all of the {cores:g} cores"
+
+
+def check_cores(affinity: int, quota: float | None, threads: int, cuda: bool) -> Check:
+    """`threads` are those that torch computes with; `quota` is a control group's, in cores."""
+    cores = float(affinity) if quota is None else min(affinity, quota)
+    limited = "" if quota is None or quota >= affinity else f" (of {affinity}, by cgroup quota)"
+    mode, reason = expected_redo(cores, threads, cuda)
+    text = f'{cores:g} cores{limited}; redo="auto" takes {mode} for one rank: {reason}'
+    if threads > cores:
+        remedy = f"OMP_NUM_THREADS={max(1, int(cores))}"
+        return Check("cores", "warning", f"{text}; torch computes with {threads} threads on them", remedy)
+    return Check("cores", "ok", text)
+
+
+def check_survival(slurm_job: str | None, unit: str | None, container: bool) -> Check:
+    """Who would kill the agent together with the trainer. `unit` is the systemd service that this runs in."""
+    remedy = "run `memckpt agent` beside the job; see docs/operations.md#what-kills-the-agent-cgroups"
+    if slurm_job is not None:
+        return Check("agent's life", "warning", "in a Slurm job: the agent ends with the job step", remedy)
+    if unit is not None:
+        return Check("agent's life", "warning", f"in {unit}: the agent ends when that unit stops", remedy)
+    if container:
+        return Check("agent's life", "ok", "in a container: memory is lost with it, storage on a volume is not")
+    return Check("agent's life", "ok", "nothing seen that would end the agent together with the trainer")
+
+
+def check_agent(pid: int | None, problem: str) -> Check:
+    """The agent of the run: `pid` of the one that answers; `problem` if it could not be asked."""
+    if problem:
+        return Check("agent", "problem", problem, "look at its log; `memckpt stop` ends it")
+    return Check("agent", "ok", "none answers" if pid is None else f"pid {pid} answers")
+
+
+# Storage
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """A file was written and synced where checkpoints would be.
+
+    Attributes:
+        directory: the nearest one that exists.
+        filesystem: its kind.
+        free: bytes.
+        bytes_per_second: None if nothing could be written.
+        problem: why not.
+    """
+
+    directory: str
+    filesystem: str
+    free: int
+    bytes_per_second: float | None
+    problem: str = ""
+
+
+def check_disk(facts: DiskFacts) -> list[Check]:
+    """Whether it can be written, how fast, how much room there is, and whether it lasts."""
+    where = f"{facts.directory} ({facts.filesystem})"
+    checks = []
+    if facts.bytes_per_second is None:
+        remedy = "another place: StorageConfig(url=...), or the rights to write there"
+        checks.append(Check("storage", "problem", f"{where} cannot be written: {facts.problem}", remedy))
+    else:
+        text = f"{where}: {nbytes_text(facts.bytes_per_second)}/s, written and synced"
+        if facts.filesystem in _LOST_WITH:
+            text += f"; what is there is lost with {_LOST_WITH[facts.filesystem]}"
+            checks.append(Check("storage", "warning", text, "a disk or volume that lasts: StorageConfig(url=...)"))
+        elif facts.bytes_per_second < _SLOW_DISK:
+            remedy = "a faster disk; until then checkpoints are written less often"
+            checks.append(Check("storage", "warning", text, remedy))
+        else:
+            checks.append(Check("storage", "ok", text))
+    # One more than are kept: the oldest goes only once the newest has been verified.
+    copies = 3
+    fits = facts.free / _STATE_BYTES / copies / 1e6
+    text = f"{nbytes_text(facts.free)} free; {copies} checkpoints of {fits:.0f}M parameters (fp32, Adam) fit"
+    if facts.free < _LITTLE_ROOM:
+        checks.append(Check("room", "warning", text, "make room, or StorageConfig(keep_last=1)"))
+    else:
+        checks.append(Check("room", "ok", text))
+    return checks
+
+
+def check_store(url: str, seconds: float, problem: str) -> Check:
+    """An object was written, read back and deleted, in so many seconds; `problem` if that went wrong."""
+    if problem:
+        remedy = "credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
+        return Check("storage", "problem", problem, remedy)
+    return Check("storage", "ok", f"{url}: an object was written, read and deleted in {seconds:.1f} s")

@@ -1,0 +1,88 @@
+"""What the commands share: their options, where they print, and how they write figures."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from memckpt.agent.address import AgentAddress
+from memckpt.storage.store import Store, open_store
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpoint or memckpt.attach.")]
+Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
+Url = Annotated[
+    str | None, typer.Option(help="Where the checkpoints are: a directory or a URL. Default: storage in the run.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def print_json(value: Any) -> None:
+    """One object in one line; what JSON has no number for (an infinite drift) becomes null."""
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+def place_of(run: Path, url: str | None) -> str:
+    """Where a run's checkpoints are."""
+    return url or str(run.resolve() / "storage")
+
+
+def store_of(run: Path, url: str | None) -> Store:
+    return open_store(place_of(run, url))
+
+
+def no_agent(address: AgentAddress) -> str:
+    """That no agent answers, and what may be the reason."""
+    said = f"no agent answers for {address.run_dir} on node {address.node}"
+    if not address.run_dir.is_dir():
+        return f"{said}: there is no such directory"
+    others = sorted(path.stem.removeprefix("agent-") for path in address.run_dir.glob("agent-*.log"))
+    others = [name for name in others if name != address.node]
+    if others:
+        return f"{said}; this run had agents on {', '.join(others)}: ask there, or name one with --node"
+    return said
+
+
+def nbytes_text(nbytes: float) -> str:
+    """A size in the unit that suits it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """A span of time in the unit that suits it."""
+    if seconds < 100:
+        return f"{max(0.0, seconds):.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 100 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def time_text(created: float) -> str:
+    """A moment, and how long ago it was."""
+    moment = datetime.fromtimestamp(created).isoformat(" ", "seconds")
+    return f"{moment} ({seconds_text(time.time() - created)} ago)"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def plain_table(*columns: str, title: str | None = None) -> Table:
+    """A table whose cells are folded, never cut: paths and reasons must be readable in whole."""
+    table = Table(title=title, show_header=bool(columns), title_justify="left", title_style="bold")
+    for column in columns or ("", ""):
+        table.add_column(column, overflow="fold")
+    return table

@@ -1,0 +1,100 @@
+"""``memckpt doctor``: what will not work here, and the remedy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from memckpt.cli import checks, facts
+from memckpt.cli.checks import Check
+from memckpt.cli.common import AsJson, Url, count, out, place_of, print_json
+from memckpt.errors import ConfigurationError
+from memckpt.memory.budget import available_bytes
+from memckpt.memory.cgroup import cpu_quota, memory_limits
+from memckpt.storage.store import LocalStore, open_store
+
+OptionalRun = Annotated[
+    Path | None, typer.Argument(help="A run directory: where checkpoints would be. Default: this directory.")
+]
+#: More than a disk's own cache would hide.
+_TRIAL_BYTES = 64 << 20
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+def examine(run: Path | None, url: str | None) -> Iterator[Check]:
+    """Look at one thing after the other; the quick ones first."""
+    yield checks.check_python(sys.version_info[:3])
+    yield checks.check_kernel(platform.release(), facts.missing_kernel_features())
+    if run is not None:
+        yield checks.check_agent(*facts.ask_agent(run))
+    yield checks.check_runtime_directory(*facts.try_runtime_directory())
+    yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
+    job, service = os.environ.get("SLURM_JOB_ID"), facts.own_service()
+    yield checks.check_survival(job, service, facts.in_container())
+    yield from _examine_software()
+    yield from _examine_storage(url or (place_of(run, None) if run is not None else str(Path.cwd())))
+
+
+def _examine_software() -> Iterator[Check]:
+    import_error, threads, cuda = facts.torch_facts()
+    torch = checks.check_torch(facts.installed_version("torch"), import_error)
+    yield torch
+    if torch.outcome == "ok":
+        yield checks.check_cores(len(os.sched_getaffinity(0)), cpu_quota(), threads, cuda)
+        yield checks.check_locked_memory(facts.locked_memory_limit(), cuda)
+    yield checks.check_lightning(facts.installed_version("lightning"), facts.installed_version("pytorch-lightning"))
+    for name, purpose in {
+        "accelerate": "training with Accelerate",
+        "safetensors": "memckpt export --format safetensors",
+        "s3fs": "storage at s3://",
+    }.items():
+        yield checks.check_optional(name, facts.installed_version(name), purpose)
+
+
+def _examine_storage(url: str) -> Iterator[Check]:
+    driver = checks.check_driver(url, {name: facts.installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")})
+    if driver is not None and driver.outcome == "problem":
+        yield driver
+        return
+    try:
+        store = open_store(url)
+    except ConfigurationError as error:
+        yield checks.check_store(url, 0.0, str(error))
+        return
+    if isinstance(store, LocalStore):
+        yield from checks.check_disk(facts.try_disk(store, _TRIAL_BYTES))
+    else:
+        yield checks.check_store(store.url, *facts.try_store(store))
+
+
+def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:
+    """Say what will not work here, and the remedy.
+
+    Writes and removes 64 MiB where checkpoints would be. Exit status 1 if there is a problem; warnings are none.
+    """
+    found = []
+    for check in examine(run, url):
+        found.append(check)
+        if not as_json:
+            _show(check)
+    problems, warnings = ([one for one in found if one.outcome == kind] for kind in ("problem", "warning"))
+    if as_json:
+        print_json({"checks": found, "problems": len(problems), "warnings": len(warnings)})
+    else:
+        out.print(f"{count(len(problems), 'problem')}, {count(len(warnings), 'warning')}")
+    if problems:
+        raise typer.Exit(1)
+
+
+def _show(check: Check) -> None:
+    style = _STYLES[check.outcome]
+    out.print(f"[{style}]{check.outcome:<7}[/]  {check.name:<17}  {escape(check.text)}", soft_wrap=True)
+    if check.remedy:
+        out.print(f"{'':28}{escape(check.remedy)}", style=style, soft_wrap=True)

@@ -1,0 +1,299 @@
+"""``memckpt status`` and ``memckpt stop``: what a run has in this node's memory and in storage."""
+
+from __future__ import annotations
+
+import select
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import count as numbers
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status, stop_agent
+from memckpt.agent.messages import Status, StorageStatus
+from memckpt.cli.common import (
+    AsJson,
+    Node,
+    Run,
+    Url,
+    count,
+    nbytes_text,
+    no_agent,
+    out,
+    place_of,
+    plain_table,
+    print_json,
+    seconds_text,
+    time_text,
+)
+from memckpt.errors import AgentGoneError, AgentNotFoundError, MemckptError
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import LocalStore, open_store
+
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
+#: Only tests end a watch by themselves.
+Refreshes = Annotated[int | None, typer.Option(hidden=True, min=1)]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a look into storage finds.
+
+    Attributes:
+        url: where.
+        checkpoints: how many are whole.
+        step, created, nbytes: of the newest of them.
+        damaged: commit files that cannot be used.
+        problem: why storage could not be looked at; empty if it could.
+    """
+
+    url: str
+    checkpoints: int = 0
+    step: int | None = None
+    created: float | None = None
+    nbytes: int = 0
+    damaged: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """A run as seen from here at one moment. `agent_problem` says why its agent could not be asked."""
+
+    address: AgentAddress
+    agent: Status | None
+    agent_problem: str
+    stored: Stored
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing at all, and nothing that could not be looked at."""
+        found = self.agent is not None or self.agent_problem
+        return not found and not self.stored.checkpoints and not self.stored.damaged and not self.stored.problem
+
+    @property
+    def lag_records(self) -> int | None:
+        """Records that are committed and not applied; None where nothing is applied (lazy)."""
+        agent = self.agent
+        if agent is None or agent.applied is None or not agent.committed:
+            return None
+        return max(0, max(record for _, record in agent.committed) - agent.applied)
+
+    @property
+    def steps_behind(self) -> int | None:
+        """How many steps storage is behind memory: what goes with the machine."""
+        if self.agent is None or self.agent.step is None or self.stored.step is None:
+            return None
+        return max(0, self.agent.step - self.stored.step)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run_dir": str(self.address.run_dir),
+            "node": self.address.node,
+            "agent": self.agent,
+            "agent_problem": self.agent_problem,
+            "lag_records": self.lag_records,
+            "stored": self.stored,
+            "steps_behind": self.steps_behind,
+        }
+
+
+class Looker:
+    """Looks at a run, once or often. An object store is listed again only when something has changed in it."""
+
+    def __init__(self, address: AgentAddress, url: str | None) -> None:
+        self._address = address
+        self._url = url
+        self._seen: tuple[object, Stored] | None = None
+        #: Why storage could not be looked at the last time.
+        self.storage_error: MemckptError | None = None
+
+    def look(self) -> View:
+        """What there is now. An agent that leaves in the middle of an answer is a problem that is shown."""
+        agent, problem = None, ""
+        try:
+            agent = ask_status(self._address)
+        except AgentGoneError as error:
+            problem = str(error)
+        return View(self._address, agent, problem, self._look_into_storage(agent))
+
+    def _look_into_storage(self, agent: Status | None) -> Stored:
+        tier = agent.storage if agent is not None else None
+        url = self._url or (tier.url if tier is not None else place_of(self._address.run_dir, None))
+        version = (url, tier.step, tier.saving) if tier is not None else (url,)
+        if self._seen is not None and self._seen[0] == version:
+            return self._seen[1]
+        self.storage_error = None
+        try:
+            store = open_store(url)
+            catalog = read_catalog(store)
+        except MemckptError as error:
+            # Shown, not raised: memory has its own story, and a watch outlives a mount that is away for a minute.
+            self.storage_error = error
+            return Stored(url, problem=str(error))
+        whole = catalog.complete
+        stored = Stored(url, len(whole), damaged=len(catalog.damaged))
+        if whole:
+            stored = replace(stored, step=whole[0].step, created=whole[0].created, nbytes=whole[0].nbytes)
+        self._seen = None if isinstance(store, LocalStore) else (version, stored)
+        return stored
+
+
+def status(
+    run: Run,
+    node: Node = None,
+    url: Url = None,
+    watch: Watch = False,
+    interval: Interval = 2.0,
+    as_json: AsJson = False,
+    refreshes: Refreshes = None,
+) -> None:
+    """Show what a run has in this node's memory and in storage.
+
+    Exit status 11 if no agent answers and storage has nothing. With --watch --json: one line for each look.
+    """
+    looker = Looker(AgentAddress.of(run, node), url)
+    if watch:
+        _watch(looker, interval, as_json, refreshes)
+        return
+    view = looker.look()
+    if view.empty:
+        raise AgentNotFoundError(f"{no_agent(view.address)}, and there are no checkpoints in {view.stored.url}")
+    if view.agent is None and not view.agent_problem and looker.storage_error is not None:
+        raise looker.storage_error
+    _show(view, as_json)
+    if view.agent_problem:
+        raise typer.Exit(AgentGoneError.exit_code)
+
+
+def _show(view: View, as_json: bool) -> None:
+    if as_json:
+        print_json(view.as_json())
+    else:
+        out.print(render(view))
+
+
+def _watch(looker: Looker, interval: float, as_json: bool, refreshes: int | None) -> None:
+    looks = numbers() if refreshes is None else range(refreshes)
+    in_place = out.is_terminal and not as_json
+    try:
+        with Live(console=out, auto_refresh=False) if in_place else nullcontext() as live:
+            for look in looks:
+                if look:
+                    select.select([], [], [], interval)
+                view = looker.look()
+                if live is not None:
+                    live.update(render(view), refresh=True)
+                else:
+                    _show(view, as_json)
+    except KeyboardInterrupt:
+        return  # this is how a watch ends
+
+
+# Presentation
+
+
+def render(view: View) -> Group:
+    """A view as a person reads it."""
+    title = Text(f"{view.address.run_dir} on {view.address.node}", style="bold")
+    table = plain_table()
+    if view.agent is not None:
+        _show_memory(table, view.agent, view)
+    else:
+        table.add_row("memory", f"[yellow]{escape(view.agent_problem or no_agent(view.address))}[/]")
+    table.add_section()
+    _show_storage(table, view.stored, view)
+    return Group(title, table)
+
+
+def _show_memory(table: Table, agent: Status, view: View) -> None:
+    if agent.step is None:
+        table.add_row("memory", "[yellow]nothing is held yet[/]")
+    else:
+        since = agent.seconds_since_commit
+        age = "" if since is None else f", {seconds_text(since)} ago"
+        table.add_row("memory", f"[bold]step {agent.step}[/]{age}")
+        held = f"{count(agent.records_held, 'record')}, {nbytes_text(agent.held_bytes)}"
+        table.add_row("held", f"{held}, generation {agent.generation}")
+        table.add_row("redo", _redo_text(agent, view.lag_records))
+    committed = dict(agent.committed)
+    for rank, pid in agent.trainers:
+        record = f", committed record {committed[rank]}" if rank in committed else ""
+        table.add_row(f"rank {rank}", f"pid {pid}{record}")
+    if not agent.trainers:
+        table.add_row("trainers", "none")
+    table.add_row("agent", f"pid {agent.pid}, up {seconds_text(agent.uptime_seconds)}")
+
+
+def _redo_text(agent: Status, lag: int | None) -> str:
+    parts = [agent.mode]
+    if agent.redo_seconds_per_record is not None:
+        parts.append(f"{agent.redo_seconds_per_record * 1e3:.1f} ms a record")
+    if lag is not None:
+        parts += [f"{count(lag, 'record')} behind", f"drift {agent.max_drift_ulp:g} ulp"]
+    return ", ".join(parts)
+
+
+def _show_storage(table: Table, stored: Stored, view: View) -> None:
+    tier = view.agent.storage if view.agent is not None else None
+    if stored.problem:
+        table.add_row("storage", f"[red]{escape(stored.problem)}[/]")
+    elif stored.step is None or stored.created is None:
+        table.add_row("storage", "no checkpoint yet" if tier is not None else "no checkpoints")
+    else:
+        behind = view.steps_behind
+        lost = "" if behind is None else f", {count(behind, 'step')} behind memory"
+        table.add_row("storage", f"[bold]step {stored.step}[/]{lost}")
+        table.add_row("written", time_text(stored.created))
+        table.add_row("held", f"{count(stored.checkpoints, 'checkpoint')}, the newest {nbytes_text(stored.nbytes)}")
+    if stored.damaged:
+        table.add_row("damaged", f"[red]{count(stored.damaged, 'commit file')}; see memckpt verify[/]")
+    if tier is not None:
+        table.add_row("interval", _interval_text(tier))
+        if tier.bytes_per_second is not None:
+            table.add_row("rate", f"{nbytes_text(tier.bytes_per_second)}/s")
+        if tier.alarm:
+            table.add_row("alarm", f"[red]the last one failed: {escape(tier.alarm)}[/]")
+    elif view.agent is not None:
+        table.add_row("interval", "this run writes no checkpoints to storage")
+    table.add_row("place", escape(stored.url))
+
+
+def _interval_text(tier: StorageStatus) -> str:
+    if tier.every_steps is not None:
+        every = f"every {count(tier.every_steps, 'step')}"
+    else:
+        every = f"every {seconds_text(tier.interval_seconds or 0.0)} or more"
+    return f"{every}; one is being written now" if tier.saving else every
+
+
+# Stop
+
+
+def stop(run: Run, node: Node = None, as_json: AsJson = False) -> None:
+    """Let go of what this node's memory holds for a run, and end its agent.
+
+    Checkpoints in storage stay. Exit status 11 if there is no agent.
+    """
+    address = AgentAddress.of(run, node)
+    held = ask_status(address)
+    pid = stop_agent(address)
+    if held is None or pid is None:
+        raise AgentNotFoundError(f"{no_agent(address)}: nothing to stop")
+    stored = held.storage.step if held.storage is not None else None
+    if as_json:
+        print_json({"stopped": pid, "step": held.step, "stored_step": stored})
+        return
+    what = "it held nothing" if held.step is None else f"step {held.step} is no longer held in memory"
+    typer.echo(f"agent pid {pid} has left; {what}" + ("" if stored is None else f"; step {stored} is in storage"))
+    if held.trainers:
+        pids = ", ".join(str(trainer) for _, trainer in held.trainers)
+        typer.echo(f"training goes on (pid {pids}) and starts an agent again at its next commit")

@@ -1,0 +1,250 @@
+"""``memckpt ls``, ``verify`` and ``export``: the checkpoints that a run has in storage."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from memckpt.cli.common import (
+    AsJson,
+    Run,
+    Url,
+    count,
+    err,
+    nbytes_text,
+    out,
+    plain_table,
+    print_json,
+    store_of,
+    time_text,
+)
+from memckpt.errors import (
+    ConfigurationError,
+    DamagedStateError,
+    ForeignStateError,
+    NothingHeldError,
+    StorageError,
+    StorageFullError,
+    UsageError,
+)
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, remove, remove_damaged, still_there
+from memckpt.storage.catalog import verify as verify_checkpoint
+from memckpt.storage.store import LocalStore, Store
+
+Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
+To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp. It must not exist.")]
+Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
+Format = Annotated[str, typer.Option("--format", help="torch, lightning, safetensors (the model alone) or dcp.")]
+#: What a store of ours consists of.
+_OURS = {"base", "commit", "state"}
+
+
+def _catalog_of(store: Store, run: Path) -> Catalog:
+    catalog = read_catalog(store)
+    if catalog.checkpoints or catalog.damaged:
+        return catalog
+    if isinstance(store, LocalStore):
+        names = {path.name for path in store.root.iterdir()} if store.root.is_dir() else set()
+        if names and not names & _OURS:
+            raise ForeignStateError(
+                f"{store.url} holds other files ({', '.join(sorted(names)[:3])}) and no checkpoints of memckpt; give "
+                "the run directory, or their place with --url"
+            )
+    near = sorted(str(path.parents[1]) for path in run.glob("*/storage/commit"))[:5]
+    hint = f"; there are some of {', '.join(near)}" if near else "; give the place with --url if it is another one"
+    raise NothingHeldError(f"no checkpoints in {store.url}{hint}")
+
+
+def _in_json(one: Checkpoint) -> dict[str, Any]:
+    return {
+        "step": one.step,
+        "record": one.record,
+        "timeline": one.timeline.number,
+        "bytes": one.nbytes,
+        "created": one.created,
+        "world_size": one.world_size,
+        "nodes": sorted(one.parts),
+        "complete": one.complete,
+    }
+
+
+def _name(one: Checkpoint) -> str:
+    return f"step {one.step}, attempt {one.timeline.number}"
+
+
+def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
+    """List the checkpoints that a run has in storage, newest first.
+
+    Exit status 4 if there are none, 5 if other files are there.
+    """
+    store = store_of(run, url)
+    catalog = _catalog_of(store, run)
+    if as_json:
+        print_json(
+            {
+                "url": store.url,
+                "checkpoints": [_in_json(one) for one in catalog.checkpoints],
+                "damaged": catalog.damaged,
+            }
+        )
+        return
+    columns = ["step", "attempt", "written", "size", "ranks"]
+    whole = len(catalog.complete) == len(catalog.checkpoints)
+    table = plain_table(*columns, *([] if whole else ["parts"]), title=escape(store.url))
+    for one in catalog.checkpoints:
+        cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
+        parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
+        table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
+    out.print(table)
+    for problem in catalog.damaged.values():
+        err.print(f"damaged: {problem}", style="red", markup=False)
+
+
+# Verify
+
+
+@contextlib.contextmanager
+def _reading(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[Checkpoint], Callable[[int], None]]]:
+    """A bar for what is read, on a terminal; entered once, called for each checkpoint."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=sum(one.nbytes for one in checkpoints))
+
+        def begin(one: Checkpoint) -> Callable[[int], None]:
+            bar.update(task, description=f"step {one.step}")
+            return lambda nbytes: bar.advance(task, nbytes)
+
+        yield begin
+
+
+def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
+    """Checkpoints that lack parts and are newer than all whole ones: other nodes may be writing them now."""
+    keys = set()
+    for one in catalog.checkpoints:
+        if one.complete:
+            break
+        keys.add(one.key)
+    return keys
+
+
+def verify(run: Run, url: Url = None, repair: Repair = False, as_json: AsJson = False) -> None:
+    """Read and check every file that a run has in storage; training may go on meanwhile.
+
+    Exit status 8 if something is damaged and --repair is not given, 4 if there is nothing.
+    """
+    store = store_of(run, url)
+    catalog = _catalog_of(store, run)
+    may_come = _may_come(catalog)
+    damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
+    good, unfinished, bad = [], [], []
+    with _reading(catalog.checkpoints) as reading:
+        for one in catalog.checkpoints:
+            wrong = verify_checkpoint(store, one, reading(one))
+            if not wrong:
+                good.append(one)
+            elif not still_there(store, one):
+                continue  # let go of by retention while it was read
+            elif one.key in may_come and len(wrong) == 1 and not one.complete:
+                unfinished.append(one)
+            else:
+                bad.append(one)
+                damaged[_name(one)] = wrong
+    if repair:
+        for one in bad:
+            remove(store, one)
+        for path in catalog.damaged:
+            remove_damaged(store, path)
+    if as_json:
+        steps, waiting = [one.step for one in good], [one.step for one in unfinished]
+        print_json({"good": len(good), "steps": steps, "unfinished": waiting, "damaged": damaged, "repaired": repair})
+    else:
+        _show_verified(store, good, unfinished, damaged, repair)
+    if damaged and not repair:
+        raise typer.Exit(DamagedStateError.exit_code)
+
+
+def _show_verified(
+    store: Store, good: list[Checkpoint], unfinished: list[Checkpoint], damaged: dict[str, list[str]], repaired: bool
+) -> None:
+    for name, wrong in damaged.items():
+        err.print(f"{name}: {'; '.join(wrong)}", style="red", markup=False)
+    for one in unfinished:
+        out.print(f"{_name(one)}: parts of other nodes are not there (yet)", style="yellow", markup=False)
+    size = nbytes_text(sum(one.nbytes for one in good))
+    newest = f", the newest is step {good[0].step}" if good else ""
+    out.print(f"{count(len(good), 'good checkpoint')} ({size}){newest}", markup=False)
+    if damaged:
+        said = "damaged and removed" if repaired else "damaged; training passes over it, --repair removes it"
+        out.print(f"{len(damaged)} {said}", style="red", markup=False)
+
+
+# Export
+
+
+def export(
+    run: Run, to: To, step: Step = None, form: Format = "torch", url: Url = None, as_json: AsJson = False
+) -> None:
+    """Write a checkpoint from storage in a format that other tools read.
+
+    Exit status 4 if the step is not there, 8 if it is damaged, 6 if there is no room for it.
+    """
+    from memckpt.storage.export import formats
+
+    if to.exists():
+        raise UsageError(f"{to} exists: choose another name, or remove it first")
+    known = formats()
+    if form not in known:
+        raise ConfigurationError(f"--format: expected one of {', '.join(sorted(known))}, found {form!r}")
+    store = store_of(run, url)
+    found = _chosen(_catalog_of(store, run), step)
+    _check_room(to, found.nbytes)
+    with _reading([found]) as reading:
+        problems = verify_checkpoint(store, found, reading(found))
+    if problems:
+        raise DamagedStateError(f"step {found.step} is damaged: {'; '.join(problems)}")
+    _write(store, found, to, form)
+    nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
+    if as_json:
+        print_json({"step": found.step, "to": str(to), "format": form, "bytes": nbytes})
+    else:
+        out.print(f"step {found.step} is in {to} ({form}, {nbytes_text(nbytes)})", markup=False, soft_wrap=True)
+
+
+def _chosen(catalog: Catalog, step: int | None) -> Checkpoint:
+    for one in catalog.complete:
+        if step is None or one.step == step:
+            return one
+    steps = sorted({one.step for one in catalog.complete})
+    wanted = "a whole checkpoint" if step is None else f"step {step}"
+    raise NothingHeldError(f"expected {wanted}, found steps {steps}")
+
+
+def _check_room(to: Path, nbytes: int) -> None:
+    """Before minutes of reading. What is exported is hardly ever larger than the checkpoint."""
+    directory = next(one for one in to.resolve().parents if one.is_dir())
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise StorageFullError(f"expected {nbytes_text(nbytes)} of room in {directory}, found {nbytes_text(free)}")
+
+
+def _write(store: Store, found: Checkpoint, to: Path, form: str) -> None:
+    """Under another name first: what is at `to` is whole."""
+    from memckpt.storage.export import export as export_checkpoint
+
+    partial = to.with_name(f".{to.name}.partial-{secrets.token_hex(4)}")
+    try:
+        export_checkpoint(store, found, partial, form)
+        partial.rename(to)
+    except BaseException as error:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise StorageError(f"could not write {to}: {error}") from error
+        raise

@@ -1,0 +1,372 @@
+"""``memckpt doctor``: each conclusion from facts made for the test; the facts on the machine that runs it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
+from memckpt.cli import checks, doctor, facts
+from memckpt.cli.checks import Check, DiskFacts
+from memckpt.config import MemckptConfig
+from memckpt.errors import AgentError
+from memckpt.memory import cgroup
+from memckpt.session import choice
+from memckpt.storage.store import LocalStore, open_store
+from tests.cli_harness import invoke, invoke_json
+
+GIB = 2**30
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime directory whose path is short enough for a socket."""
+    directory = Path(tempfile.mkdtemp(prefix="mk-")) / "sockets"
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(directory))
+    yield directory
+    shutil.rmtree(directory.parent)
+
+
+def outcomes(*found: Check) -> list[str]:
+    """Their outcomes; whatever is not well has a remedy, and only that."""
+    for check in found:
+        assert bool(check.remedy) == (check.outcome != "ok"), check
+    return [check.outcome for check in found]
+
+
+# Conclusions
+
+
+def test_python() -> None:
+    assert outcomes(checks.check_python((3, 9, 18)), checks.check_python((3, 10, 0))) == ["problem", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("version", "import_error", "outcome"),
+    [
+        ("2.6.0", "", "ok"),
+        ("2.13.0+cpu", "", "ok"),
+        ("10.0.0a0+git", "", "ok"),
+        ("2.5.1", "", "problem"),
+        ("2.13.0", "OSError: libtorch.so: cannot open", "problem"),
+        (None, "ModuleNotFoundError: torch", "problem"),
+    ],
+)
+def test_torch(version: str | None, import_error: str, outcome: str) -> None:
+    assert outcomes(checks.check_torch(version, import_error)) == [outcome]
+
+
+@pytest.mark.parametrize(
+    ("version", "old_name", "outcome"),
+    [
+        ("2.5.0", None, "ok"),
+        ("2.4.9", None, "problem"),
+        (None, "2.6.0", "warning"),
+        (None, None, "ok"),
+        ("2.6.6", "2.6.6", "ok"),
+    ],
+)
+def test_lightning(version: str | None, old_name: str | None, outcome: str) -> None:
+    assert outcomes(checks.check_lightning(version, old_name)) == [outcome]
+
+
+def test_optional_packages() -> None:
+    assert checks.check_optional("accelerate", "1.0", "x").text == "1.0"
+    absent = checks.check_optional("accelerate", None, "training with Accelerate")
+    assert absent.outcome == "ok"
+    assert "pip install accelerate" in absent.text
+
+
+def test_the_driver_of_an_object_store() -> None:
+    assert checks.check_driver("/runs/one", {}) is None
+    assert checks.check_driver("memory://x", {}) is None
+    missing, there = checks.check_driver("s3://bucket/x", {}), checks.check_driver("gs://b/x", {"gcsfs": "2024.2"})
+    assert missing is not None
+    assert there is not None
+    assert outcomes(missing, there) == ["problem", "ok"]
+    assert missing.remedy == "pip install s3fs"
+
+
+def test_memory() -> None:
+    plenty, little = checks.check_memory(64 * GIB, None), checks.check_memory(GIB // 2, GIB)
+    assert outcomes(plenty, little) == ["ok", "warning"]
+    assert "64.0 GiB available;" in plenty.text
+    assert "(cgroup limit 1.0 GiB)" in little.text
+
+
+def test_bytes_per_parameter_are_those_of_the_documentation() -> None:
+    """docs/configuration.md#memory: base and log, and 12 while a checkpoint is on its way to storage."""
+    assert round(checks.bytes_per_parameter("eager"), 1) == 25.1 + 12
+    assert round(checks.bytes_per_parameter("lazy"), 1) == 60.5 + 12
+
+
+def test_locked_memory_matters_with_cuda_only() -> None:
+    found = [checks.check_locked_memory(*each) for each in [(None, True), (8 << 20, False), (8 << 20, True)]]
+    assert outcomes(*found) == ["ok", "ok", "warning"]
+
+
+def test_kernel() -> None:
+    assert outcomes(checks.check_kernel("6.1", ()), checks.check_kernel("4.18", ("pidfd_open",))) == ["ok", "problem"]
+
+
+def test_runtime_directory() -> None:
+    assert outcomes(checks.check_runtime_directory("/run/x", "")) == ["ok"]
+    assert outcomes(checks.check_runtime_directory("/run/x", "AF_UNIX path too long")) == ["problem"]
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "threads", "cuda", "outcome", "text"),
+    [
+        (8, None, 4, False, "ok", '8 cores; redo="auto" takes eager for one rank: training uses 4 of 8 cores'),
+        (2, None, 2, False, "ok", "takes lazy for one rank: training uses all of the 2 cores"),
+        (8, 1.5, 8, False, "warning", '1.5 cores (of 8, by cgroup quota); redo="auto" takes lazy'),
+        (2, None, 2, True, "ok", "takes eager for one rank: training runs on an accelerator"),
+    ],
+)
+def test_cores(affinity: int, quota: float | None, threads: int, cuda: bool, outcome: str, text: str) -> None:
+    found = checks.check_cores(affinity, quota, threads, cuda)
+    assert outcomes(found) == [outcome]
+    assert text in found.text
+    if outcome == "warning":
+        assert found.remedy == "OMP_NUM_THREADS=1"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule is written down twice, as the command line must not import the session."""
+    import torch
+
+    class Live:
+        optimizers = ()
+
+        def tensors(self) -> dict[str, torch.Tensor]:
+            return {}
+
+    live: Any = Live()
+    monkeypatch.setattr(choice, "usable_cores", lambda: 3.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    chosen = choice.choose_redo(MemckptConfig(), live, torch.device("cpu"), 1)
+    assert checks.expected_redo(3.0, threads, cuda=False) == chosen
+    chosen = choice.choose_redo(MemckptConfig(), live, torch.device("cuda"), 1)
+    assert checks.expected_redo(3.0, threads, cuda=True) == chosen
+
+
+def test_who_ends_the_agent_with_the_trainer() -> None:
+    found = [
+        checks.check_survival("123", None, True),
+        checks.check_survival(None, "train.service", False),
+        checks.check_survival(None, None, True),
+        checks.check_survival(None, None, False),
+    ]
+    assert outcomes(*found) == ["warning", "warning", "ok", "ok"]
+
+
+def test_agent() -> None:
+    found = [checks.check_agent(None, ""), checks.check_agent(5, ""), checks.check_agent(None, "another version")]
+    assert outcomes(*found) == ["ok", "ok", "problem"]
+
+
+@pytest.mark.parametrize(
+    ("disk", "expected"),
+    [
+        (DiskFacts("/runs", "ext4", 100 * GIB, 500e6), ["ok", "ok"]),
+        (DiskFacts("/runs", "ext4", 100 * GIB, 5e6), ["warning", "ok"]),
+        (DiskFacts("/dev/shm", "tmpfs", 100 * GIB, 5e9), ["warning", "ok"]),
+        (DiskFacts("/", "overlay", 100 * GIB, 5e8), ["warning", "ok"]),
+        (DiskFacts("/runs", "nfs4", GIB, 500e6), ["ok", "warning"]),
+        (DiskFacts("/runs", "nfs4", GIB, None, "Read-only file system"), ["problem", "warning"]),
+    ],
+)
+def test_disk(disk: DiskFacts, expected: list[str]) -> None:
+    assert outcomes(*checks.check_disk(disk)) == expected
+
+
+def test_store() -> None:
+    assert outcomes(checks.check_store("s3://b", 0.1, ""), checks.check_store("s3://b", 0, "denied")) == [
+        "ok",
+        "problem",
+    ]
+
+
+# Facts
+
+
+def test_versions_are_read_without_an_import() -> None:
+    assert facts.installed_version("torch")
+    assert facts.installed_version("no-such-distribution") is None
+
+
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.torch_facts()[0] == ""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert facts.torch_facts() == ("ModuleNotFoundError: import of torch halted; None in sys.modules", 0, False)
+
+
+def test_kernel_features_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts.missing_kernel_features() == ()
+
+    def forbidden(*_: Any) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    monkeypatch.setattr(os, "memfd_create", forbidden)
+    monkeypatch.setattr(facts, "start_ticks", lambda pid: 0)
+    assert facts.missing_kernel_features() == ("/proc", "pidfd_open", "memfd_create")
+
+
+def test_the_runtime_directory_is_tried_and_left_as_it_was(runtime: Path) -> None:
+    assert facts.try_runtime_directory() == (str(runtime), "")
+    assert not runtime.exists()
+    runtime.mkdir(mode=0o755)
+    assert "with mode 0700" in facts.try_runtime_directory()[1]
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_runtime_directory_with_too_long_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / ("x" * 90)))
+    assert "AF_UNIX path too long" in facts.try_runtime_directory()[1]
+
+
+def test_the_trial_socket_is_as_long_as_an_agent_s(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = []
+    bind = facts.socket.socket.bind
+
+    def remember(self: Any, address: str) -> None:
+        bound.append(address)
+        bind(self, address)
+
+    monkeypatch.setattr(facts.socket.socket, "bind", remember)
+    facts.try_runtime_directory()
+    assert len(bound[0]) == len(str(AgentAddress.of("/runs/one", "node").socket_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("0::/system.slice/train.service\n", "train.service"),
+        ("9:name=systemd:/system.slice/train.service\n4:memory:/x\n", "train.service"),
+        ("0::/user.slice/user-1000.slice/user@1000.service/app.slice/terminal.scope\n", None),
+        ("0::/\n", None),
+    ],
+)
+def test_the_systemd_service(text: str, unit: str | None) -> None:
+    assert facts.systemd_service(text) == unit
+
+
+def test_the_file_system_of_a_path() -> None:
+    mounts = (
+        "/dev/vda / ext4 rw 0 0\n"
+        "tmpfs /dev/shm tmpfs rw 0 0\n"
+        "server:/x /mnt/my\\040data nfs4 rw 0 0\n"
+        "overlay /over overlay rw 0 0\n"
+        "/dev/vdb /over xfs rw 0 0\n"
+    )
+    kinds = {
+        "/": "ext4",
+        "/home/me": "ext4",
+        "/dev/shm": "tmpfs",
+        "/dev/shmoo": "ext4",
+        "/mnt/my data/runs": "nfs4",
+        "/over/x": "xfs",
+    }
+    assert {path: facts.filesystem_of(Path(path), mounts) for path in kinds} == kinds
+
+
+def test_the_disk_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = facts.try_disk(LocalStore(tmp_path / "run" / "storage"), nbytes=1 << 20)
+    assert found.directory == str(tmp_path)
+    assert found.bytes_per_second is not None
+    assert found.free > 0
+    assert list(tmp_path.iterdir()) == []
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    found = facts.try_disk(LocalStore(tmp_path), nbytes=1 << 20)
+    assert found.bytes_per_second is None
+    assert "No space left" in found.problem
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_store_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"memory://{tmp_path.name}")
+    assert facts.try_store(store)[1] == ""
+    assert store.find("") == []
+    monkeypatch.setattr(store, "read", lambda path: b"something else")
+    assert "not what is read back" in facts.try_store(store)[1]
+    assert store.find("") == []
+
+
+def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: AgentAddress) -> None:
+        raise AgentError("a message could not be understood")
+
+    monkeypatch.setattr(facts, "ask_status", refuse)
+    assert facts.ask_agent(tmp_path) == (None, "a message could not be understood")
+
+
+# The command
+
+
+def test_doctor_examines_and_leaves_nothing(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 1 << 20)
+    code, found = invoke_json("doctor", tmp_path / "run")
+    assert code == (1 if found["problems"] else 0)
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert set(by_name) == {
+        "Python",
+        "kernel",
+        "runtime directory",
+        "memory",
+        "agent's life",
+        "agent",
+        "torch",
+        "cores",
+        "locked memory",
+        "Lightning",
+        "accelerate",
+        "safetensors",
+        "s3fs",
+        "storage",
+        "room",
+    }
+    assert by_name["torch"]["outcome"] == "ok"
+    assert str(tmp_path) in by_name["storage"]["text"]
+    assert list(tmp_path.iterdir()) == []
+    assert not runtime.exists()
+    assert "0 problems" in invoke("doctor", "--url", f"memory://{tmp_path.name}")[1]
+
+
+def test_a_problem_is_an_exit_status(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "missing_kernel_features", lambda: ("memfd_create",))
+    code, text = invoke("doctor", "--url", "quux://x")
+    assert code == 1
+    assert "without memfd_create" in text
+    assert "quux" in text
+    assert "2 problems" in text
+
+
+def test_warnings_are_no_problem(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Check("memory", "warning", "little [of it]", "more")
+    monkeypatch.setattr(doctor, "examine", lambda run, url: iter([shown]))
+    code, text = invoke("doctor")
+    assert code == 0
+    assert "little [of it]" in text
+    assert "0 problems, 1 warning\n" in text
+
+
+def test_quota_and_affinity_make_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: 1.5)
+    assert cgroup.usable_cores() == 1.5
+    monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
+    assert cgroup.usable_cores() == 4.0

@@ -1,0 +1,269 @@
+"""``memckpt status`` and ``stop``: with an agent, without one, and with storage that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
+from memckpt.agent.messages import Status, StorageStatus
+from memckpt.cli import status as status_module
+from memckpt.cli.status import Looker, Stored, View, render
+from memckpt.config import StorageConfig
+from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
+from memckpt.storage.store import LocalStore
+from tests.cli_harness import exit_status, invoke, invoke_json
+from tests.engine_cases import PLAIN
+from tests.engine_harness import Lab, config, kill_self
+from tests.test_storage import part_of, write
+from tests.test_storage_runs import until_stored
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that no agent serves, with the checkpoints of steps 1 and 2."""
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "runtime"))
+    for record in (1, 2):
+        write(LocalStore(tmp_path / "run" / "storage"), part_of(record))
+    return tmp_path / "run"
+
+
+def an_agent(**fields: Any) -> Status:
+    settings: dict[str, Any] = {
+        "pid": 4711,
+        "run_dir": "/runs/one",
+        "node": "node",
+        "mode": "eager",
+        "trainers": ((0, 42), (1, 43)),
+        "committed": ((0, 9), (1, 10)),
+        "applied": 7,
+        "step": 10,
+        "held_bytes": 3 << 20,
+        "generation": 2,
+        "max_drift_ulp": 1.0,
+        "redo_seconds_per_record": 0.0123,
+        "storage": StorageStatus("/runs/one/storage", 8, 60.0, None, 5e8, True, "no space left"),
+        "records_held": 3,
+        "seconds_since_commit": 0.25,
+        "uptime_seconds": 7200.0,
+    }
+    return Status(**{**settings, **fields})
+
+
+def a_view(agent: Status | None, stored: Stored | None = None, problem: str = "") -> View:
+    address = AgentAddress.of("/runs/one", "node")
+    return View(address, agent, problem, stored or Stored("/runs/one/storage"))
+
+
+def text_of(view: View) -> str:
+    console = Console(width=150)
+    with console.capture() as captured:
+        console.print(render(view))
+    return captured.get()
+
+
+# What is shown
+
+
+def test_a_view_names_everything_that_is_known() -> None:
+    text = text_of(a_view(an_agent(), Stored("/runs/one/storage", 2, 8, 0.0, 5 << 30, 1)))
+    for expected in (
+        "step 10, 0.2 s ago",
+        "3 records, 3.0 MiB, generation 2",
+        "eager, 12.3 ms a record, 3 records behind, drift 1 ulp",
+        "pid 43, committed record 10",
+        "pid 4711, up 2 h",
+        "step 8, 2 steps behind memory",
+        "2 checkpoints, the newest 5.0 GiB",
+        "1 commit file; see memckpt verify",
+        "every 60 s or more; one is being written now",
+        "476.8 MiB/s",
+        "the last one failed: no space left",
+    ):
+        assert expected in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    lazy = an_agent(mode="lazy", applied=None, redo_seconds_per_record=None, trainers=(), storage=None)
+    text = text_of(a_view(lazy))
+    assert "drift" not in text
+    assert "trainers" in text
+    assert "this run writes no checkpoints to storage" in text
+    assert a_view(lazy).lag_records is None
+    assert "nothing is held yet" in text_of(a_view(an_agent(step=None, committed=(), mode="")))
+    assert "no agent answers" in text_of(a_view(None))
+    every = StorageStatus("s3://bucket/[run]", None, None, 100, None, False, "")
+    text = text_of(a_view(an_agent(storage=every), Stored("s3://bucket/[run]")))
+    assert "every 100 steps" in text
+    assert "no checkpoint yet" in text
+    assert "s3://bucket/[run]" in text
+
+
+def test_lag_is_what_is_committed_and_not_applied() -> None:
+    assert a_view(an_agent()).lag_records == 3
+    assert a_view(an_agent(), Stored("x", 1, 8, 0.0)).steps_behind == 2
+    assert a_view(an_agent(), Stored("x")).steps_behind is None
+
+
+# Without an agent
+
+
+def test_nothing_anywhere_has_an_exit_status_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "runtime"))
+    for command in ("status", "stop"):
+        with pytest.raises(AgentNotFoundError, match="there is no such directory"):
+            invoke(command, tmp_path / "nothing")
+    (tmp_path / "agent-other.log").touch()
+    with pytest.raises(AgentNotFoundError, match="had agents on other: ask there, or name one with --node"):
+        invoke("status", tmp_path, "--node", "node")
+    assert exit_status(monkeypatch, "status", tmp_path, "--json") == 11
+    said = json.loads(capsys.readouterr().out)
+    assert said["error"] == "AgentNotFoundError"
+    assert said["exit_status"] == 11
+
+
+def test_storage_is_shown_where_no_agent_answers(run: Path) -> None:
+    code, found = invoke_json("status", run)
+    assert code == 0
+    assert found["agent"] is None
+    assert found["stored"]["step"] == 2
+    assert found["stored"]["checkpoints"] == 2
+    assert "step 2" in invoke("status", run)[1]
+    elsewhere = run.parent / "elsewhere"
+    assert invoke_json("status", elsewhere, "--url", run / "storage")[1]["stored"]["step"] == 2
+
+
+def test_storage_that_cannot_be_opened_is_an_error_without_an_agent_and_a_line_with_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match="quux"):
+        invoke("status", run, "--url", "quux://x")
+    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent())
+    code, found = invoke_json("status", run, "--url", "quux://x")
+    assert code == 0
+    assert found["agent"]["step"] == 10
+    assert "quux" in found["stored"]["problem"]
+    assert "quux" in invoke("status", run, "--url", "quux://x")[1]
+
+
+def test_an_agent_that_does_not_answer_in_time_is_told_from_none(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(address: AgentAddress) -> None:
+        raise AgentGoneError("no answer within 10 s")
+
+    monkeypatch.setattr(status_module, "ask_status", hang)
+    code, found = invoke_json("status", run)
+    assert code == AgentGoneError.exit_code
+    assert found["agent_problem"] == "no answer within 10 s"
+    assert found["stored"]["step"] == 2
+
+
+def test_an_object_store_is_listed_again_only_when_the_agent_has_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}"
+    listed = []
+    read = status_module.read_catalog
+    monkeypatch.setattr(status_module, "read_catalog", lambda store: listed.append(store.url) or read(store))
+    stored_steps = iter([1, 1, 2])
+    monkeypatch.setattr(
+        status_module,
+        "ask_status",
+        lambda address: an_agent(storage=StorageStatus(url, next(stored_steps), 60.0, None, None, False, "")),
+    )
+    looker = Looker(AgentAddress.of(tmp_path, "node"), None)
+    for _ in range(3):
+        looker.look()
+    assert len(listed) == 2
+
+
+# Watching
+
+
+def test_a_watch_looks_again_and_again(run: Path) -> None:
+    code, text = invoke("status", run, "--watch", "--interval", "0.1", "--refreshes", "2", "--json")
+    assert code == 0
+    assert [json.loads(line)["stored"]["step"] for line in text.splitlines()] == [2, 2]
+    code, text = invoke("status", run.parent / "nothing", "--watch", "--interval", "0.1", "--refreshes", "2")
+    assert code == 0
+    assert text.count("there is no such directory") == 2
+
+
+def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(force_terminal=True, width=100, record=True)
+    monkeypatch.setattr(status_module, "out", console)
+    look, looks = Looker.look, []
+
+    def until_interrupted(self: Looker) -> View:
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+        looks.append(look(self))
+        return looks[-1]
+
+    monkeypatch.setattr(Looker, "look", until_interrupted)
+    assert invoke("status", run, "--watch", "--interval", "0.1")[0] == 0
+    assert len(looks) == 2
+    assert "step 2" in console.export_text()
+
+
+# With an agent
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_status_and_stop_with_an_agent(lab: Lab, redo: str) -> None:
+    settings = config(redo, storage=StorageConfig(every_steps=5, min_seconds=3600))
+    lab.train(PLAIN, settings, actions={("after commit", 7): until_stored(5), ("backward", 8): kill_self})
+    code, found = invoke_json("status", lab.run_dir)
+    agent = found["agent"]
+    assert code == 0
+    assert agent["step"] == 7
+    assert agent["mode"] == redo
+    assert agent["records_held"] >= 2
+    assert agent["seconds_since_commit"] > 0
+    assert agent["uptime_seconds"] > agent["seconds_since_commit"]
+    assert found["stored"]["step"] in (5, 7)
+    assert found["steps_behind"] == 7 - found["stored"]["step"]
+    assert (found["lag_records"] is None) == (redo == "lazy")
+    text = invoke("status", lab.run_dir)[1]
+    assert "step 7" in text
+    assert redo in text
+    code, text = invoke("stop", lab.run_dir)
+    assert code == 0
+    assert "has left; step 7 is no longer held in memory; step" in text
+    assert invoke_json("status", lab.run_dir)[1]["agent"] is None
+
+
+def test_stop_says_what_it_let_go_of(lab: Lab) -> None:
+    child = lab.start_agent()
+    code, found = invoke_json("stop", lab.run_dir)
+    assert code == 0
+    assert found == {"stopped": child.pid, "step": None, "stored_step": None}
+    assert child.wait() == 0
+
+
+# Start
+
+
+def test_looking_does_not_import_torch(run: Path) -> None:
+    """Torch takes seconds, and one command a day is too many of them."""
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from memckpt.cli.main import app\n"
+        f"for command in (['--help'], ['ls', {str(run)!r}], ['verify', {str(run)!r}], ['status', {str(run)!r}]):\n"
+        "    assert CliRunner().invoke(app, command).exit_code == 0, command\n"
+        "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules), sorted(sys.modules)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
