@@ -1,15 +1,19 @@
-"""Fixtures shared by the engine's tests."""
+"""Fixtures shared by the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from memckpt.storage.store import Store
     from tests.engine_harness import Lab
+    from tests.s3_server import S3Server
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +38,88 @@ def lab(_engine_imported: None, tmp_path: Path) -> Iterator[Lab]:
     finally:
         lab.close()
     assert not left, "left behind:\n" + "\n".join(left)
+
+
+# Stores
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """An empty bucket of an S3 server, which the environment names.
+
+    Attributes:
+        server: where it is.
+        name: of the bucket.
+        client: boto3's, to look at it with other eyes than ours.
+    """
+
+    server: S3Server
+    name: str
+    client: Any
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.name}/some/run"
+
+    def objects(self) -> list[str]:
+        found = self.client.list_objects_v2(Bucket=self.name).get("Contents", [])
+        return [each["Key"].removeprefix("some/run/") for each in found]
+
+    def uploads(self) -> list[str]:
+        """Of what an upload has begun and not ended."""
+        return [each["Key"] for each in self.client.list_multipart_uploads(Bucket=self.name).get("Uploads", [])]
+
+
+@pytest.fixture(scope="session")
+def _s3_server() -> Iterator[S3Server]:
+    from tests.s3_server import S3Server
+
+    server = S3Server()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def bucket(_s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    import boto3
+
+    for name, value in _s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    client = boto3.client("s3")
+    name = f"test-{secrets.token_hex(4)}"
+    client.create_bucket(Bucket=name)
+    try:
+        yield Bucket(_s3_server, name, client)
+    finally:
+        _s3_server.answer_again()
+        client.close()
+
+
+def _local_url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("tmp_path") / "store")
+
+
+def _memory_url(request: pytest.FixtureRequest) -> str:
+    return f"memory://test-{secrets.token_hex(4)}"
+
+
+def _s3_url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("bucket").url)
+
+
+#: A place of each kind that a store can be at; what holds for one holds for all.
+PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
+    "local": _local_url,
+    "memory": _memory_url,
+    "s3": _s3_url,
+}
+
+
+@pytest.fixture(params=PLACES)
+def store(request: pytest.FixtureRequest) -> Store:
+    """An empty store, of every kind."""
+    from memckpt.storage.store import open_store
+
+    return open_store(PLACES[request.param](request))

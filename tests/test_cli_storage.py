@@ -22,8 +22,9 @@ from memckpt.errors import (
     UsageError,
 )
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.store import LocalStore, Store, open_store
 from tests.cli_harness import exit_status, invoke, invoke_json
+from tests.conftest import Bucket
 from tests.test_storage import part_of, write
 
 
@@ -205,3 +206,20 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match=r"could not write .*/out: .*No space left"):
         invoke("export", run, "--to", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_an_object_store_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> None:
+    store = open_store(bucket.url)
+    for record in (1, 2):
+        write(store, part_of(record))
+    place = (tmp_path, "--url", bucket.url)
+    code, found = invoke_json("ls", *place)
+    assert code == 0
+    assert [one["step"] for one in found["checkpoints"]] == [2, 1]
+    path = part_of(2).base_directory + "/__0_0.distcp"
+    store.write(path, store.read(path)[:-1])
+    assert invoke("verify", *place)[0] == DamagedStateError.exit_code
+    assert invoke("verify", *place, "--repair")[0] == 0
+    assert not [key for key in bucket.objects() if "000000000002" in key]
+    assert invoke("export", *place, "--format", "dcp", "--to", tmp_path / "out")[0] == 0
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]

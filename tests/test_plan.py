@@ -223,3 +223,9 @@ def test_starting_over_goes_on_with_the_numbers_of_storage() -> None:
     plan = make_plan([HeldRecords(node="a")], "never", RANKS, "c", [stored(4, 6, nonce="b")])
     assert isinstance(plan, StartOver)
     assert plan.timeline == Timeline(5, "c")
+
+
+def test_an_attempt_that_got_nowhere_in_storage_is_counted() -> None:
+    """Or its half-written files could not be told from those of the attempt that follows it."""
+    assert make_plan([HeldRecords(node="a")], "auto", 1, "n", latest_attempt=4).timeline == Timeline(5, "n")
+    assert make_plan([held("a", range(3, 8))], "auto", RANKS, "n", latest_attempt=1).timeline.number == 2

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
@@ -17,16 +20,9 @@ from memckpt.state.layout import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.state.records import Timeline
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
-from memckpt.storage.catalog import read_catalog, remove, superseded, verify
+from memckpt.storage.catalog import leftovers, read_catalog, remove, superseded, verify
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_commit, encode_commit
 from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
-
-
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return open_store(str(tmp_path / "store"))
-    return open_store(f"memory://{tmp_path.name}")
 
 
 def part_of(
@@ -60,9 +56,7 @@ def test_a_file_is_there_when_it_is_whole(store: Store) -> None:
     assert store.find("a") == []
 
 
-def test_a_file_whose_writing_fails_is_not_there(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-
+def test_a_file_whose_writing_fails_is_not_there(store: Store) -> None:
     def write_half() -> None:
         with store.create("a/b") as stream:
             stream.write(b"half")
@@ -70,11 +64,57 @@ def test_a_file_whose_writing_fails_is_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(KeyError):
         write_half()
-    assert store.find("") == []
+    gc.collect()  # a file that was opened must do nothing more
+    assert store.find("", unfinished=True) == []
     store.write("a/b", b"old")
     with pytest.raises(KeyError):
         write_half()
+    gc.collect()
     assert store.read("a/b") == b"old"
+    assert store.find("", unfinished=True) == ["a/b"]
+
+
+def test_what_is_listed_is_what_is_below_a_directory(store: Store) -> None:
+    assert store.find("") == store.find("a") == []
+    for path in ("a/b/1", "a/b2/1", "a/c", "d/e/f/g"):
+        store.write(path, b"x")
+    assert store.find("") == ["a/b/1", "a/b2/1", "a/c", "d/e/f/g"]
+    assert store.find("a/b") == ["a/b/1"]
+    assert store.find("d") == ["d/e/f/g"]
+    store.delete_directory("a/b")
+    store.delete_directory("a/nothing")
+    assert store.find("a") == ["a/b2/1", "a/c"]
+
+
+def test_another_process_of_the_same_store_is_seen(store: Store) -> None:
+    """Listings and sizes are not remembered."""
+    other = open_store(store.url)
+    store.write("a/b", b"long content")
+    assert other.find("a") == ["a/b"]
+    assert other.read("a/b") == b"long content"
+    stored = store.write("a/b", b"short")
+    store.write("a/c", b"")
+    assert other.read("a/b") == b"short"
+    assert matches(other, stored) is None
+    assert other.find("a") == ["a/b", "a/c"]
+    assert other.read("a/c") == b""
+
+
+def test_an_empty_file_is_a_file(store: Store) -> None:
+    stored = store.write("a/b", b"")
+    assert stored.nbytes == 0
+    assert matches(store, stored) is None
+
+
+def test_deleting_leaves_no_directories(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "store")
+    for path in ("a/b/c/d", "a/b/e"):
+        store.write(path, b"x")
+    store.delete("a/b/c/d")
+    assert not (tmp_path / "store/a/b/c").exists()
+    assert store.read("a/b/e") == b"x"
+    store.delete("a/b/e")
+    assert list((tmp_path / "store").iterdir()) == []
 
 
 def test_a_file_that_cannot_be_written_or_read_is_named(tmp_path: Path, store: Store) -> None:
@@ -106,7 +146,7 @@ def test_a_catalog_is_read_while_retention_deletes(tmp_path: Path, monkeypatch: 
     gone, kept = write(store, part_of(1)), write(store, part_of(2))
     listed = store.find("commit")
     store.delete(gone.commit_path)
-    monkeypatch.setattr(store, "find", lambda prefix: listed)
+    monkeypatch.setattr(store, "find", lambda prefix, unfinished: listed if prefix == "commit" else [])
     catalog = read_catalog(store)
     assert [one.record for one in catalog.checkpoints] == [kept.record]
     assert catalog.damaged == {}
@@ -218,6 +258,38 @@ def test_any_flipped_bit_and_any_cut_is_noticed(store: Store) -> None:
         assert any(file.path in problem for problem in verify(store, checkpoint))
         store.write(file.path, data)
     assert verify(store, checkpoint) == []
+
+
+def test_any_single_bit_of_any_file_counts(tmp_path: Path) -> None:
+    """Tensors, DCP's metadata, the node's state, the commit file: each bit of each."""
+    store = LocalStore(tmp_path)
+    part = write(store, part_of(1))
+    by_kind = {Path(file.path).suffix or Path(file.path).name: file for file in part.files}
+    assert by_kind.keys() == {".distcp", ".metadata", ".msgpack"}
+    flipped = 0
+    for stored in part.files:
+        with (tmp_path / stored.path).open("r+b", buffering=0) as file:
+            for _ in each_flip(file):
+                flipped += 1
+                assert matches(store, stored) is not None
+    with (tmp_path / part.commit_path).open("r+b", buffering=0) as file:
+        for _ in each_flip(file):
+            flipped += 1
+            catalog = read_catalog(store)
+            assert catalog.checkpoints == ()
+            assert list(catalog.damaged) == [part.commit_path]
+    assert flipped == 8 * sum((tmp_path / path).stat().st_size for path in store.find(""))
+    (checkpoint,) = read_catalog(store).complete
+    assert verify(store, checkpoint) == []
+
+
+def each_flip(file: IO[bytes]) -> Iterator[None]:
+    """With one bit after the other turned, and turned back afterwards."""
+    for position, byte in enumerate(file.read()):
+        for bit in range(8):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), position)
+            yield
+        os.pwrite(file.fileno(), bytes([byte]), position)
 
 
 def test_a_commit_file_that_was_changed_anywhere_is_passed_over(store: Store) -> None:
@@ -337,6 +409,70 @@ def test_an_incomplete_checkpoint_newer_than_the_newest_is_left_alone(store: Sto
     write(store, part_of(4, node="a", ranks=(0,), world_size=2))
     catalog = read_catalog(store)
     assert [one.record for one in superseded(catalog.checkpoints, 2, None)] == [2]
+
+
+# What killed writers leave
+
+
+def uncommitted(store: Store, part: Part) -> list[str]:
+    """A part as a writer leaves it that is killed before its last word."""
+    written = write(store, part)
+    store.delete(part.commit_path)
+    return sorted(file.path for file in written.files)
+
+
+def test_only_what_nobody_can_be_writing_is_left_over(store: Store) -> None:
+    first, second = Timeline(1, "x"), Timeline(2, "y")
+    pair = {"ranks": (0,), "world_size": 2}
+    earlier = uncommitted(store, part_of(1, timeline=first, node="gone"))
+    older = uncommitted(store, part_of(3, timeline=second, node="a"))
+    of_another = uncommitted(store, part_of(3, timeline=second, node="b"))
+    write(store, part_of(4, timeline=second, node="a", **pair))
+    write(store, part_of(4, timeline=second, node="b", ranks=(1,), world_size=2))
+    newer = uncommitted(store, part_of(5, timeline=second, node="a"))
+    for path in ("notes.txt", "base/notes", "base/of/some/body/else", "commit/of/somebody"):
+        store.write(path, b"not ours")
+    catalog = read_catalog(store)
+    assert [one.record for one in catalog.complete] == [4]
+    assert catalog.latest_attempt == 2
+    assert sorted(leftovers(catalog, "a", ())) == sorted(earlier + older)
+    assert sorted(leftovers(catalog, "b", ())) == sorted(earlier + of_another)
+    assert set(leftovers(catalog, "a", [part_of(5, timeline=second, node="a")])) == {*earlier, *older, *newer}
+    assert sorted(leftovers(catalog, "a", [part_of(4, timeline=second, node="a")])) == sorted(earlier + older)
+
+
+def test_where_nothing_is_complete_only_what_is_known_to_be_dead_is_left_over(store: Store) -> None:
+    first, second = uncommitted(store, part_of(1)), uncommitted(store, part_of(2))
+    catalog = read_catalog(store)
+    assert catalog.latest_attempt == 1
+    assert leftovers(catalog, "node", ()) == []
+    assert sorted(leftovers(catalog, "node", [part_of(1)])) == first
+    assert sorted(leftovers(catalog, "node", [part_of(2)])) == second
+
+
+def test_files_that_were_cut_short_are_left_over(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    for record in (1, 2):
+        write(store, part_of(record))
+    cut = [f"{path}.partial-0123" for path in (part_of(1).commit_path, part_of(1).state_path)]
+    cut.append(f"{part_of(1).base_directory}/__0_0.distcp.partial-0123")
+    for path in cut:
+        (tmp_path / path).write_bytes(b"half")
+    assert sorted(leftovers(read_catalog(store), "node", ())) == sorted(cut)
+
+
+def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(tmp_path)
+    write(store, part_of(1))
+
+    def refuse(path: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=r"could not list base in .*Permission denied"):
+        read_catalog(store)
 
 
 def test_formats_are_stable() -> None:

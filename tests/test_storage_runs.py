@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 from memckpt.config import StorageConfig
 from memckpt.errors import UsageError
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.catalog import Catalog, read_catalog, verify
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.store import LocalStore, open_store
+from tests.conftest import Bucket
 from tests.engine_cases import PLAIN, SHAPE_CASES, Case
 from tests.engine_harness import (
     Action,
@@ -61,6 +62,24 @@ def until_stored(step: int) -> Action:
     return wait
 
 
+def until_ordered(control: Control) -> None:
+    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step."""
+    session = control.session
+    assert session is not None
+    while session._link.client._order is None:
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
+def until_not_stored(control: Control) -> None:
+    """The trainer waits here until it has been told that a step could not be stored."""
+    session = control.session
+    assert session is not None
+    while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what another process does."""
     deadline = time.monotonic() + LIMIT_SECONDS
@@ -90,6 +109,29 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
     assert final.restored_step == 10
     lab.check_same(PLAIN, first, second, final)
     assert newest(lab) == PLAIN.steps
+
+
+@pytest.mark.slow
+@REDO
+def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
+    settings = stored(redo, url=bucket.url)
+    actions: dict[tuple[str, int], Action] = {
+        ("after commit", 7): until_stored(5),
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    if redo == "lazy":
+        actions |= {("after commit", 3): until_ordered, ("after commit", 8): until_ordered}
+    first = lab.train(PLAIN, settings, actions=actions)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    assert "resuming from storage" in final.log
+    lab.check_same(PLAIN, first, final)
+    store = open_store(bucket.url)
+    checkpoints = read_catalog(store).complete
+    assert checkpoints[0].step == PLAIN.steps
+    assert len(checkpoints) == 2
+    assert [verify(store, one) for one in checkpoints] == [[], []]
 
 
 @REDO
@@ -212,18 +254,11 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
     place.write_text("not a directory")
     settings = stored("lazy", url=str(place / "inside"))
 
-    def until_told(control: Control) -> None:
-        session = control.session
-        assert session is not None
-        while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
-            assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
-            session._listen()
-
     def repair(control: Control) -> None:
         place.unlink()
 
     actions = {
-        ("after commit", 7): until_told,
+        ("after commit", 7): until_not_stored,
         ("after commit", 8): repair,
         ("after commit", 12): until_stored(10),
         ("backward", 13): kill_both,

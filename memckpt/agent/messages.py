@@ -175,7 +175,8 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     """To the writer process: make a checkpoint of what comes along as descriptors.
 
     Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
-    present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`.
+    present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`. What is there of
+    `abandoned`, parts whose writer was killed, is deleted first.
     """
 
     url: str
@@ -191,6 +192,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     plain: bytes = b""
     metas: tuple[bytes, ...] = ()
     threads: int = 1
+    abandoned: tuple[Part, ...] = ()
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):

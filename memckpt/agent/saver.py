@@ -83,6 +83,8 @@ class Saver:
         self._saving: tuple[Save, float] | None = None
         self._held_for_writer: list[Region] = []
         self._waiting: list[Callable[[], None]] = []
+        #: What killed writers may have left half-written.
+        self._abandoned: list[Part] = []
         self._last_began = time.monotonic()
         self._lead = _FIRST_LEAD
         self._cost_seconds = 0.0
@@ -313,6 +315,7 @@ class Saver:
             keep_last=config.keep_last,
             keep_every_steps=config.keep_every_steps,
             threads=self._threads,
+            abandoned=tuple(self._abandoned),
             **rest,  # type: ignore[arg-type]
         )
         now = time.monotonic()
@@ -332,6 +335,7 @@ class Saver:
         job, _ = self._saving
         self._end_saving()
         self._last, self._alarm = message, ""
+        self._abandoned.clear()
         self._saved_record = job.part.timeline, job.part.record
         cores = len(os.sched_getaffinity(0))
         self._cost_seconds = self._copy_seconds + message.cpu_seconds / cores
@@ -354,6 +358,7 @@ class Saver:
         if self._saving is not None:
             job, _ = self._saving
             self._waiting.clear()
+            self._abandoned.append(job.part)
             self._end_saving()
             self._fail(job.part.step, reason)
 
@@ -378,6 +383,7 @@ class Saver:
         if self._saving is not None and not self._held_for_writer:
             job, _ = self._saving
             _log.info("the checkpoint of step %d is not needed any more", job.part.step)
+            self._abandoned.append(job.part)
             self._end_saving()
             if self._writer is not None:
                 self._writer.close()

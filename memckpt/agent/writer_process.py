@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
 
+_log = logging.getLogger("memckpt.agent")
+_END_SECONDS = 5.0
+
 
 class WriterProcess:
-    """Owns the process and the connection to it; :meth:`close` ends both at once.
+    """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
 
     Args:
         released: called first of all by :meth:`close`, while the connection is still open.
@@ -44,10 +48,14 @@ class WriterProcess:
         self.channel.send(message, fds, timeout=5.0)
 
     def close(self) -> None:
-        """Kill it, wait for its end, and close the connection. Idempotent."""
+        """Kill it, wait for its end a while, and close the connection. Idempotent."""
         if self.channel.fileno() < 0:
             return
         self._released(self)
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            # In a system call that the storage does not let end. It dies when that does, and writes nothing more.
+            _log.warning("writer pid %d is killed but hangs in the storage", self._process.pid)
         self.channel.close()

@@ -60,6 +60,7 @@ def make_plan(
     world_size: int,
     nonce: str,
     stored: Sequence[Checkpoint] = (),
+    latest_attempt: int = 0,
 ) -> Plan:
     """Choose the newest record that every node can produce from memory, or else the newest in storage.
 
@@ -69,6 +70,7 @@ def make_plan(
         world_size: of this attempt.
         nonce: of this attempt.
         stored: the complete checkpoints in storage, newest first.
+        latest_attempt: the highest number of an attempt that has begun to write to storage.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
@@ -77,7 +79,7 @@ def make_plan(
     nodes = {inventory.node: inventory for inventory in inventories}
     in_memory = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
-    timeline = Timeline(max(in_memory, in_storage) + 1, nonce)
+    timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
     something = any(held.records or held.problem for held in nodes.values())
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something)

@@ -147,7 +147,10 @@ class Session:
         if self._config.storage is not None:
             ranks.together(lambda: self._await_storage(held[ranks.rank]))
         tier = StorageTier(self._config.storage, run_dir, ranks)
-        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.catalog.complete)
+        stored = tier.catalog
+        plan: Plan = make_plan(
+            held, resume, ranks.world_size, ranks.nonce, stored.complete, latest_attempt=stored.latest_attempt
+        )
         self._timeline = plan.timeline
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
-from memckpt.storage.format import COMMITS, Part, decode_commit
-from memckpt.storage.store import Store, matches
+from memckpt.storage.format import BASES, COMMITS, STATES, Part, decode_commit, place_of
+from memckpt.storage.store import Store, finished_name, matches
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,30 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All checkpoints of a store, newest first; `damaged` says which commit files could not be used, and why."""
+    """All checkpoints of a store, newest first.
+
+    Attributes:
+        damaged: which commit files could not be used, and why.
+        files: whatever is there, of half-written checkpoints too.
+    """
 
     checkpoints: tuple[Checkpoint, ...]
     damaged: dict[str, str]
+    files: tuple[str, ...] = ()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
         return tuple(one for one in self.checkpoints if one.complete)
 
+    @property
+    def latest_attempt(self) -> int:
+        """The highest number of an attempt that has begun to write, whether it got anywhere or not; 0: none has."""
+        places = (place_of(finished_name(path)) for path in self.files)
+        return max((place[0][0] for place in places if place is not None), default=0)
+
 
 def read_catalog(store: Store) -> Catalog:
-    """Read every commit file.
+    """List everything, and read every commit file.
 
     Raises:
         StorageError: the store cannot be listed.
@@ -76,7 +88,10 @@ def read_catalog(store: Store) -> Catalog:
     """
     found: dict[tuple[int, str, int], Checkpoint] = {}
     damaged: dict[str, str] = {}
-    for path in store.find(COMMITS):
+    files = [path for top in (BASES, STATES, COMMITS) for path in store.find(top, unfinished=True)]
+    for path in files:
+        if not path.startswith(COMMITS) or path != finished_name(path):
+            continue
         try:
             part = decode_commit(store.read(path), path)
         except DamagedStateError as error:
@@ -89,7 +104,7 @@ def read_catalog(store: Store) -> Catalog:
         one = Checkpoint(part.timeline, part.record)
         found.setdefault(one.key, one).parts[part.node] = part
     ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
-    return Catalog(tuple(ordered), damaged)
+    return Catalog(tuple(ordered), damaged, tuple(files))
 
 
 def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
@@ -125,13 +140,40 @@ def remove_files(store: Store, part: Part) -> None:
     store.delete_directory(part.base_directory)
 
 
+def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
+    """Files without a commit file, of writers that were killed: nobody will ever use them.
+
+    That is what of `abandoned` is there; what `node` itself has left of checkpoints older than the newest complete
+    one; and what any node has left of earlier attempts. What other nodes have of the current attempt may be on its
+    way, and so may what is newer: an agent that was told to leave saves while the next one is here already.
+
+    Args:
+        node: whose writer asks, and is not writing.
+        abandoned: parts of which it is known that their writer is dead.
+    """
+    newest = next(iter(catalog.complete), None)
+    committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
+    dead = {place_of(part.commit_path) for part in abandoned}
+    left = []
+    for path in catalog.files:
+        finished = finished_name(path)
+        place = place_of(finished)
+        if place is None or (path == finished and place in committed):
+            continue
+        key, owner = place
+        outlived = newest is not None and key < newest.key and (owner == node or key[0] < newest.key[0])
+        if place in dead or outlived:
+            left.append(path)
+    return left
+
+
 def remove_damaged(store: Store, commit_path: str) -> None:
     """Delete a commit file that cannot be used, and what lies where its files would be."""
     store.delete(commit_path)
     place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
     if place.count("/") == 2:
-        store.delete(f"state/{place}.msgpack")
-        store.delete_directory(f"base/{place}")
+        store.delete(f"{STATES}/{place}.msgpack")
+        store.delete_directory(f"{BASES}/{place}")
 
 
 def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:

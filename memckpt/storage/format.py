@@ -19,7 +19,9 @@ from memckpt.storage.store import StoredFile
 
 #: Raised whenever something is written that an older version would misread.
 FORMAT_VERSION = 1
-COMMITS = "commit"
+BASES, STATES, COMMITS = "base", "state", "commit"
+
+_STATE, _COMMIT = ".msgpack", ".json"
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -52,15 +54,27 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def base_directory(self) -> str:
-        return f"base/{self.place}/{self.node}"
+        return f"{BASES}/{self.place}/{self.node}"
 
     @property
     def state_path(self) -> str:
-        return f"state/{self.place}/{self.node}.msgpack"
+        return f"{STATES}/{self.place}/{self.node}{_STATE}"
 
     @property
     def commit_path(self) -> str:
-        return f"{COMMITS}/{self.place}/{self.node}.json"
+        return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
+
+
+def place_of(path: str) -> tuple[tuple[int, str, int], str] | None:
+    """To which record (attempt's number and nonce, record) and node a file belongs; None for one that is not ours."""
+    top, *middle = path.split("/")
+    if len(middle) != {BASES: 4, STATES: 3, COMMITS: 3}.get(top):
+        return None
+    attempt, record, node = middle[:3]
+    number, _, nonce = attempt.partition("-")
+    if not (number.isdecimal() and record.isdecimal()):
+        return None
+    return (int(number), nonce, int(record)), node.removesuffix({STATES: _STATE, COMMITS: _COMMIT}.get(top, ""))
 
 
 class NodeState(msgspec.Struct, frozen=True):

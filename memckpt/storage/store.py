@@ -8,10 +8,11 @@ its upload is complete. What belongs together is made so by a commit file, which
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import logging
 import os
 import secrets
-import shutil
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -24,9 +25,12 @@ import xxhash
 
 from memckpt.errors import ConfigurationError, MemckptError, StorageError
 
-_READ_BYTES = 8 << 20
+_log = logging.getLogger("memckpt.storage")
+_PIECE_BYTES = 8 << 20
 #: What a file is called while it is written; such files are leftovers once nobody writes.
 _PARTIAL = ".partial-"
+#: Where an upload shows under its name when it is complete, and not before. Elsewhere a finished file is renamed.
+_SHOW_WHOLE_UPLOADS = {"abfs", "abfss", "az", "gcs", "gs", "oss", "s3", "s3a"}
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -50,8 +54,11 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
-        self._hash.update(view)
-        self._file.write(view)
+        # In pieces: an upload keeps a copy of what it is given.
+        for start in range(0, view.nbytes, _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            self._hash.update(piece)
+            self._file.write(piece)
         self._nbytes += view.nbytes
         return view.nbytes
 
@@ -97,19 +104,20 @@ class Store(ABC):
         with self.open(path) as file:
             return file.read()
 
-    def find(self, prefix: str) -> list[str]:
-        """Paths of all files below a directory, in order; those that are being written are left out."""
+    def find(self, prefix: str, unfinished: bool = False) -> list[str]:
+        """Paths of all files below a directory, in order; those that are being written only with `unfinished`."""
         with _errors("list", self.url, prefix):
-            return sorted(path for path in self._find(prefix) if _PARTIAL not in path)
+            return sorted(path for path in self._find(prefix) if unfinished or _PARTIAL not in path)
 
     def delete(self, path: str) -> None:
         """Delete a file durably; one that is not there is no error."""
         with _errors("delete", self.url, path):
             self._delete(path)
 
-    @abstractmethod
     def delete_directory(self, path: str) -> None:
         """Delete all files below a directory, unfinished ones too."""
+        for file in self.find(path, unfinished=True):
+            self.delete(file)
 
     @abstractmethod
     def _replacing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
@@ -122,6 +130,15 @@ class Store(ABC):
 
     @abstractmethod
     def _delete(self, path: str) -> None: ...
+
+
+def finished_name(path: str) -> str:
+    """The path that a file gets once it is whole."""
+    return path.partition(_PARTIAL)[0]
+
+
+def _partial_name(path: str) -> str:
+    return f"{path}{_PARTIAL}{secrets.token_hex(4)}"
 
 
 def _is_of_storage(error: Exception) -> bool:
@@ -155,7 +172,7 @@ class LocalStore(Store):
     def _replacing(self, path: str) -> Iterator[IO[bytes]]:
         target = self.root / path
         self._make_directory(target.parent)
-        partial = target.with_name(f"{target.name}{_PARTIAL}{secrets.token_hex(4)}")
+        partial = target.with_name(_partial_name(target.name))
         try:
             with partial.open("wb") as file:
                 yield file
@@ -177,7 +194,12 @@ class LocalStore(Store):
         return (self.root / path).open("rb")
 
     def _find(self, prefix: str) -> Iterator[str]:
-        for directory, _, names in os.walk(self.root / prefix):
+        def refuse(error: OSError) -> None:
+            # What is not there holds nothing. What cannot be looked into might hold everything.
+            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                raise error
+
+        for directory, _, names in os.walk(self.root / prefix, onerror=refuse):
             for name in names:
                 yield PurePosixPath(Path(directory, name).relative_to(self.root)).as_posix()
 
@@ -186,11 +208,20 @@ class LocalStore(Store):
         with contextlib.suppress(FileNotFoundError):
             target.unlink()
             _sync_directory(target.parent)
+        self._remove_empty(target.parent)
 
-    def delete_directory(self, path: str) -> None:
-        with _errors("delete", self.url, path), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.root / path)
-            _sync_directory((self.root / path).parent)
+    def _remove_empty(self, directory: Path) -> None:
+        """Otherwise every checkpoint would leave directories, and listing would take longer and longer."""
+        while directory != self.root:
+            try:
+                directory.rmdir()
+            except FileNotFoundError:
+                pass  # another node was faster
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ENOTDIR):
+                    raise
+                return  # in use, mounted, or a link to another place
+            directory = directory.parent
 
 
 def _sync_directory(directory: Path) -> None:
@@ -208,9 +239,11 @@ class ObjectStore(Store):
         import fsspec
 
         self.url = url.rstrip("/")
+        self._shows_whole = urlsplit(self.url).scheme in _SHOW_WHOLE_UPLOADS
         try:
             self._fs: Any
-            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+            # What another process has written must be seen: nothing that was listed is remembered.
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise ConfigurationError(
                 f"storage.url: expected a directory or a URL that fsspec can open, found {url!r} ({error}); "
@@ -218,37 +251,52 @@ class ObjectStore(Store):
             ) from error
 
     def _at(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        return f"{self._root}/{path}" if path else str(self._root)
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[IO[bytes]]:
-        # Otherwise closing the file, after a failure too, would make an object of what has been written so far.
-        file = self._fs.open(self._at(path), "wb", autocommit=False)
+        target = self._at(path)
+        written = target if self._shows_whole else self._at(_partial_name(path))
+        file = self._fs.open(written, "wb")
         try:
             yield file
             file.close()
+            if written != target:
+                self._fs.mv(written, target)
         except BaseException:
-            with contextlib.suppress(OSError, ValueError):
-                file.discard()
+            self._give_up(file, written, target)
             raise
-        file.commit()
 
-    def _open(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
-        opened: contextlib.AbstractContextManager[IO[bytes]] = self._fs.open(self._at(path), "rb")
-        return opened
+    def _give_up(self, file: Any, written: str, target: str) -> None:
+        """Let nothing appear of what has been written so far."""
+        try:
+            if written != target:
+                file.close()
+                self._fs.rm_file(written)
+                return
+            file.discard()
+        except Exception as error:
+            if not _is_of_storage(error):
+                raise
+            _log.warning("an unfinished upload of %s may be left in the store: %s", target, error)
+        # Closing a file completes its upload, and it is closed when it is collected, if it still can be.
+        file.closed = True
+
+    @contextlib.contextmanager
+    def _open(self, path: str) -> Iterator[IO[bytes]]:
+        file = self._fs.open(self._at(path), "rb")
+        try:
+            yield file
+        finally:
+            file.close()
 
     def _find(self, prefix: str) -> Iterator[str]:
-        self._fs.invalidate_cache()
         for found in self._fs.find(self._at(prefix)):
-            yield found.removeprefix("/" if not self._root.startswith("/") else "").removeprefix(f"{self._root}/")
+            yield found.removeprefix(f"{self._root}/")
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._at(path))
-
-    def delete_directory(self, path: str) -> None:
-        with _errors("delete", self.url, path), contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._at(path), recursive=True)
 
 
 def open_store(url: str) -> Store:
@@ -271,7 +319,7 @@ def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | No
     digest, nbytes = xxhash.xxh3_64(), 0
     try:
         with store.open(file.path) as stream:
-            while chunk := stream.read(_READ_BYTES):
+            while chunk := stream.read(_PIECE_BYTES):
                 digest.update(chunk)
                 nbytes += len(chunk)
                 if progress is not None:

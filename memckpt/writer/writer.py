@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +22,7 @@ from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, rebuild_from_spec
 from memckpt.storage.base import by_value_tensors, model_name, state_name, state_tensors, write_base
-from memckpt.storage.catalog import Checkpoint, read_catalog, remove, superseded, verify
+from memckpt.storage.catalog import Checkpoint, leftovers, read_catalog, remove, superseded, verify
 from memckpt.storage.format import NodeState, Part
 from memckpt.storage.store import Store, open_store
 
@@ -60,9 +62,16 @@ def save(job: Save, regions: list[Region]) -> Saved:
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
         tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base, job.part.full)
-    part = write_base(store, job.part, state, tensors)
+    _clear(store, job.part.node, job.abandoned)  # before anything is written: the room may be needed
+    try:
+        part = write_base(store, job.part, state, tensors)
+    except Exception:
+        with _only_logged("what was written of step %d is left where it is", job.part.step):
+            _clear(store, job.part.node, [job.part])
+        raise
     tensors.clear()
     _let_go(store, part, job)
+    _clear(store, job.part.node, ())
     nbytes = sum(file.nbytes for file in part.files)
     return Saved(part.step, part.record, nbytes, time.perf_counter() - started, time.process_time() - cpu)
 
@@ -118,6 +127,24 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
             if values:
                 plain.setdefault(index, {})[owner.optimizer] = values
     return tensors, NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", job.rank_states)
+
+
+@contextlib.contextmanager
+def _only_logged(message: str, step: int) -> Iterator[None]:
+    """For what is done after a failure, which must not take its place."""
+    try:
+        yield
+    except StorageError:
+        _log.exception(message, step)
+
+
+def _clear(store: Store, node: str, abandoned: Sequence[Part]) -> None:
+    """Delete what killed writers have left."""
+    left = leftovers(read_catalog(store), node, abandoned)
+    for path in left:
+        store.delete(path)
+    if left:
+        _log.info("deleted %d files of checkpoints that were never finished", len(left))
 
 
 def _let_go(store: Store, part: Part, job: Save) -> None:
