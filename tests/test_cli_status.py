@@ -22,7 +22,7 @@ from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.engine_cases import PLAIN
 from tests.engine_harness import Lab, config, kill_self
 from tests.test_storage import part_of, write
-from tests.test_storage_runs import until_stored
+from tests.test_storage_runs import BEFORE_5, until_stored
 
 
 @pytest.fixture
@@ -221,7 +221,8 @@ def test_a_watch_on_a_terminal_changes_in_place_and_ends_with_ctrl_c(
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_status_and_stop_with_an_agent(lab: Lab, redo: str) -> None:
     settings = config(redo, storage=StorageConfig(every_steps=5, min_seconds=3600))
-    lab.train(PLAIN, settings, actions={("after commit", 7): until_stored(5), ("backward", 8): kill_self})
+    actions = {**BEFORE_5, ("after commit", 7): until_stored(5), ("backward", 8): kill_self}
+    lab.train(PLAIN, settings, actions=actions)
     code, found = invoke_json("status", lab.run_dir)
     agent = found["agent"]
     assert code == 0

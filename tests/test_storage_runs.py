@@ -24,6 +24,7 @@ from tests.conftest import Bucket
 from tests.engine_cases import PLAIN, SHAPE_CASES, Case
 from tests.engine_harness import (
     Action,
+    Actions,
     Control,
     Lab,
     collect,
@@ -63,12 +64,20 @@ def until_stored(step: int) -> Action:
 
 
 def until_ordered(control: Control) -> None:
-    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step."""
+    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step.
+
+    With eager redo nothing is ordered: the trainer cannot be far ahead of the replica.
+    """
     session = control.session
     assert session is not None
-    while session._link.client._order is None:
+    while session.mode == "lazy" and session._link.client._order is None:
         assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
         session._listen()
+
+
+# Of a run that stores every five steps: no order comes too late for step 5, nor for step 10 once step 5 is there.
+BEFORE_5: Actions = {("after commit", 3): until_ordered}
+BEFORE_10: Actions = {("after commit", 8): until_ordered}
 
 
 def until_not_stored(control: Control) -> None:
@@ -100,10 +109,10 @@ def newest(lab: Lab) -> int | None:
 @REDO
 def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo)
-    first = lab.train(PLAIN, settings, actions={("after commit", 7): until_stored(5), ("backward", 9): kill_both})
-    second = lab.train(
-        PLAIN, settings, seed=2, actions={("after commit", 12): until_stored(10), ("in commit", 14): kill_both}
-    )
+    actions: Actions = {("after commit", 7): until_stored(5), ("backward", 9): kill_both}
+    first = lab.train(PLAIN, settings, actions={**BEFORE_5, **actions})
+    actions = {("after commit", 12): until_stored(10), ("in commit", 14): kill_both}
+    second = lab.train(PLAIN, settings, seed=2, actions={**BEFORE_10, **actions})
     assert second.restored_step == 5
     final = lab.train(PLAIN, settings, seed=3)
     assert final.restored_step == 10
@@ -115,13 +124,13 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
     settings = stored(redo, url=bucket.url)
-    actions: dict[tuple[str, int], Action] = {
+    actions: Actions = {
+        **BEFORE_5,
         ("after commit", 7): until_stored(5),
+        **BEFORE_10,
         ("after commit", 12): until_stored(10),
         ("backward", 14): kill_both,
     }
-    if redo == "lazy":
-        actions |= {("after commit", 3): until_ordered, ("after commit", 8): until_ordered}
     first = lab.train(PLAIN, settings, actions=actions)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 10
@@ -166,8 +175,10 @@ def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
     settings = stored("lazy")
-    actions = {
+    actions: Actions = {
+        **BEFORE_5,
         ("after commit", 7): until_stored(5),
+        **BEFORE_10,
         ("after commit", 12): until_stored(10),
         ("backward", 14): kill_both,
     }
@@ -222,7 +233,12 @@ def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
 
-    actions = {("backward", 7): preempt, ("after commit", 12): until_stored(7), ("backward", 14): kill_both}
+    actions: Actions = {
+        ("backward", 7): preempt,
+        ("after commit", 7): until_ordered,
+        ("after commit", 12): until_stored(7),
+        ("backward", 14): kill_both,
+    }
     died = lab.train(PLAIN, settings, prepare=prepare, actions=actions)
     kept = newest(lab)
     assert kept in range(7, 13)
@@ -257,9 +273,11 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
     def repair(control: Control) -> None:
         place.unlink()
 
-    actions = {
+    actions: Actions = {
+        **BEFORE_5,
         ("after commit", 7): until_not_stored,
         ("after commit", 8): repair,
+        ("after commit", 9): until_ordered,
         ("after commit", 12): until_stored(10),
         ("backward", 13): kill_both,
     }
@@ -271,8 +289,13 @@ def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_w
 
 
 def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> None:
-    settings = stored("lazy")
-    actions = {("forward", 3): kill_agent, ("after commit", 12): until_stored(10), ("backward", 14): kill_both}
+    settings = stored("lazy", every_steps=10)
+    actions: Actions = {
+        ("forward", 3): kill_agent,
+        ("after commit", 6): until_ordered,
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
     died = lab.train(PLAIN, settings, actions=actions)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 10
@@ -293,7 +316,8 @@ def test_storage_of_another_model_is_refused(lab: Lab) -> None:
 def test_only_so_many_checkpoints_are_kept(lab: Lab) -> None:
     settings = stored("lazy", every_steps=2, keep_last=2, keep_every_steps=5)
     # The order comes two records ahead, and one checkpoint is written at a time.
-    actions = {("after commit", step): until_stored(step - 2) for step in (6, 12, 18)}
+    actions: dict[tuple[str, int], Action] = {("after commit", step): until_ordered for step in (2, 8, 14)}
+    actions |= {("after commit", step): until_stored(step - 2) for step in (6, 12, 18)}
     lab.train(PLAIN, settings, actions=actions)
     steps = sorted(one.step for one in catalog_of(lab).complete)
     assert 10 in steps
@@ -315,7 +339,12 @@ SHAPES = [case for case in SHAPE_CASES if case.name in NAMES.split()]
 def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Case) -> None:
     """Once from a snapshot, once from what a dead trainer left."""
     settings = stored(redo, every_steps=4)
-    first = lab.train(case, settings, actions={("after commit", 7): until_stored(4), ("after commit", 8): kill_both})
+    actions: Actions = {
+        ("after commit", 2): until_ordered,
+        ("after commit", 7): until_stored(4),
+        ("after commit", 8): kill_both,
+    }
+    first = lab.train(case, settings, actions=actions)
     second = lab.train(case, settings, seed=2, actions={("after commit", case.steps - 1): kill_self})
     assert second.restored_step in (4, 8)
     until(lambda: newest(lab) == case.steps - 1)

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memckpt.agent")
 #: A trainer that died may be back at once; then memory serves, and nothing need be written.
 _RETURN_SECONDS = 3.0
+#: What is held with no trainer could not be saved: a disk may have room again after so long.
+_RETRY_SECONDS = 60.0
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
 
 
@@ -94,6 +96,7 @@ class Saver:
         self._alarm = ""
         self._timeline: Timeline | None = None
         self._preempted_until = float("-inf")
+        self._retry_at = float("-inf")
         self._at_once = False
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
@@ -105,6 +108,7 @@ class Saver:
             self._timeline = timeline
             self._preempted_until, self._at_once = float("-inf"), False
             self._last_began = time.monotonic()
+            self._retry_at = float("-inf")
 
     @property
     def enabled(self) -> bool:
@@ -272,6 +276,10 @@ class Saver:
         self._save_next(generation, record, "snapshot", regions, by_value_base=base, missing=missing, plain=plain)
         return None
 
+    def retry_later(self) -> None:
+        """What is held could not be saved: let :meth:`patience` end once more, after a while."""
+        self._retry_at = time.monotonic() + _RETRY_SECONDS
+
     def _save_next(
         self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object
     ) -> None:
@@ -286,7 +294,8 @@ class Saver:
     def patience(self, lonely_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
         now = time.monotonic()
-        return lonely_since + (_RETURN_SECONDS if now > self._preempted_until else 0.0) - now
+        due = lonely_since + (_RETURN_SECONDS if now > self._preempted_until else 0.0)
+        return max(due, self._retry_at) - now
 
     # The writer
 

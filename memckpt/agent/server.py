@@ -208,6 +208,9 @@ class Agent:
             self._saver.saved(message)
         elif isinstance(message, SaveFailed):
             self._saver.failed(message)
+            if self._saved_alone:
+                self._saved_alone = False
+                self._saver.retry_later()
 
     def _stop_listening(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
