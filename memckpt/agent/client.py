@@ -127,6 +127,8 @@ class AgentClient:
         if isinstance(message, TakeSnapshot):
             self._drop_order()
             self._order = SnapshotOrder(message.record, Region.open(fds[0]))
+            # The copy is a few steps away: by then no page of it need be mapped for the first time.
+            self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
         elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed)):
