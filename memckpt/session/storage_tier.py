@@ -33,13 +33,17 @@ class StorageTier:
         if config is None:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
-        found: tuple[Catalog, str] = (self.catalog, "")
-        if ranks.rank == 0:
+
+        def look() -> tuple[Catalog, str]:
+            if ranks.rank != 0:
+                return self.catalog, ""
             try:
-                found = read_catalog(store), ""
+                return read_catalog(store), ""
             except StorageError as error:
-                found = self.catalog, str(error)
-        self.catalog, self.problem = ranks.gather(found)[0]
+                return self.catalog, str(error)
+
+        # Together, here and below: a rank that raises alone would leave the others in their next collective.
+        self.catalog, self.problem = ranks.together(look)[0]
         if self.problem:
             _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
         for problem in self.catalog.damaged.values():
@@ -52,7 +56,8 @@ class StorageTier:
             DamagedStateError: none is; the message says what is wrong with each.
             ForeignStateError: it belongs to another model or optimizer.
         """
-        chosen, problems = self._ranks.gather(self._first_good(candidates) if self._ranks.rank == 0 else (-1, []))[0]
+        rank = self._ranks.rank
+        chosen, problems = self._ranks.together(lambda: self._first_good(candidates) if rank == 0 else (-1, []))[0]
         for problem in problems:
             _log.warning("memckpt: passed over: %s", problem)
         if chosen < 0:
@@ -60,12 +65,17 @@ class StorageTier:
                 f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
                 "to start over"
             )
+        opened: list[StoredCheckpoint] = []  # it stays with its rank: what is gathered travels
+        self._ranks.together(lambda: opened.append(self._open(candidates[chosen], spec)))
+        return opened[0]
+
+    def _open(self, checkpoint: Checkpoint, spec: StateSpec) -> StoredCheckpoint:
         assert self._store is not None
-        opened = StoredCheckpoint(self._store, candidates[chosen], self._ranks.rank)
+        opened = StoredCheckpoint(self._store, checkpoint, self._ranks.rank)
         difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(
-                f"the checkpoint of step {candidates[chosen].step} in {self._store.url} belongs to another model or "
+                f"the checkpoint of step {checkpoint.step} in {self._store.url} belongs to another model or "
                 f"optimizer. First difference: {difference}. Use another run directory, or resume='never' to start over"
             )
         return opened
