@@ -13,6 +13,8 @@ from memckpt.errors import ConfigurationError
 RedoMode = Literal["eager", "lazy"]
 RedoChoice = Literal["auto", "eager", "lazy"]
 TapChoice = Literal["auto", "step"]
+StorageMode = Literal["replica", "log"]
+StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
@@ -59,9 +61,14 @@ class StorageConfig:
     Args:
         url: a directory, or anything fsspec opens (``s3://bucket/run``); None: ``storage`` in the run directory. With
             several nodes it must be one place that all of them see.
+        mode: ``"replica"`` writes checkpoints, ``"log"`` also every record between them, in batches, so that at most a
+            batch is lost; ``"auto"`` logs records where they are small beside the checkpoints and what the storage can
+            take, and says why.
         every_steps: write one every so many steps; None: as often as the two limits below allow.
         min_seconds: at least so long from one to the next, where `every_steps` is None.
         overhead: the share of a training's time that taking and writing them may cost, where `every_steps` is None.
+        batch_steps: records in a batch of the log; None: as many as make 64 MiB, at most 64. A batch is written after
+            10 s at the latest.
         keep_last: checkpoints that are kept; older ones go once a newer one has been verified.
         keep_every_steps: those whose step is a multiple of it are kept for good.
         timeout_seconds: how long one may take to write before it is given up.
@@ -69,9 +76,11 @@ class StorageConfig:
     """
 
     url: str | None = None
+    mode: StorageChoice = "auto"
     every_steps: int | None = None
     min_seconds: float = 60.0
     overhead: float = 0.01
+    batch_steps: int | None = None
     keep_last: int = 2
     keep_every_steps: int | None = None
     timeout_seconds: float = 1800.0
@@ -79,7 +88,9 @@ class StorageConfig:
 
     def __post_init__(self) -> None:
         _require(self.url is None or bool(self.url), "storage.url", "None, a directory or a URL", self.url)
-        every, kept = self.every_steps, self.keep_every_steps
+        every, kept, batch = self.every_steps, self.keep_every_steps, self.batch_steps
+        _require(self.mode in ("auto", "replica", "log"), "storage.mode", "'auto', 'replica' or 'log'", self.mode)
+        _require(batch is None or batch >= 1, "storage.batch_steps", "None or 1 or more", batch)
         _require(every is None or every >= 1, "storage.every_steps", "None or 1 or more", every)
         _require(self.min_seconds >= 0, "storage.min_seconds", "0 or more", self.min_seconds)
         _require(0 < self.overhead <= 1, "storage.overhead", "more than 0, at most 1", self.overhead)

@@ -25,6 +25,7 @@ from memckpt.agent.messages import (
     Hello,
     Inventory,
     Leaving,
+    Logged,
     Message,
     NeedGeneration,
     Prepare,
@@ -41,7 +42,7 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
-Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed
+Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
 #: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
@@ -131,7 +132,7 @@ class AgentClient:
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
-        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed)):
+        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed, Logged)):
             self._notices.append(message)
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memckpt.agent.messages import Commit, GenerationCommit, Message
+from memckpt.agent.messages import Commit, GenerationCommit, LogRecord, Message
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
@@ -193,6 +193,15 @@ class Generation:
 
     def rank_states(self, record: int) -> dict[int, bytes]:
         return dict(self._rank_states[record])
+
+    def log_record(self, record: int) -> LogRecord | None:
+        """What belongs to a record that was made in this generation, if all of it is still known."""
+        states = self._rank_states.get(record, {})
+        if self.base is None or record <= self.base or record not in self._metas:
+            return None
+        if set(states) < set(self.spec.local_ranks):
+            return None
+        return LogRecord(record, self._steps[record], self._metas[record], dict(states))
 
     def step_of(self, record: int) -> int | None:
         """The framework's step number of a record that is still known."""

@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, Timeline
 from memckpt.storage.format import Part
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -91,13 +91,16 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Settings of the agent that the run's configuration decides.
 
-    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number.
+    `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. The attempt goes
+    on behind record `after`, which is of the timeline `follows` (None: it starts over).
     """
 
     linger_seconds: float
     timeline: Timeline | None = None
     storage: StorageConfig | None = None
     compute_threads: int = 1
+    follows: Timeline | None = None
+    after: int = 0
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
@@ -163,12 +166,13 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
 
 
 class ReplicaCopied(msgspec.Struct, frozen=True, tag="copied"):
-    """From the redo thread: the replica after `record` has been copied into the snapshot."""
+    """From the redo thread: the replica after `record` has been copied into the snapshot; or why it has not been."""
 
     record: int
     seconds: float
-    missing: tuple[tuple[int, int, str], ...]
-    plain: bytes
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+    problem: str = ""
 
 
 class Save(msgspec.Struct, frozen=True, tag="save"):
@@ -210,6 +214,63 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
 
     step: int
     reason: str
+
+
+class LogRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What belongs to a record beside what lies in its slot: its scalars (RecordMeta) and the rank states, encoded."""
+
+    record: int
+    step: int
+    meta: bytes
+    rank_states: dict[int, bytes]
+
+
+class OpenLog(msgspec.Struct, frozen=True, tag="log"):
+    """To the process that writes records: take them from the slots whose descriptor comes along.
+
+    What it has of another timeline or generation is written first. `follows`: as for a batch. A batch is written when
+    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
+    """
+
+    url: str
+    node: str
+    spec: StateSpec
+    generation: int
+    timeline: Timeline
+    follows: Timeline | None
+    batch_steps: int
+    batch_bytes: int
+    batch_seconds: float
+
+
+class Append(msgspec.Struct, frozen=True, tag="append"):
+    """To the same: copy these records out of their slots; `flush`: write also a batch that is not full."""
+
+    records: tuple[LogRecord, ...]
+    flush: bool
+
+
+class Appended(msgspec.Struct, frozen=True, tag="appended"):
+    """Answer to Append.
+
+    Attributes:
+        written: the newest record that is in storage, with its step; None before the first.
+        nbytes, seconds: what this call has written, and how long it took.
+        hole: why a record could not be taken or written; the log goes on behind it.
+    """
+
+    written: int | None
+    step: int
+    nbytes: int
+    seconds: float
+    hole: str = ""
+
+
+class Logged(msgspec.Struct, frozen=True, tag="logged"):
+    """To the trainers: storage can produce every record up to this one, from a checkpoint and logged records."""
+
+    step: int
+    record: int
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
@@ -275,8 +336,11 @@ class StorageStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         url: where it is.
-        step: of the newest checkpoint that this agent has written; None before the first.
-        interval_seconds: the least time from one to the next; None where steps decide.
+        mode: what it holds: ``"replica"`` checkpoints, ``"log"`` also the records since.
+        reason: why it is that one.
+        step: the newest that this agent has made restorable; None before the first.
+        batch_steps: records in one batch, where they are logged.
+        interval_seconds: the least time from one checkpoint to the next; None where steps decide.
         every_steps: the configured interval in steps.
         bytes_per_second: of the last write.
         saving: whether one is being written.
@@ -290,6 +354,9 @@ class StorageStatus(msgspec.Struct, frozen=True):
     bytes_per_second: float | None
     saving: bool
     alarm: str
+    mode: str = "replica"
+    reason: str = ""
+    batch_steps: int | None = None
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
@@ -349,6 +416,10 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Save,
     Saved,
     SaveFailed,
+    OpenLog,
+    Append,
+    Appended,
+    Logged,
     Credit,
     Protected,
     Drift,

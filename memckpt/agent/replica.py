@@ -20,10 +20,8 @@ from memckpt.state import codec
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import Member, RedoGroup, StagedGradients, tensor_at
+from memckpt.state.redo import Member, RedoGroup, StagedGradients, chunks, tensor_at
 
-#: Elements advanced together: bounds the temporaries that factors are multiplied into.
-_GROUP_ELEMENTS = 16 << 20
 _BIT_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 Missing = tuple[tuple[int, int, str], ...]
@@ -103,7 +101,7 @@ class Replica:
             members.append(Member(index, 0, value.numel(), parameter, states))
         with self._condition:
             self._members = members
-            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in _chunks(members)]
+            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(members)]
             self.applied = self._limit = record
             self._metas.clear()
             self._frozen = False
@@ -213,11 +211,11 @@ class Replica:
             started = time.perf_counter()
             try:
                 self._apply(meta)
-                seconds = time.perf_counter() - started
-                if self._copy_at is not None and self._copy_at[0] == record:
-                    copied = self._copy_into(record, self._copy_at[1])
             except Exception as error:  # whatever it was, training goes on and the trainers are told
                 problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
+            seconds = time.perf_counter() - started
+            if problem is None and self._copy_at is not None and self._copy_at[0] == record:
+                copied = self._copy_into(record, self._copy_at[1])
             with self._condition:
                 self._busy = False
                 if problem is None:
@@ -235,6 +233,13 @@ class Replica:
 
     def _copy_into(self, record: int, snapshot: Region) -> ReplicaCopied:
         started = time.perf_counter()
+        try:
+            missing, plain = self._copy(record, snapshot)
+        except Exception as error:  # a checkpoint less; what is held in memory is as good as before
+            return ReplicaCopied(record, 0.0, problem=f"the replica was not copied: {type(error).__name__}: {error}")
+        return ReplicaCopied(record, time.perf_counter() - started, missing, plain)
+
+    def _copy(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
         layout = self._layout
         room = torch.frombuffer(snapshot.map, dtype=torch.uint8)
         room[: layout.state_bytes].copy_(torch.frombuffer(self._replica_map, dtype=torch.uint8)[: layout.state_bytes])
@@ -243,8 +248,7 @@ class Replica:
             base = layout.slot_offset(record) + layout.by_value_base(layout.spec.local_ranks[0])
             by_value = torch.frombuffer(self._slots_map, dtype=torch.uint8, count=nbytes, offset=base)
             room[layout.state_bytes : layout.state_bytes + nbytes].copy_(by_value)
-        missing, plain = self.describe_state()
-        return ReplicaCopied(record, time.perf_counter() - started, missing, plain)
+        return self.describe_state()
 
     def _apply(self, meta: RecordMeta) -> None:
         self._ring.check(meta.record, self._layout.spec.local_ranks)
@@ -303,18 +307,6 @@ class Replica:
                 member.states.setdefault(optimizer, {}).update(values)
         if worst:
             self._notify(Drift(meta.record, worst, where))
-
-
-def _chunks(members: list[Member]) -> list[list[Member]]:
-    chunks: list[list[Member]] = []
-    size = 0
-    for member in members:
-        if not chunks or size + member.stop > _GROUP_ELEMENTS:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(member)
-        size += member.stop
-    return chunks
 
 
 def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -1,8 +1,10 @@
-"""When a checkpoint goes to storage, and what it is made of. The writing itself is the writer process's.
+"""What goes to storage and when: checkpoints, and the log between them. The writing itself is done by other processes.
 
 While training runs, a checkpoint begins with a *snapshot*, a copy of the whole state in memory: the redo thread copies
 the replica between two records (eager), or the trainers copy their own state at a commit (lazy), which costs them one
 copy of the state and no more. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
+
+In log mode the records since are written, too (:mod:`memckpt.agent.record_log`).
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import (
+    Appended,
+    Logged,
     Message,
     ReplicaCopied,
     Save,
@@ -28,11 +32,14 @@ from memckpt.agent.messages import (
     StorageStatus,
     TakeSnapshot,
 )
-from memckpt.config import StorageConfig
+from memckpt.agent.record_log import RecordLog, record_bytes
+from memckpt.agent.storage_mode import Measured, Pace, choose_mode
+from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
+from memckpt.storage.batch import not_loggable
 from memckpt.storage.format import FORMAT_VERSION, Part
 
 if TYPE_CHECKING:
@@ -57,13 +64,15 @@ class _Snapshot:
 
 
 class Saver:
-    """Belongs to the agent's event loop; nothing here waits.
+    """Belongs to the agent's event loop. Nothing here waits for storage; a replica that is busy with a record is
+    waited for where it must stand still.
 
     Args:
         node: this node's name.
         order: sends a message, with a descriptor, to all trainers of the attempt.
         tell: sends them one without.
-        open_writer: starts the writer process.
+        open_writer: starts the process that writes checkpoints.
+        open_record_writer: starts the one that writes records.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Saver:
         order: Callable[[Message, int], None],
         tell: Callable[[Message], None],
         open_writer: Callable[[], WriterProcess],
+        open_record_writer: Callable[[], WriterProcess],
     ) -> None:
         self._node = node
         self._order = order
@@ -98,6 +108,12 @@ class Saver:
         self._preempted_until = float("-inf")
         self._retry_at = float("-inf")
         self._at_once = False
+        self._log = RecordLog(node, open_record_writer)
+        self._mode: StorageMode = "replica"
+        self._mode_reason = ""
+        self._pace = Pace()
+        #: What no trainer runs on any more, up to this record, goes to storage as records; as a checkpoint if that fails.
+        self._flushing: tuple[Generation, int] | None = None
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
         """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
@@ -109,6 +125,15 @@ class Saver:
             self._preempted_until, self._at_once = float("-inf"), False
             self._last_began = time.monotonic()
             self._retry_at = float("-inf")
+            self._pace.restart()
+            self._flushing = None
+        if config is not None:
+            self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline)
+
+    def resumed(self, record: int, follows: Timeline | None) -> None:
+        """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""
+        if follows is not None:
+            self._log.branch(record, follows)
 
     @property
     def enabled(self) -> bool:
@@ -116,7 +141,7 @@ class Saver:
 
     @property
     def saving(self) -> bool:
-        return self._saving is not None or bool(self._waiting)
+        return self._saving is not None or bool(self._waiting) or self._flushing is not None
 
     @property
     def saving_held(self) -> bool:
@@ -140,34 +165,68 @@ class Saver:
         return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
 
     def after_commit(self, generation: Generation, attempt: Attempt) -> None:
-        """A record was committed: order a snapshot if one is due."""
-        config = self._config
-        if config is None or self._snapshot is not None or self._saving is not None or not generation.complete:
+        """A record was committed: log it, and order a snapshot if one is due."""
+        if self._config is None or not generation.complete:
             return
-        now = time.monotonic()
-        every_steps = None if self._at_once else config.every_steps
-        due = self._at_once or now - self._last_began >= self.interval_seconds()
-        if every_steps is None and not due:
+        self._pace.note(min(generation.committed.values()), time.monotonic())
+        if not self._mode_reason:
+            self._choose_mode(generation)
+        if self._mode == "log":
+            self._log.collect(generation)
+            if self._at_once and self._log.based:
+                self._at_once = False
+                self._log.flush()
+        if self._snapshot is not None or self._saving is not None:
             return
-        if every_steps is None and generation.spec.world_size > len(generation.spec.local_ranks):
-            return  # nodes would choose different records
+        record = self._due_record(generation, attempt)
+        if record is None:
+            return
         self._at_once = False
-        record = self._next_record(generation, attempt, every_steps)
+        self._choose_mode(generation)
         try:
             self._begin_snapshot(generation, record)
         except MemckptError as error:
             self._fail(generation.newest_step() or 0, str(error))
 
-    def _next_record(self, generation: Generation, attempt: Attempt, every_steps: int | None) -> int:
-        """A record so far ahead that every rank learns of it in time."""
+    def _due_record(self, generation: Generation, attempt: Attempt) -> int | None:
+        """After which record to take a snapshot, so far ahead that every rank learns of it in time; None: not yet."""
+        config = self._config
+        assert config is not None
         record = max(member.next_record for member in attempt.members.values()) - 1 + self._lead
-        if every_steps is None:
+        elapsed = time.monotonic() - self._last_began
+        # Without a checkpoint to redo it on, the log is of no use yet.
+        unbased = self._mode == "log" and not self._log.based and elapsed >= self._cost_seconds / config.overhead
+        alone = generation.spec.world_size == len(generation.spec.local_ranks)
+        if alone and (self._at_once or unbased):
             return record
-        # A record's number may differ from the framework's step; the difference stays as it is while training runs.
-        newest = max(generation.committed.values())
-        offset = (generation.step_of(newest) or newest) - newest
-        step = record + offset
-        return record + (-step) % every_steps
+        if config.every_steps is not None:
+            # A record's number may differ from the framework's step; the difference stays while training runs.
+            newest = max(generation.committed.values())
+            step = generation.step_of(newest)
+            offset = step - newest if step is not None else 0
+            return record + (-(record + offset)) % config.every_steps
+        # Several nodes would choose different records.
+        return record if alone and elapsed >= self.interval_seconds() else None
+
+    def _choose_mode(self, generation: Generation) -> None:
+        config, layout = self._config, generation.layout
+        assert config is not None
+        step_seconds = self._pace.seconds
+        steps: float | None = config.every_steps
+        if steps is None and step_seconds is not None:
+            steps = self.interval_seconds() / max(step_seconds, 1e-9)
+        measured = Measured(
+            record_bytes=record_bytes(layout),
+            checkpoint_bytes=layout.snapshot_bytes + layout.static_bytes,
+            step_seconds=step_seconds,
+            bytes_per_second=self._last.nbytes / max(self._last.seconds, 1e-9) if self._last is not None else None,
+            interval_steps=steps,
+        )
+        mode, reason = choose_mode(config.mode, not_loggable(generation.spec), measured)
+        if mode != self._mode:
+            _log.info("storage mode %s: %s", mode, reason)
+            self._log.pause()
+        self._mode, self._mode_reason = mode, reason
 
     def _begin_snapshot(self, generation: Generation, record: int) -> None:
         layout = generation.layout
@@ -203,10 +262,16 @@ class Saver:
         self._save_snapshot(first.missing, first.plain)
 
     def replica_copied(self, message: ReplicaCopied) -> None:
-        """The redo thread has copied the replica."""
-        if self._snapshot is not None and self._snapshot.record == message.record:
-            self._copy_seconds = 0.0  # hidden behind the slots
-            self._save_snapshot(message.missing, message.plain)
+        """The redo thread has copied the replica, or could not."""
+        if self._snapshot is None or self._snapshot.record != message.record:
+            return
+        if message.problem:
+            step = self._snapshot.generation.newest_step() or 0
+            self._drop_snapshot()
+            self._fail(step, message.problem)
+            return
+        self._copy_seconds = 0.0  # hidden behind the slots
+        self._save_snapshot(message.missing, message.plain)
 
     def _save_snapshot(self, missing: tuple[tuple[int, int, str], ...], plain: bytes) -> None:
         snapshot, self._snapshot = self._snapshot, None
@@ -236,11 +301,19 @@ class Saver:
         if self._snapshot is not None and self._snapshot.generation is generation:
             self._drop_snapshot()
             self._last_began = float("-inf")
+        self._log.forget(generation)
+        if self._flushing is not None and self._flushing[0] is generation:
+            self._flushing = None
 
     # When no trainer runs
 
-    def save_held(self, generation: Generation) -> Saved | None:
-        """Write the newest record that stands still in memory; what was saved, if it is there already."""
+    def save_held(self, generation: Generation, as_checkpoint: bool) -> Saved | None:
+        """Write the newest record that stands still in memory; what was saved, if it is there already.
+
+        Args:
+            generation: which holds it.
+            as_checkpoint: write it as a whole, though the log could do with a few records.
+        """
         if self._config is None or self._timeline is None or self.saving_held:
             return None
         self._drop_snapshot()
@@ -251,6 +324,13 @@ class Saver:
             return None
         if self._saved_record == (self._timeline, records[-1]):
             return self._last
+        if self._mode == "log":
+            self._log.collect(generation)
+            if not as_checkpoint and self._log.reaches(records[-1]) and self._flushing is None:
+                self._flushing = generation, records[-1]
+                self._log.flush()
+                self._end_flushing()  # where the process cannot even be started
+                return None
         static = [generation.static] if generation.static is not None else []
         if 0 not in generation.spec.local_ranks:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
@@ -280,11 +360,29 @@ class Saver:
         """What is held could not be saved: let :meth:`patience` end once more, after a while."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
+    def _end_flushing(self) -> None:
+        """See what has become of the records that were held."""
+        if self._flushing is None or self._log.busy:
+            return
+        generation, record = self._flushing
+        if not self._log.covers(record):
+            self.save_held(generation, as_checkpoint=True)
+        self._flushing = None
+
     def _save_next(
-        self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object
+        self,
+        generation: Generation,
+        record: int,
+        source: Literal["snapshot", "ring"],
+        regions: list[Region],
+        by_value_base: int = 0,
+        missing: tuple[tuple[int, int, str], ...] = (),
+        plain: bytes = b"",
+        metas: tuple[bytes, ...] = (),
     ) -> None:
         """Save once the writer is done with what it has."""
-        self._waiting.append(partial(self._save, generation, record, source, regions, **rest))
+        save = partial(self._save, generation, record, source, regions, by_value_base, missing, plain, metas)
+        self._waiting.append(save)
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
@@ -299,7 +397,17 @@ class Saver:
 
     # The writer
 
-    def _save(self, generation: Generation, record: int, source: str, regions: list[Region], **rest: object) -> None:
+    def _save(
+        self,
+        generation: Generation,
+        record: int,
+        source: Literal["snapshot", "ring"],
+        regions: list[Region],
+        by_value_base: int = 0,
+        missing: tuple[tuple[int, int, str], ...] = (),
+        plain: bytes = b"",
+        metas: tuple[bytes, ...] = (),
+    ) -> None:
         config, spec = self._config, generation.spec
         assert config is not None
         assert self._timeline is not None
@@ -307,25 +415,29 @@ class Saver:
             format=FORMAT_VERSION,
             timeline=self._timeline,
             record=record,
-            step=generation.step_of(record) or record,
+            step=step if (step := generation.step_of(record)) is not None else record,
             world_size=spec.world_size,
             ranks=spec.local_ranks,
             node=self._node,
             full=0 in spec.local_ranks,
             created=time.time(),
+            content=spec.content(),
         )
         job = Save(
             url=self._url,
             part=part,
             spec=spec,
-            source=source,  # type: ignore[arg-type]
+            source=source,
             generation=generation.number,
             rank_states=generation.rank_states(record),
             keep_last=config.keep_last,
             keep_every_steps=config.keep_every_steps,
             threads=self._threads,
+            by_value_base=by_value_base,
+            missing=missing,
+            plain=plain,
+            metas=metas,
             abandoned=tuple(self._abandoned),
-            **rest,  # type: ignore[arg-type]
         )
         now = time.monotonic()
         limit = config.timeout_seconds if now > self._preempted_until else config.grace_seconds
@@ -349,8 +461,25 @@ class Saver:
         cores = len(os.sched_getaffinity(0))
         self._cost_seconds = self._copy_seconds + message.cpu_seconds / cores
         _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
+        if job.part.timeline == self._timeline:
+            self._log.checkpoint_saved(message.record)
         self._tell(message)
         self._begin_waiting()
+
+    def appended(self, message: Appended) -> None:
+        """The process that writes records has done what it was given."""
+        before = self._log.written
+        self._log.appended(message)
+        written = self._log.written
+        if written is not None and written != before and self._log.based:
+            self._tell(Logged(written[1], written[0]))
+        self._end_flushing()
+
+    def record_writer_ended(self, reason: str) -> None:
+        """That process is gone."""
+        _log.error("records are not logged: %s", reason)
+        self._log.writer_ended(reason)
+        self._end_flushing()
 
     def failed(self, message: SaveFailed) -> None:
         """The writer could not do it."""
@@ -383,8 +512,22 @@ class Saver:
         self._tell(SaveFailed(step, reason))
 
     def deadline(self) -> float | None:
-        """Until when the writer may take (monotonic clock); None while it does nothing."""
-        return self._saving[1] if self._saving is not None else None
+        """Until when the writing may take (monotonic clock); None while nothing is written."""
+        known = [limit for limit in self._deadlines() if limit is not None]
+        return min(known, default=None)
+
+    def _deadlines(self) -> tuple[float | None, float | None]:
+        checkpoint = self._saving[1] if self._saving is not None else None
+        return checkpoint, self._log.deadline(self._preempted_until)
+
+    def look_at_clock(self) -> None:
+        """Give up what has taken too long."""
+        now = time.monotonic()
+        checkpoint, log = self._deadlines()
+        if checkpoint is not None and now >= checkpoint:
+            self.writer_ended("the storage took too long")
+        if log is not None and now >= log:
+            self.record_writer_ended("the storage took too long")
 
     def abort(self) -> None:
         """End the writer process if what it reads is about to change. What it had not committed does not count."""
@@ -402,6 +545,7 @@ class Saver:
         self._waiting.clear()
         self._drop_snapshot()
         self._end_saving()
+        self._log.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -409,13 +553,19 @@ class Saver:
     def status(self) -> StorageStatus | None:
         if self._config is None:
             return None
-        every, last = self._config.every_steps, self._last
+        config, last = self._config, self._last
+        steps = [last.step] if last is not None else []
+        if self._log.based and self._log.written is not None:
+            steps.append(self._log.written[1])
         return StorageStatus(
             url=self._url,
-            step=last.step if last is not None else None,
-            interval_seconds=None if every is not None else self.interval_seconds(),
-            every_steps=every,
+            step=max(steps, default=None),
+            interval_seconds=None if config.every_steps is not None else self.interval_seconds(),
+            every_steps=config.every_steps,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
             saving=self.saving,
-            alarm=self._alarm,
+            alarm=self._alarm or self._log.alarm,
+            mode=self._mode,
+            reason=self._mode_reason,
+            batch_steps=self._log.batch_steps if self._mode == "log" else None,
         )

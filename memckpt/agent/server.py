@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.attempt import Attempt, Member
@@ -23,6 +24,7 @@ from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
     Alarm,
+    Appended,
     Begin,
     Commit,
     Configure,
@@ -55,7 +57,7 @@ from memckpt.agent.saver import Saver
 from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, RunBusyError
 from memckpt.state.layout import first_difference
-from memckpt.state.records import Branch, HeldRecords
+from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
@@ -103,7 +105,9 @@ class Agent:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: socket.socket | None = None
         self._socket_inode = 0
-        self._saver = Saver(address.node, self._tell_members_with, self._tell_members, self._open_writer)
+        self._saver = Saver(
+            address.node, self._tell_members_with, self._tell_members, self._open_writer, self._open_record_writer
+        )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
         self._saved_alone = False
@@ -165,9 +169,7 @@ class Agent:
         return alone and not self._saved_alone and self._saver.enabled
 
     def _look_at_clock(self) -> None:
-        deadline = self._saver.deadline()
-        if deadline is not None and time.monotonic() >= deadline:
-            self._saver.writer_ended("the storage took too long")
+        self._saver.look_at_clock()
         if self._must_save_alone and self._saver.patience(self._lonely_since or 0.0) <= 0:
             self._save_held()
         if self._leaving_when_saved is not None and not self._saver.saving:
@@ -175,36 +177,44 @@ class Agent:
         if self._linger_left() == 0.0 and not self._saver.saving:
             self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
 
-    def _save_held(self) -> None:
+    def _save_held(self, as_checkpoint: bool = False) -> None:
         """No trainer runs: what is held goes to storage, too."""
         self._saved_alone = True
         if self._held is not None:
-            self._saver.save_held(self._held)
+            self._saver.save_held(self._held, as_checkpoint)
 
-    def _leave_when_saved(self, reason: str) -> None:
+    def _leave_when_saved(self, reason: str, as_checkpoint: bool = False) -> None:
         self._leaving_when_saved = reason
-        self._save_held()
+        self._save_held(as_checkpoint)
 
     # The writer process
 
     def _open_writer(self) -> WriterProcess:
+        return self._start_writer("checkpoints", self._saver.writer_ended)
+
+    def _open_record_writer(self) -> WriterProcess:
+        return self._start_writer("records", self._saver.record_writer_ended)
+
+    def _start_writer(self, what: Literal["checkpoints", "records"], ended: Callable[[str], None]) -> WriterProcess:
         def release(released: WriterProcess) -> None:
             self._selector.unregister(released.channel.sock)
 
-        writer = WriterProcess(release)
-        self._selector.register(writer.channel.sock, selectors.EVENT_READ, lambda: self._read_writer(writer))
+        writer = WriterProcess(what, release)
+        self._selector.register(writer.channel.sock, selectors.EVENT_READ, lambda: self._read_writer(writer, ended))
         return writer
 
-    def _read_writer(self, writer: WriterProcess) -> None:
+    def _read_writer(self, writer: WriterProcess, ended: Callable[[str], None]) -> None:
         try:
             received = writer.channel.poll()
         except AgentGoneError:
-            self._saver.writer_ended("the writer process has ended")
+            ended("the writer process has ended")
             return
         if received is None:
             return
         message = received[0]
-        if isinstance(message, Saved):
+        if isinstance(message, Appended):
+            self._saver.appended(message)
+        elif isinstance(message, Saved):
             self._saver.saved(message)
         elif isinstance(message, SaveFailed):
             self._saver.failed(message)
@@ -412,7 +422,9 @@ class Agent:
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:
-                    self._leave_when_saved("training finished")  # its connection ends when everything is gone
+                    self._leave_when_saved(
+                        "training finished", as_checkpoint=True
+                    )  # its connection ends when everything is gone
                 else:
                     self._drop(connection)
             case _:
@@ -444,7 +456,7 @@ class Agent:
         self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
         if self._held is not None and self._held.spec.world_size != hello.world_size:
             # Another number of ranks resumes from storage.
-            saved = self._saver.save_held(self._held)
+            saved = self._saver.save_held(self._held, as_checkpoint=True)
             if saved is not None:
                 self._answer(connection, saved)
         if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
@@ -532,6 +544,7 @@ class Agent:
         if self._resumed_to is None:
             self._held.settle(message.record)
             self._resumed_to = message.record
+            self._saver.resumed(message.record, timeline_of(self._history, message.record))
             self._history = branch_off(self._history, message.record, message.timeline)
             _log.info("resuming at record %d", message.record)
         if self._resumed_to != message.record:

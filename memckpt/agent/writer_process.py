@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
@@ -21,17 +22,19 @@ class WriterProcess:
     """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
 
     Args:
+        what: it writes.
         released: called first of all by :meth:`close`, while the connection is still open.
     """
 
-    def __init__(self, released: Callable[[WriterProcess], None]) -> None:
+    def __init__(self, what: Literal["checkpoints", "records"], released: Callable[[WriterProcess], None]) -> None:
         self._released = released
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
+            arguments = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid()), "--what", what]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "memckpt.writer", "--fd", str(theirs.fileno()), "--agent", str(os.getpid())],
+                [sys.executable, "-m", "memckpt.writer", *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.state.records import Branch, HeldRecords, Timeline
-from memckpt.storage.catalog import Checkpoint
+from memckpt.state.records import HeldRecords, Timeline, timeline_of
+from memckpt.storage.chain import StoredPoint
 
 
 @dataclass(frozen=True)
@@ -36,22 +36,14 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first of the checkpoints in storage that proves to be whole. `reason`: why not memory."""
+    """All ranks restore the first of the states in storage that proves to be whole. `reason`: why not memory."""
 
     timeline: Timeline
-    candidates: tuple[Checkpoint, ...]
+    candidates: tuple[StoredPoint, ...]
     reason: str
 
 
 Plan = StartOver | RestoreRecord | RestoreStored
-
-
-def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
-    """The timeline on which `record` was made, on the way to the newest record of `history`."""
-    for branch in history:
-        if branch.left_at is None or record <= branch.left_at:
-            return branch.timeline
-    return None
 
 
 def make_plan(
@@ -59,7 +51,7 @@ def make_plan(
     resume: ResumeChoice | int,
     world_size: int,
     nonce: str,
-    stored: Sequence[Checkpoint] = (),
+    stored: Sequence[StoredPoint] = (),
     latest_attempt: int = 0,
 ) -> Plan:
     """Choose the newest record that every node can produce from memory, or else the newest in storage.
@@ -110,7 +102,7 @@ def make_plan(
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
-def stored_later(held: HeldRecords, stored: Sequence[Checkpoint]) -> bool:
+def stored_later(held: HeldRecords, stored: Sequence[StoredPoint]) -> bool:
     """Whether storage has the newest of a node's records, or a later one."""
     newest = timeline_of(held.history, max(held.records))
     return any(
@@ -120,7 +112,7 @@ def stored_later(held: HeldRecords, stored: Sequence[Checkpoint]) -> bool:
     )
 
 
-def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int, stored: Sequence[Checkpoint]) -> None:
+def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int, stored: Sequence[StoredPoint]) -> None:
     for held in nodes.values():
         if held.problem:
             raise ForeignStateError(

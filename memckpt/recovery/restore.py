@@ -131,7 +131,7 @@ class Restorer:
                 for number in range(anchoring.anchors_of + 1, record + 1):
                     group.apply(by_number[number], gradients)
                 for member in members:
-                    self._bring_home(member)
+                    self._target.bring_home(member)
                     advance((member.stop - member.start) * 12)
 
     def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
@@ -174,24 +174,6 @@ class Restorer:
             live[state.key] = self._target.state_tensor(param, state)
         tensor: torch.Tensor = live[state.key]
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
-
-    def _bring_home(self, member: Member) -> None:
-        """What redo left in tensors of its own goes into the live optimizer's state."""
-        param = self._params[member.param]
-        whole = member.stop - member.start == param.numel()
-        specs = {(o.optimizer, s.key): s for o in self._layout.spec.params[member.param].owners for s in o.state}
-        for optimizer, values in member.states.items():
-            for key, value in values.items():
-                live = self._optimizers[optimizer].state[param]
-                spec = specs.get((optimizer, key))
-                if not isinstance(value, torch.Tensor) or spec is None or not spec.elementwise:
-                    live[key] = value
-                    continue
-                if key not in live:
-                    live[key] = self._target.state_tensor(param, spec)
-                home = live[key] if whole else live[key].view(-1)[member.start : member.stop]
-                if home.data_ptr() != value.data_ptr():
-                    home.copy_(value)
 
     # The rest
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.state.layout import Layout, StateTensorSpec
+from memckpt.state.redo import Member
 
 #: From this size on, copying takes long enough to show a progress bar.
 _PROGRESS_BYTES = 1 << 30
@@ -57,6 +58,24 @@ class RestoreTarget:
         if spec.elementwise:
             return torch.empty_like(param, dtype=dtype, requires_grad=False)
         return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
+
+    def bring_home(self, member: Member) -> None:
+        """What redo left in tensors of its own goes into the live optimizer's state."""
+        param = self.params[member.param]
+        whole = member.stop - member.start == param.numel()
+        specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[member.param].owners for s in o.state}
+        for optimizer, values in member.states.items():
+            for key, value in values.items():
+                live = self.optimizers[optimizer].state[param]
+                spec = specs.get((optimizer, key))
+                if not isinstance(value, torch.Tensor) or spec is None or not spec.elementwise:
+                    live[key] = value
+                    continue
+                if key not in live:
+                    live[key] = self.state_tensor(param, spec)
+                home = live[key] if whole else live[key].view(-1)[member.start : member.stop]
+                if home.data_ptr() != value.data_ptr():
+                    home.copy_(value)
 
 
 @contextmanager

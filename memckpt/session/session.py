@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import PreparedRegions
-from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Protected, Saved, SaveFailed, Void
+from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
 from memckpt.capture import gradient_ops
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState, SpecRequest
@@ -25,7 +25,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
 from memckpt.config import MemckptConfig, RedoMode, ResumeChoice, check_resume
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, StorageError, UnsupportedError, UsageError
-from memckpt.recovery.from_storage import StoredCheckpoint
+from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.changes import Changes
@@ -90,7 +90,7 @@ class Session:
         self._retry_at = 0
         self._closed = False
         self._resume_from: RestoreRecord | None = None
-        self._stored: StoredCheckpoint | None = None
+        self._stored: StoredState | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
         self.drift_ulp = 0.0
@@ -146,11 +146,9 @@ class Session:
         held = ranks.together(lambda: self._link.connect(spec, self._recorder.record, rejoining=False))
         if self._config.storage is not None:
             ranks.together(lambda: self._await_storage(held[ranks.rank]))
-        tier = StorageTier(self._config.storage, run_dir, ranks)
-        stored = tier.catalog
-        plan: Plan = make_plan(
-            held, resume, ranks.world_size, ranks.nonce, stored.complete, latest_attempt=stored.latest_attempt
-        )
+        tier = StorageTier(self._config.storage, run_dir, ranks, resume if isinstance(resume, int) else None)
+        latest = tier.catalog.latest_attempt
+        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.points, latest_attempt=latest)
         self._timeline = plan.timeline
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
@@ -198,25 +196,23 @@ class Session:
         self._live.growth.take_over(self._resumable.message.spec)
         self._recorder.begin(None, plan.record + 1)
 
-    def _open_stored(self, stored: StoredCheckpoint, spec: StateSpec) -> None:
-        checkpoint = stored.checkpoint
-        if checkpoint.world_size != self._ranks.world_size:
+    def _open_stored(self, stored: StoredState, spec: StateSpec) -> None:
+        point = stored.point
+        if point.world_size != self._ranks.world_size:
             _log.warning(
                 "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
                 "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
-                checkpoint.world_size,
+                point.world_size,
                 self._ranks.world_size,
-                checkpoint.step,
+                point.step,
             )
         self._stored = stored
         self._resume_state = codec.decode(stored.rank_state)
-        self.held = HeldState(
-            checkpoint.step, checkpoint.record, "storage", self._resume_state["provided"], checkpoint.world_size
-        )
+        self.held = HeldState(point.step, point.record, "storage", self._resume_state["provided"], point.world_size)
         self._live.growth.take_over(stored.own.spec)
         self._ranks.together(lambda: self._prepare_regions(spec))
-        self._recorder.begin(None, checkpoint.record + 1)
-        self._generation_after = checkpoint.record + 1
+        self._recorder.begin(None, point.record + 1)
+        self._generation_after = point.record + 1
 
     def _prepare_regions(self, spec: StateSpec) -> None:
         self._fresh = self._link.prepare(spec, self._timeline, discard=True)
@@ -291,12 +287,12 @@ class Session:
         with rng.preserved():
             stored.restore(self._live.tensors(), self._live.optimizers)
         self._live.restore_state_order(self._resume_state["state_order"])
-        checkpoint = stored.checkpoint
-        exact = checkpoint.world_size == self._ranks.world_size
+        point = stored.point
+        exact = point.world_size == self._ranks.world_size
         if isinstance(self._tap, CommHookTap) and exact:
             self._tap.resume_layout(self._resume_state["reduction"])
         seconds = time.perf_counter() - started
-        return RestoreReport(checkpoint.step, checkpoint.record, "storage", seconds, 0, exact)
+        return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
@@ -508,8 +504,8 @@ class Session:
                 self._note_drift(notice)
             elif isinstance(notice, Gap):
                 _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
-            elif isinstance(notice, Saved):
-                self.stored_step = notice.step
+            elif isinstance(notice, (Saved, Logged)):
+                self.stored_step = max(notice.step, self.stored_step or 0)
             elif isinstance(notice, SaveFailed):
                 _log.warning("memckpt: step %d did not get to storage: %s", notice.step, notice.reason)
             elif isinstance(notice, Protected):

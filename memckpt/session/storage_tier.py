@@ -8,11 +8,12 @@ from pathlib import Path
 
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
-from memckpt.recovery.from_storage import StoredCheckpoint
+from memckpt.recovery.from_storage import StoredState
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import StateSpec, first_difference
-from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, verify
-from memckpt.storage.store import Store, open_store
+from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.chain import StoredPoint, stored_points
+from memckpt.storage.store import Store, matches, open_store
 
 _log = logging.getLogger("memckpt")
 
@@ -20,15 +21,23 @@ _log = logging.getLogger("memckpt")
 class StorageTier:
     """Read by rank 0, which tells the others; each rank then reads its own part.
 
+    Args:
+        config: None: there is no store.
+        run_dir: the run's.
+        ranks: of the job.
+        step: one that is asked for, or None.
+
     Attributes:
         catalog: what the store holds; empty without a store.
+        points: the states that it can produce, newest first.
         problem: why it could not be listed; empty if it could.
     """
 
-    def __init__(self, config: StorageConfig | None, run_dir: Path, ranks: Ranks) -> None:
+    def __init__(self, config: StorageConfig | None, run_dir: Path, ranks: Ranks, step: int | None) -> None:
         self._ranks = ranks
         self._store: Store | None = None
         self.catalog = Catalog((), {})
+        self.points: tuple[StoredPoint, ...] = ()
         self.problem = ""
         if config is None:
             return
@@ -48,8 +57,9 @@ class StorageTier:
             _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
         for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
+        self.points = stored_points(self.catalog, also=step)
 
-    def open_newest(self, candidates: Sequence[Checkpoint], spec: StateSpec) -> StoredCheckpoint:
+    def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec) -> StoredState:
         """The first of the candidates whose files are all good.
 
         Raises:
@@ -65,27 +75,37 @@ class StorageTier:
                 f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
                 "to start over"
             )
-        opened: list[StoredCheckpoint] = []  # it stays with its rank: what is gathered travels
+        opened: list[StoredState] = []  # it stays with its rank: what is gathered travels
         self._ranks.together(lambda: opened.append(self._open(candidates[chosen], spec)))
         return opened[0]
 
-    def _open(self, checkpoint: Checkpoint, spec: StateSpec) -> StoredCheckpoint:
+    def _open(self, point: StoredPoint, spec: StateSpec) -> StoredState:
         assert self._store is not None
-        opened = StoredCheckpoint(self._store, checkpoint, self._ranks.rank)
+        opened = StoredState(self._store, point, self._ranks.rank)
         difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(
-                f"the checkpoint of step {checkpoint.step} in {self._store.url} belongs to another model or "
+                f"step {point.step} in {self._store.url} belongs to another model or "
                 f"optimizer. First difference: {difference}. Use another run directory, or resume='never' to start over"
             )
         return opened
 
-    def _first_good(self, candidates: Sequence[Checkpoint]) -> tuple[int, list[str]]:
+    def _first_good(self, candidates: Sequence[StoredPoint]) -> tuple[int, list[str]]:
+        """The first candidate whose files are good, and what is wrong with those before it."""
         assert self._store is not None
-        problems: list[str] = []
+        seen: dict[str, str | None] = {}
+        problems: dict[str, None] = {}
         for index, candidate in enumerate(candidates):
-            wrong = verify(self._store, candidate)
-            if not wrong:
-                return index, problems
-            problems.append(f"step {candidate.step}: {wrong[0]}")
-        return -1, problems
+            wrong = None
+            for file in candidate.files:
+                if file.path not in seen:
+                    seen[file.path] = matches(self._store, file)
+                wrong = seen[file.path]
+                if wrong is not None:
+                    break
+            if wrong is None:
+                return index, list(problems)
+            # Many states need the same file: it is named once, with the newest of them.
+            if wrong not in "".join(problems):
+                problems[f"step {candidate.step}: {wrong}"] = None
+        return -1, list(problems)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -17,6 +19,14 @@ class Branch(msgspec.Struct, frozen=True, array_like=True):
 
     timeline: Timeline
     left_at: int | None
+
+
+def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
+    """The timeline on which `record` was made, on the way to the newest record of `history`."""
+    for branch in history:
+        if branch.left_at is None or record <= branch.left_at:
+            return branch.timeline
+    return None
 
 
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):

@@ -22,6 +22,8 @@ from memckpt.state.optimizers import dtype_of, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
 
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
+#: Elements advanced together: bounds the temporaries that factors are multiplied into.
+_GROUP_ELEMENTS = 16 << 20
 #: (record, sub-step, parameter index) -> its staged gradient as a host tensor that must not be changed, or None.
 GradientSource = Callable[[RecordMeta, SubStep, int], torch.Tensor | None]
 
@@ -176,3 +178,16 @@ class RedoGroup:
             state = optimizer.state.get(member.parameter)
             if state is not None:
                 member.states[sub_step.optimizer] = state
+
+
+def chunks(members: list[Member]) -> list[list[Member]]:
+    """Members in groups of a bounded number of elements, each group to be advanced together."""
+    found: list[list[Member]] = []
+    size = 0
+    for member in members:
+        if not found or size + member.stop > _GROUP_ELEMENTS:
+            found.append([])
+            size = 0
+        found[-1].append(member)
+        size += member.stop
+    return found

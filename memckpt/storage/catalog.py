@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
-from memckpt.storage.format import BASES, COMMITS, STATES, Part, decode_commit, place_of
-from memckpt.storage.store import Store, finished_name, matches
+from memckpt.storage.format import BASES, COMMITS, LOGS, STATES, Batch, Part, Place, decode_commit, place_of
+from memckpt.storage.store import Store, StoredFile, finished_name, matches
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,19 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All checkpoints of a store, newest first.
+    """All that a store holds.
 
     Attributes:
+        checkpoints: newest first.
         damaged: which commit files could not be used, and why.
         files: whatever is there, of half-written checkpoints too.
+        batches: logged records, oldest first.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     damaged: dict[str, str]
     files: tuple[str, ...] = ()
+    batches: tuple[Batch, ...] = ()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
@@ -76,7 +79,7 @@ class Catalog:
     def latest_attempt(self) -> int:
         """The highest number of an attempt that has begun to write, whether it got anywhere or not; 0: none has."""
         places = (place_of(finished_name(path)) for path in self.files)
-        return max((place[0][0] for place in places if place is not None), default=0)
+        return max((place.number for place in places if place is not None), default=0)
 
 
 def read_catalog(store: Store) -> Catalog:
@@ -87,13 +90,14 @@ def read_catalog(store: Store) -> Catalog:
         UnsupportedError: a newer version has written to it.
     """
     found: dict[tuple[int, str, int], Checkpoint] = {}
+    batches: list[Batch] = []
     damaged: dict[str, str] = {}
-    files = [path for top in (BASES, STATES, COMMITS) for path in store.find(top, unfinished=True)]
+    files = [path for top in (BASES, STATES, LOGS, COMMITS) for path in store.find(top, unfinished=True)]
     for path in files:
         if not path.startswith(COMMITS) or path != finished_name(path):
             continue
         try:
-            part = decode_commit(store.read(path), path)
+            content = decode_commit(store.read(path), path)
         except DamagedStateError as error:
             damaged[path] = str(error)
             continue
@@ -101,10 +105,14 @@ def read_catalog(store: Store) -> Catalog:
             if isinstance(error.__cause__, FileNotFoundError):
                 continue  # retention, in the writer process, was faster
             raise
-        one = Checkpoint(part.timeline, part.record)
-        found.setdefault(one.key, one).parts[part.node] = part
+        if isinstance(content, Batch):
+            batches.append(content)
+            continue
+        one = Checkpoint(content.timeline, content.record)
+        found.setdefault(one.key, one).parts[content.node] = content
     ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
-    return Catalog(tuple(ordered), damaged, tuple(files))
+    batches.sort(key=lambda one: (one.timeline, one.first, one.node))
+    return Catalog(tuple(ordered), damaged, tuple(files), tuple(batches))
 
 
 def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
@@ -113,9 +121,13 @@ def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None]
     `progress` is told of bytes as they are read.
     """
     problems = [] if checkpoint.complete else ["parts are missing"]
-    for part in checkpoint.parts.values():
-        problems += [problem for file in part.files if (problem := matches(store, file, progress)) is not None]
-    return problems
+    files = [file for part in checkpoint.parts.values() for file in part.files]
+    return problems + verify_files(store, files, progress)
+
+
+def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:
+    """Read files and compare them with what must be there; what is wrong, in words."""
+    return [problem for file in files if (problem := matches(store, file, progress)) is not None]
 
 
 def still_there(store: Store, checkpoint: Checkpoint) -> bool:
@@ -140,6 +152,12 @@ def remove_files(store: Store, part: Part) -> None:
     store.delete_directory(part.base_directory)
 
 
+def remove_batch(store: Store, batch: Batch) -> None:
+    """Delete a batch, its commit file first."""
+    store.delete(batch.commit_path)
+    store.delete(batch.log_path)
+
+
 def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
     """Files without a commit file, of writers that were killed: nobody will ever use them.
 
@@ -160,11 +178,13 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
         place = place_of(finished)
         if place is None or (path == finished and place in committed):
             continue
-        key, owner = place
-        outlived = newest is not None and key < newest.key and (owner == node or key[0] < newest.key[0])
-        if place in dead or outlived:
+        if place in dead or (newest is not None and _outlived(place, newest, node)):
             left.append(path)
     return left
+
+
+def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
+    return place.key < newest.key and (place.node == node or place.number < newest.timeline.number)
 
 
 def remove_damaged(store: Store, commit_path: str) -> None:
@@ -173,6 +193,7 @@ def remove_damaged(store: Store, commit_path: str) -> None:
     place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
     if place.count("/") == 2:
         store.delete(f"{STATES}/{place}.msgpack")
+        store.delete(f"{LOGS}/{place}.safetensors")
         store.delete_directory(f"{BASES}/{place}")
 
 

@@ -2,12 +2,16 @@
 
     base/<timeline>/<record>/<node>/      the tensors that a node holds, in the format of torch.distributed.checkpoint
     state/<timeline>/<record>/<node>.msgpack   what belongs to them: layout, rank states
+    log/<timeline>/<first>-<last>/<node>.safetensors   a batch: the records `first` to `last`, as far as a node has them
     commit/<timeline>/<record>/<node>.json     written last: names every file, with size and checksum
+    commit/<timeline>/<first>-<last>/<node>.json   the same for a batch
 
 A node's part exists when its commit file does and verifies; a checkpoint when the parts of all ranks exist.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -18,10 +22,10 @@ from memckpt.state.records import Timeline
 from memckpt.storage.store import StoredFile
 
 #: Raised whenever something is written that an older version would misread.
-FORMAT_VERSION = 1
-BASES, STATES, COMMITS = "base", "state", "commit"
+FORMAT_VERSION = 2
+BASES, STATES, LOGS, COMMITS = "base", "state", "log", "commit"
 
-_STATE, _COMMIT = ".msgpack", ".json"
+_STATE, _LOG, _COMMIT = ".msgpack", ".safetensors", ".json"
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -34,6 +38,7 @@ class Part(msgspec.Struct, frozen=True):
         full: whether parameters and optimizer state are in it; with replicated training one node's part has them.
         created: seconds since 1970.
         files: all that it consists of.
+        content: digest of what is in it (:meth:`StateSpec.content`); records can be redone on an equal one.
     """
 
     format: int
@@ -46,11 +51,12 @@ class Part(msgspec.Struct, frozen=True):
     full: bool
     created: float
     files: tuple[StoredFile, ...] = ()
+    content: str = ""
 
     @property
     def place(self) -> str:
         """The middle of its paths."""
-        return f"{self.timeline.number:06d}-{self.timeline.nonce}/{self.record:012d}"
+        return f"{_directory_of(self.timeline)}/{self.record:012d}"
 
     @property
     def base_directory(self) -> str:
@@ -65,16 +71,76 @@ class Part(msgspec.Struct, frozen=True):
         return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
 
 
-def place_of(path: str) -> tuple[tuple[int, str, int], str] | None:
-    """To which record (attempt's number and nonce, record) and node a file belongs; None for one that is not ours."""
+class Batch(msgspec.Struct, frozen=True):
+    """What one node has of some records that follow each other: the content of a batch's commit file.
+
+    Attributes:
+        format, world_size, ranks, node, full, created, files, content: as for a part; `full`: gradients are in it.
+        timeline, first, last: which records.
+        steps: the user-facing step of each.
+        follows: the timeline of the record before the first, on whose state the first one is redone; None: that state
+            is no record's.
+    """
+
+    format: int
+    timeline: Timeline
+    first: int
+    last: int
+    steps: tuple[int, ...]
+    follows: Timeline | None
+    world_size: int
+    ranks: tuple[int, ...]
+    node: str
+    full: bool
+    created: float
+    content: str
+    files: tuple[StoredFile, ...] = ()
+
+    @property
+    def place(self) -> str:
+        """The middle of its paths."""
+        return f"{_directory_of(self.timeline)}/{self.first:012d}-{self.last:012d}"
+
+    @property
+    def log_path(self) -> str:
+        return f"{LOGS}/{self.place}/{self.node}{_LOG}"
+
+    @property
+    def commit_path(self) -> str:
+        return f"{COMMITS}/{self.place}/{self.node}{_COMMIT}"
+
+
+def _directory_of(timeline: Timeline) -> str:
+    return f"{timeline.number:06d}-{timeline.nonce}"
+
+
+class Place(NamedTuple):
+    """To what a file belongs: the part of `node` after `record`, or its batch of the records `first` to `record`."""
+
+    number: int
+    nonce: str
+    record: int
+    first: int | None
+    node: str
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What orders checkpoints and batches: later attempts first of all."""
+        return self.number, self.nonce, self.record
+
+
+def place_of(path: str) -> Place | None:
+    """To what a file belongs; None for one that is not ours."""
     top, *middle = path.split("/")
-    if len(middle) != {BASES: 4, STATES: 3, COMMITS: 3}.get(top):
+    if len(middle) != {BASES: 4, STATES: 3, LOGS: 3, COMMITS: 3}.get(top):
         return None
-    attempt, record, node = middle[:3]
+    attempt, records, node = middle[:3]
     number, _, nonce = attempt.partition("-")
-    if not (number.isdecimal() and record.isdecimal()):
+    first, dash, last = records.rpartition("-")
+    if not (number.isdecimal() and last.isdecimal() and (first.isdecimal() or not dash)):
         return None
-    return (int(number), nonce, int(record)), node.removesuffix({STATES: _STATE, COMMITS: _COMMIT}.get(top, ""))
+    node = node.removesuffix({STATES: _STATE, LOGS: _LOG, COMMITS: _COMMIT}.get(top, ""))
+    return Place(int(number), nonce, int(last), int(first) if dash else None, node)
 
 
 class NodeState(msgspec.Struct, frozen=True):
@@ -112,13 +178,13 @@ def decode_node_state(data: bytes) -> NodeState:
         raise DamagedStateError(f"expected a node's state, found something else: {error}") from error
 
 
-def encode_commit(part: Part) -> bytes:
+def encode_commit(content: Part | Batch) -> bytes:
     """JSON in one line, its checksum in the next."""
-    text = msgspec.json.encode(part)
+    text = msgspec.json.encode(content)
     return text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode() + b"\n"
 
 
-def decode_commit(data: bytes, path: str) -> Part:
+def decode_commit(data: bytes, path: str) -> Part | Batch:
     """Read a commit file.
 
     Raises:
@@ -128,6 +194,7 @@ def decode_commit(data: bytes, path: str) -> Part:
     text, _, checksum = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(text).encode() + b"\n" != checksum:
         raise DamagedStateError(f"{path}: the checksum does not match; the file is cut short or changed")
+    place = place_of(path)
     try:
         version = msgspec.json.decode(text, type=_Version).format
         if version > FORMAT_VERSION:
@@ -135,9 +202,13 @@ def decode_commit(data: bytes, path: str) -> Part:
                 f"{path}: expected format {FORMAT_VERSION} or older, found {version}: a newer memckpt has written "
                 "this run; install that version"
             )
-        part = msgspec.json.decode(text, type=Part)
+        content: Part | Batch
+        if place is not None and place.first is not None:
+            content = msgspec.json.decode(text, type=Batch)
+        else:
+            content = msgspec.json.decode(text, type=Part)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise DamagedStateError(f"{path}: expected a commit file, found something else: {error}") from error
-    if part.commit_path != path:
-        raise DamagedStateError(f"{path}: it belongs at {part.commit_path}")
-    return part
+    if content.commit_path != path:
+        raise DamagedStateError(f"{path}: it belongs at {content.commit_path}")
+    return content

@@ -1,4 +1,4 @@
-"""``python -m memckpt.writer``: the process that an agent hands its checkpoints to. Not for people.
+"""``python -m memckpt.writer``: the process that an agent hands its checkpoints to, or its records. Not for people.
 
 A process of its own because storage may hang, and because an agent that redoes lazily lives without torch. It dies with
 its agent; what it has not committed by then does not count.
@@ -16,7 +16,6 @@ import sys
 
 from memckpt.agent.channel import Channel
 from memckpt.errors import AgentGoneError
-from memckpt.writer.writer import serve
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m memckpt.writer", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
     parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
+    parser.add_argument("--what", choices=["checkpoints", "records"], default="checkpoints", help="what it writes")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s writer %(levelname)s %(message)s", stream=sys.stderr)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -33,6 +33,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
     os.nice(5)
+    if arguments.what == "records":
+        from memckpt.writer.records import serve
+    else:  # only this one imports torch
+        from memckpt.writer.writer import serve
     channel = Channel(socket.socket(fileno=arguments.fd))
     try:
         serve(channel)

@@ -1,0 +1,250 @@
+"""Which records go to storage between checkpoints. Copying and writing them is a process's of its own.
+
+Belongs to the agent's event loop and never waits: records that the process has not taken by the time their slots are
+filled anew are a hole, behind which the log goes on and a checkpoint is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memckpt.agent.generation import Generation
+from memckpt.agent.messages import Append, Appended, LogRecord, OpenLog
+from memckpt.errors import AgentError
+from memckpt.state.layout import Layout
+from memckpt.state.records import Timeline
+
+if TYPE_CHECKING:
+    from memckpt.agent.writer_process import WriterProcess
+
+_log = logging.getLogger("memckpt.agent")
+BATCH_BYTES = 64 << 20
+_BATCH_STEPS, _BATCH_SECONDS = 64, 10.0
+
+
+def record_bytes(layout: Layout) -> int:
+    """How large a record is in the log, about: gradients and by-value tensors."""
+    return layout.gradient_bytes + layout.by_value_bytes * len(layout.spec.local_ranks)
+
+
+def batch_steps_for(layout: Layout, asked: int | None) -> int:
+    """How many records make a batch."""
+    return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(record_bytes(layout), 1)))
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Records `first` to `last`, collected without a hole.
+
+    `checkpoint` is the newest that storage has of the records ``first - 1`` to `last`; without one the stretch is of
+    no use yet.
+    """
+
+    first: int
+    last: int
+    checkpoint: int | None
+
+
+class RecordLog:
+    """The log of one run on one node.
+
+    Args:
+        node: this node's name.
+        open_writer: starts the process that writes records.
+
+    Attributes:
+        written: the newest record of this attempt that is in storage, and its step.
+        alarm: why there was a hole; empty once records are being written again.
+    """
+
+    def __init__(self, node: str, open_writer: Callable[[], WriterProcess]) -> None:
+        self._node = node
+        self._open_writer = open_writer
+        self._writer: WriterProcess | None = None
+        self._url = ""
+        self._asked_steps: int | None = None
+        self._timeout_seconds = 0.0
+        self._timeline: Timeline | None = None
+        #: The record behind which the timeline branched off, and the timeline of that record.
+        self._branched: tuple[int, Timeline] | None = None
+        self._generation: Generation | None = None
+        self._opened: tuple[Timeline, int] | None = None
+        self._pending: deque[tuple[Timeline, LogRecord]] = deque()
+        self._busy_since: float | None = None
+        self._flush = False
+        self._stretch: _Stretch | None = None
+        self._stretch_before: _Stretch | None = None
+        self.written: tuple[int, int] | None = None
+        self.alarm = ""
+
+    def configure(self, url: str, batch_steps: int | None, timeout_seconds: float, timeline: Timeline) -> None:
+        """Where to, and for which attempt."""
+        self._url, self._asked_steps, self._timeout_seconds = url, batch_steps, timeout_seconds
+        if timeline != self._timeline:
+            self._timeline, self._branched = timeline, None
+            self._stretch_before, self._stretch = self._stretch, None
+            self.written = None
+
+    def branch(self, record: int, follows: Timeline) -> None:
+        """The attempt goes on behind a record that memory held, of the timeline `follows`."""
+        self._branched = record, follows
+        before, self._stretch_before = self._stretch_before, None
+        if before is not None and before.first - 1 <= record <= before.last:
+            reached = before.checkpoint is not None and before.checkpoint <= record
+            self._stretch = _Stretch(before.first, record, before.checkpoint if reached else None)
+
+    # What is collected
+
+    @property
+    def based(self) -> bool:
+        """Whether storage can produce what is logged: it has a checkpoint for the records to be redone on."""
+        return self._stretch is not None and self._stretch.checkpoint is not None
+
+    def reaches(self, record: int) -> bool:
+        """Whether storage can produce a record as soon as all that has been collected is written."""
+        return self.based and self._stretch is not None and self._stretch.last >= record
+
+    def covers(self, record: int) -> bool:
+        """Whether storage can produce a record now."""
+        return self.reaches(record) and self.written is not None and self.written[0] >= record
+
+    def checkpoint_saved(self, record: int) -> None:
+        """Storage has a checkpoint of this attempt."""
+        stretch = self._stretch
+        if stretch is not None and stretch.first - 1 <= record <= stretch.last:
+            self._stretch = _Stretch(stretch.first, stretch.last, record)
+
+    def collect(self, generation: Generation) -> None:
+        """Note the records that all local ranks have committed since the last call, and hand them on."""
+        if not generation.complete or self._timeline is None:
+            return
+        self._generation = generation
+        newest = min(generation.committed.values())
+        last = self._stretch.last if self._stretch is not None else newest - 1
+        for number in range(last + 1, newest + 1):
+            record = generation.log_record(number)
+            if record is None:
+                self._break(f"record {number} is not in the log of generation {generation.number}")
+                continue
+            stretch = self._stretch or _Stretch(number, number, None)
+            self._stretch = _Stretch(stretch.first, number, stretch.checkpoint)
+            self._pending.append((self._timeline, record))
+        if len(self._pending) > generation.layout.ring:
+            self._pending.clear()
+            self._break("the storage does not keep up with the records")
+        self._pump()
+
+    def forget(self, generation: Generation) -> None:
+        """A generation is about to be closed: what of it has not been handed on is lost."""
+        if self._generation is generation:
+            self._generation = None
+            self._pending.clear()
+
+    def pause(self) -> None:
+        """Begin or stop to log: what comes next does not go on from what there is."""
+        self._pending.clear()
+        self._stretch = self._stretch_before = None
+
+    @property
+    def batch_steps(self) -> int | None:
+        """Records in a batch; None while it is not known."""
+        return batch_steps_for(self._generation.layout, self._asked_steps) if self._generation is not None else None
+
+    def flush(self) -> None:
+        """Have everything written that has been collected, as soon as it can be."""
+        self._flush = True
+        self._pump()
+
+    def _break(self, reason: str) -> None:
+        if self._stretch is not None:
+            _log.warning("the log has a hole behind record %d: %s", self._stretch.last, reason)
+        self._stretch = None
+
+    # The process
+
+    def _pump(self) -> None:
+        """Hand on what has been collected, if the process has nothing to do."""
+        generation = self._generation
+        if self._busy_since is not None or generation is None or not (self._pending or self._flush):
+            return
+        timeline = self._pending[0][0] if self._pending else self._timeline
+        assert timeline is not None
+        records = []
+        while self._pending and self._pending[0][0] == timeline:
+            records.append(self._pending.popleft()[1])
+        try:
+            self._hand_on(generation, timeline, tuple(records))
+        except (AgentError, OSError) as error:
+            self.writer_ended(f"the process that writes records cannot be used: {error}")
+
+    def _hand_on(self, generation: Generation, timeline: Timeline, records: tuple[LogRecord, ...]) -> None:
+        flush = self._flush and not self._pending
+        if self._writer is None:
+            self._opened = None
+            self._writer = self._open_writer()
+        if self._opened != (timeline, generation.number):
+            branched = self._branched
+            begins = branched is not None and records and records[0].record == branched[0] + 1
+            opened = OpenLog(
+                url=self._url,
+                node=self._node,
+                spec=generation.spec,
+                generation=generation.number,
+                timeline=timeline,
+                follows=branched[1] if branched is not None and begins else timeline,
+                batch_steps=batch_steps_for(generation.layout, self._asked_steps),
+                batch_bytes=BATCH_BYTES,
+                batch_seconds=_BATCH_SECONDS,
+            )
+            self._writer.send(opened, [generation.slots.fd])
+            self._opened = timeline, generation.number
+        self._writer.send(Append(records, flush), [])
+        self._flush = self._flush and not flush
+        self._busy_since = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being written, or is to be."""
+        return self._busy_since is not None or (self._flush and self._generation is not None)
+
+    def deadline(self, preempted_until: float) -> float | None:
+        """Until when the process may take (monotonic clock); None while it does nothing.
+
+        Args:
+            preempted_until: when the machine may be gone; in the past if nobody has said so.
+        """
+        if self._busy_since is None:
+            return None
+        limit = self._busy_since + self._timeout_seconds
+        return min(limit, preempted_until) if preempted_until > self._busy_since else limit
+
+    def appended(self, message: Appended) -> None:
+        """The process has taken what it was given."""
+        self._busy_since = None
+        if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
+            self.written = message.written, message.step
+        if message.hole:
+            self._break(message.hole)
+            self.alarm = message.hole
+        elif message.nbytes:
+            self.alarm = ""
+        self._pump()
+
+    def writer_ended(self, reason: str) -> None:
+        """The process is gone, and with it what it had not written."""
+        self.close()
+        self._pending.clear()
+        self.alarm = reason
+        self._break(reason)
+
+    def close(self) -> None:
+        """End the process."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        self._busy_since, self._opened, self._flush = None, None, False

@@ -1,0 +1,226 @@
+"""Batches of logged records as safetensors files. Writing them needs no torch.
+
+Of a record there is, under ``<record>/``: ``meta`` (its scalars, as bytes), ``rank_state/<rank>`` (bytes),
+``by_value/<rank>/<name>``, and for each step of an optimizer ``gradients/<optimizer>/<step>/<parameter>``; a sparse
+gradient is two tensors, ``.../indices`` and ``.../values``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memckpt.errors import DamagedStateError
+from memckpt.state.layout import HEADER_BYTES, ITEM_BYTES, Layout, StateSpec
+from memckpt.state.records import RecordMeta, SubStep
+from memckpt.storage.format import Batch, encode_commit
+from memckpt.storage.store import Store
+
+if TYPE_CHECKING:
+    import torch
+
+#: What the format calls our dtypes; it has no name for the others.
+_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor on its way to a file: its bytes, contiguous."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+def not_loggable(spec: StateSpec) -> str:
+    """Why records of this layout cannot be written as safetensors, in words; empty if they can."""
+    for tensor in [*(param.tensor for param in spec.params), *spec.by_value]:
+        if tensor.dtype not in _DTYPES:
+            return f"{tensor.name} is {tensor.dtype}, which safetensors has no name for"
+    return ""
+
+
+def gradient_name(record: int, sub_step: SubStep, param: str) -> str:
+    return f"{record}/gradients/{sub_step.optimizer}/{sub_step.index}/{param}"
+
+
+def by_value_name(record: int, rank: int, name: str) -> str:
+    return f"{record}/by_value/{rank}/{name}"
+
+
+def rank_state_name(record: int, rank: int) -> str:
+    return f"{record}/rank_state/{rank}"
+
+
+def meta_name(record: int) -> str:
+    return f"{record}/meta"
+
+
+class RecordCopy:
+    """One record, copied out of its slot: the slot may be filled anew once this has been made.
+
+    Args:
+        layout: of the slots.
+        slots: where the record lies.
+        record: its number.
+        full: whether the gradients are copied, too.
+    """
+
+    def __init__(self, layout: Layout, slots: mmap.mmap, record: int, full: bool) -> None:
+        self._layout = layout
+        self.record = record
+        base = layout.slot_offset(record)
+        ranks = layout.spec.local_ranks
+        by_value = base + layout.by_value_base(ranks[0])
+        with memoryview(slots) as slot:
+            start = base + HEADER_BYTES
+            self._gradients = memoryview(bytes(slot[start : start + layout.gradient_bytes * full]))
+            self._by_value = memoryview(bytes(slot[by_value : by_value + layout.by_value_bytes * len(ranks)]))
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._gradients) + len(self._by_value)
+
+    def tensors(self, meta: bytes, sub_steps: Sequence[SubStep], rank_states: dict[int, bytes]) -> Iterator[FileTensor]:
+        """What goes into the file.
+
+        Args:
+            meta: the record's scalars, encoded; empty where gradients are not copied.
+            sub_steps: those of the record.
+            rank_states: by rank.
+        """
+        if meta:
+            yield _bytes_tensor(meta_name(self.record), meta)
+        for rank, state in sorted(rank_states.items()):
+            yield _bytes_tensor(rank_state_name(self.record, rank), state)
+        spec = self._layout.spec
+        for position, rank in enumerate(spec.local_ranks):
+            base = position * self._layout.by_value_bytes
+            for tensor, offset in zip(spec.by_value, self._layout.by_value_offsets, strict=True):
+                data = self._by_value[base + offset : base + offset + tensor.nbytes]
+                yield FileTensor(by_value_name(self.record, rank, tensor.name), tensor.dtype, tensor.shape, data)
+        for sub_step in sub_steps:
+            yield from self._gradients_of(sub_step)
+
+    def _gradients_of(self, sub_step: SubStep) -> Iterator[FileTensor]:
+        sparse = {one.param: one for one in sub_step.sparse}
+        absent = set(sub_step.absent)
+        for param in self._layout.optimizer_params(sub_step.optimizer):
+            if param in absent:
+                continue
+            tensor = self._layout.spec.params[param].tensor
+            name = gradient_name(self.record, sub_step, tensor.name)
+            start = self._layout.gradient_offset(sub_step.optimizer, sub_step.index, param) - HEADER_BYTES
+            if param not in sparse:
+                yield FileTensor(name, tensor.dtype, tensor.shape, self._gradients[start : start + tensor.nbytes])
+                continue
+            one = sparse[param]
+            for part, dtype, shape in (
+                ("indices", "int64", (one.sparse_dim, one.nnz)),
+                ("values", tensor.dtype, (one.nnz, *tensor.shape[one.sparse_dim :])),
+            ):
+                nbytes = prod(shape) * ITEM_BYTES[dtype]
+                yield FileTensor(f"{name}/{part}", dtype, shape, self._gradients[start : start + nbytes])
+                start += nbytes
+
+
+def _bytes_tensor(name: str, data: bytes) -> FileTensor:
+    return FileTensor(name, "uint8", (len(data),), memoryview(data))
+
+
+def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Batch:
+    """Write a batch in one go: its file, then its commit file. Returns it as committed. Raises StorageError."""
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that each lies aligned
+    with store.create(batch.log_path) as stream:
+        stream.write(_header(ordered))
+        for tensor in ordered:
+            stream.write(tensor.data)
+    committed = msgspec.structs.replace(batch, files=(stream.stored(batch.log_path),))
+    store.write(committed.commit_path, encode_commit(committed))
+    return committed
+
+
+def _header(tensors: Sequence[FileTensor]) -> bytes:
+    """The head of a safetensors file: the length of what follows, then names, dtypes, shapes and offsets as JSON."""
+    entries: dict[str, dict[str, object]] = {}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.data.nbytes
+        entries[tensor.name] = {"dtype": _DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (offset, end)}
+        offset = end
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class RecordReader:
+    """Reads the tensors of records from batches; holds one batch in memory at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._batch: Batch | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def tensor(self, batch: Batch, name: str) -> torch.Tensor:
+        """One tensor, in host memory, that must not be changed.
+
+        Raises:
+            DamagedStateError: the batch does not have it, or is no safetensors file.
+            StorageError: it cannot be read.
+        """
+        if self._batch != batch:
+            from safetensors import SafetensorError
+            from safetensors.torch import load
+
+            self._tensors = {}
+            try:
+                self._tensors = load(self._store.read(batch.log_path))
+            except SafetensorError as error:
+                raise DamagedStateError(f"{batch.log_path}: expected a safetensors file: {error}") from error
+            self._batch = batch
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise DamagedStateError(f"{batch.log_path}: expected the tensor {name}, found none") from None
+
+    def data(self, batch: Batch, name: str) -> bytes:
+        """The bytes of one tensor."""
+        return self.tensor(batch, name).numpy().tobytes()
+
+    def gradient(
+        self, batch: Batch, layout: Layout, meta: RecordMeta, sub_step: SubStep, param: int
+    ) -> torch.Tensor | None:
+        """The gradient of a parameter in one step of an optimizer, as it was staged; None where there was none."""
+        import torch
+
+        if param in sub_step.absent:
+            return None
+        spec = layout.spec.params[param].tensor
+        name = gradient_name(meta.record, sub_step, spec.name)
+        for sparse in sub_step.sparse:
+            if sparse.param == param:
+                indices, values = self.tensor(batch, f"{name}/indices"), self.tensor(batch, f"{name}/values")
+                return torch.sparse_coo_tensor(
+                    indices, values, spec.shape, is_coalesced=sparse.coalesced, check_invariants=False
+                )
+        return self.tensor(batch, name)

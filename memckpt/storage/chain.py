@@ -1,0 +1,137 @@
+"""The states that a store can produce: each checkpoint, and each record that can be redone on one. Torch-free.
+
+A record is redone on the state before it. So a chain begins at a checkpoint and goes on as long as the next record is
+there, whole: all ranks' parts of it, and the gradients. It follows a run from one attempt to the next, which may branch
+off in the middle of what an earlier one had logged.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from memckpt.state.records import Timeline
+from memckpt.storage.catalog import Catalog, Checkpoint
+from memckpt.storage.format import Batch, Part
+from memckpt.storage.store import StoredFile
+
+
+@dataclass(frozen=True)
+class StoredPoint:
+    """A state that a store can produce.
+
+    Attributes:
+        checkpoint: where to begin.
+        batches: what to redo on it, oldest first; of the last ones, the records up to `record`.
+        timeline, record, step: which state it is.
+    """
+
+    checkpoint: Checkpoint
+    batches: tuple[Batch, ...]
+    timeline: Timeline
+    record: int
+    step: int
+
+    @property
+    def key(self) -> tuple[int, str, int]:
+        """What orders them: later attempts first of all."""
+        return self.timeline.number, self.timeline.nonce, self.record
+
+    @property
+    def world_size(self) -> int:
+        return self.checkpoint.world_size
+
+    @property
+    def files(self) -> Iterator[StoredFile]:
+        """All files that it is produced from."""
+        for part in self.checkpoint.parts.values():
+            yield from part.files
+        for batch in self.batches:
+            yield from batch.files
+
+    def last_batch_of(self, rank: int) -> Batch | None:
+        """The one with a rank's own state after `record`; None: the checkpoint has it."""
+        return next((batch for batch in reversed(self.batches) if rank in batch.ranks), None)
+
+
+class _Log:
+    """The batches of a store, by record."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._at: dict[tuple[Timeline, int], list[Batch]] = defaultdict(list)
+        self._branches: dict[tuple[Timeline, int], list[Timeline]] = defaultdict(list)
+        for batch in batches:
+            for record in range(batch.first, batch.last + 1):
+                self._at[batch.timeline, record].append(batch)
+            if batch.follows is not None and batch.follows != batch.timeline:
+                children = self._branches[batch.follows, batch.first - 1]
+                if batch.timeline not in children:
+                    children.append(batch.timeline)
+
+    def record(self, timeline: Timeline, number: int, full: Part) -> list[Batch]:
+        """The batches with a record, if it is there as a whole and can be redone on what `full` holds."""
+        found = [batch for batch in self._at.get((timeline, number), ()) if batch.world_size == full.world_size]
+        whole = {rank for batch in found for rank in batch.ranks} >= set(range(full.world_size))
+        redone = any(batch.full and batch.content == full.content for batch in found)
+        return found if whole and redone else []
+
+    def branches(self, timeline: Timeline, record: int) -> list[Timeline]:
+        """The timelines that go on from a record of another one, as far as they have logged it."""
+        return self._branches.get((timeline, record), [])
+
+
+def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoint, ...]:
+    """States that a store can produce, newest first: checkpoints, and records that a batch or the log ends with.
+
+    Args:
+        catalog: what it holds.
+        also: a step whose records are wanted wherever in a batch they lie.
+    """
+    log = _Log(catalog.batches)
+    points = [point for checkpoint in catalog.complete for point in _points_on(checkpoint, log, also)]
+    points.sort(key=lambda point: (point.key, point.checkpoint.key), reverse=True)
+    return tuple(points)
+
+
+def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> Iterator[StoredPoint]:
+    """The points of all chains that begin at a checkpoint."""
+    full = checkpoint.full_part()
+    start = StoredPoint(checkpoint, (), checkpoint.timeline, checkpoint.record, checkpoint.step)
+    yield start
+    paths = [(start, [checkpoint.timeline])]
+    while paths:
+        at, nexts = paths.pop()
+        for timeline in [*nexts, *log.branches(at.timeline, at.record)]:
+            batches = list(at.batches)
+            record = at.record
+            found = log.record(timeline, record + 1, full)
+            while found:
+                record += 1
+                recent = {id(batch) for batch in batches[-2 * len(found) :]}
+                batches += [batch for batch in found if id(batch) not in recent]
+                step = found[0].steps[record - found[0].first]
+                branches, following = bool(log.branches(timeline, record)), log.record(timeline, record + 1, full)
+                if branches or not following or step == also or any(batch.last == record for batch in found):
+                    point = StoredPoint(checkpoint, tuple(batches), timeline, record, step)
+                    yield point
+                    if branches:
+                        paths.append((point, []))
+                found = following
+
+
+def unneeded_batches(catalog: Catalog, kept: Sequence[Checkpoint]) -> list[Batch]:
+    """The batches that no chain from a kept checkpoint goes through; those beyond the newest checkpoint stay.
+
+    Args:
+        catalog: what the store holds.
+        kept: the checkpoints whose chains are to stay; the newest of all is among them.
+    """
+    log = _Log(catalog.batches)
+    needed = {batch.commit_path for one in kept for point in _points_on(one, log) for batch in point.batches}
+    newest = max(one.key for one in kept)
+    return [
+        batch
+        for batch in catalog.batches
+        if batch.commit_path not in needed and (batch.timeline.number, batch.timeline.nonce, batch.last) <= newest
+    ]
