@@ -589,7 +589,11 @@ class Session:
     # End
 
     def close(self, finished: bool = True) -> None:
-        """Leave. With `finished` nothing needs to be held any more and the agent goes, too; without it holds on."""
+        """Leave. Without `finished` the agent holds on to what it has.
+
+        With it, training has ended as it should: the agent brings the final step to storage, if storage is configured,
+        and goes, too. This waits for that, up to the storage timeout.
+        """
         if self._closed:
             return
         self._closed = True
