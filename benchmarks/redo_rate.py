@@ -16,6 +16,7 @@ from benchmarks.processes import proportional_bytes, trainee_process
 from benchmarks.report import Report, Table
 from benchmarks.workloads import OPTIMIZERS, Trainee, best_of, redo_config, scratch_directory
 from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.config import RedoMode
 from memckpt.state import codec
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.optimizers import hyperparameters, rebuild_like
@@ -44,8 +45,8 @@ class RedoCase:
 def spec_of(trainee: Trainee, mode: str) -> StateSpec:
     """The spec that a session would make for it."""
     config = redo_config(mode)
-    kind = "eager" if mode == "eager" else "lazy"
-    request = SpecRequest(kind, config.anchor_period(kind), config.slots, local_ranks=(0,), world_size=1)  # type: ignore[arg-type]
+    kind: RedoMode = "eager" if mode == "eager" else "lazy"
+    request = SpecRequest(kind, config.anchor_period(kind), config.slots, local_ranks=(0,), world_size=1)
     return LiveState(trainee.model, [trainee.optimizer], {}).spec(request)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.command import Options, run
 from benchmarks.report import Ratio, Report
@@ -207,7 +208,7 @@ def model_checkpoint(size: str, pairs: int, block: int) -> list[tuple[float, flo
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(module, torch.utils.data.DataLoader(range(block + 2)))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(TensorDataset(torch.arange(block + 2))))
         return (clock.starts[-1] - clock.starts[1]) / (len(clock.starts) - 2)
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

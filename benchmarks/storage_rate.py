@@ -7,6 +7,7 @@ import select
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def measure_writes(report: Report, size: str, repetitions: int) -> None:
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(repetitions):
             for name, write in sides.items():
-                times[name].append(seconds(lambda write=write, number=number: write(number)))  # type: ignore[misc]
+                times[name].append(seconds(partial(write, number)))
     table = report.table(
         f"{trainee.model.numel / 1e6:.1f}M parameters: write", "what", "s", "MB/s", "of the plain write"
     )

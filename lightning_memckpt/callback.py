@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import lightning.pytorch as pl
 
@@ -54,7 +55,8 @@ class MemCheckpoint(pl.Callback):
         check_version()
         refuse(trainer, MemCheckpoint)
         show_by_default()
-        if trainer.fast_dev_run:  # type: ignore[attr-defined, unused-ignore]
+        untyped: Any = trainer  # fast_dev_run is a dynamic attribute that type checkers do not see
+        if untyped.fast_dev_run:
             inform("not active: fast_dev_run neither saves nor resumes")
             return
         protection = Protection(

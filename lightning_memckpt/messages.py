@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
@@ -18,13 +19,19 @@ def show_by_default() -> None:
         logger.propagate = False
 
 
-@rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+def _on_rank_zero(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Lightning's decorator, whose own annotations type checkers do not always see."""
+    limited: Callable[[str], None] = rank_zero_only(say)
+    return limited
+
+
+@_on_rank_zero
 def inform(message: str) -> None:
     """Say one line about progress."""
     logger.info("memckpt: %s", message)
 
 
-@rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
+@_on_rank_zero
 def warn(message: str) -> None:
     """Say one line about something that is not as the user may expect."""
     logger.warning("memckpt: %s", message)

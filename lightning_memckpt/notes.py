@@ -67,7 +67,8 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
 
 def list_callbacks(trainer: pl.Trainer) -> list[Any]:
     """The trainer's callbacks; a dynamic attribute that type checkers do not see."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined, unused-ignore]
+    untyped: Any = trainer
+    callbacks: list[Any] = untyped.callbacks
     return callbacks
 
 

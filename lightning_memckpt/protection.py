@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import lightning.pytorch as pl
@@ -268,7 +268,7 @@ class Protection:
 
     def _end_silence(self) -> None:
         if self._silenced is not None and self._silenced in warnings.filters:
-            warnings.filters.remove(self._silenced)  # type: ignore[attr-defined, unused-ignore]
+            cast("list[Any]", warnings.filters).remove(self._silenced)  # a list, declared as a Sequence
         self._silenced = None
 
     # --- each step ------------------------------------------------------------------------------------------

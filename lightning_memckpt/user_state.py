@@ -69,7 +69,8 @@ def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[s
 def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
     """Every callback with a key of its own: its state key, numbered where several have the same."""
     seen: dict[str, int] = {}
-    for callback in trainer.callbacks:  # type: ignore[attr-defined, unused-ignore]
+    untyped: Any = trainer  # callbacks is a dynamic attribute that type checkers do not see
+    for callback in untyped.callbacks:
         key = callback.state_key
         seen[key] = seen.get(key, 0) + 1
         yield (key if seen[key] == 1 else f"{key}#{seen[key]}"), callback

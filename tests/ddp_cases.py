@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import memckpt
 from memckpt.agent.address import NODE_VARIABLE
 from memckpt.config import MemckptConfig
-from tests.engine_harness import Lab, freeze, kill_and_wait
+from tests.engine_harness import Lab
+from tests.frozen import freeze
+from tests.processes import kill_and_wait
 
 STEPS = 14
 #: A rank that lost the others learns of it within this time.

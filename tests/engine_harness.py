@@ -7,273 +7,42 @@ process when its own parent dies, so that at the end of a test it can be seen th
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
-import logging
 import os
 import pickle
-import random
 import select
 import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-import memckpt
 from memckpt.agent.address import NODE_VARIABLE, RUNTIME_VARIABLE, AgentAddress
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import StatusRequest, StopRequest
 from memckpt.agent.server import serve
-from memckpt.config import AgentConfig, MemckptConfig
+from memckpt.config import MemckptConfig
 from memckpt.session import session as session_module
-from tests.engine_cases import Case, Training
-
-#: A child that takes longer hangs: it writes down where, and ends.
-CHILD_SECONDS = 60
-_REFERENCE_SEED = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-Action = Callable[["Control"], None]
-Actions = Mapping[tuple[str, int], Action]
-
-
-def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfig:
-    """A configuration whose anchors come round within the few steps of a test."""
-    agent = settings.pop("agent", AgentConfig(linger_seconds=60))
-    settings.setdefault("storage", None)  # what it takes is tested by itself
-    return MemckptConfig(redo=redo, anchor_period_steps=period, agent=agent, **settings)  # type: ignore[arg-type]
-
-
-# In a child
-
-
-class Journal:
-    """What a child reports: lines appended at once, so that they survive its SIGKILL."""
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-    def note(self, event: str, **fields: Any) -> None:
-        os.write(self._fd, json.dumps({"event": event, **fields}).encode() + b"\n")
-
-
-class Control:
-    """What actions inside a training child may use."""
-
-    def __init__(self, journal: Journal, actions: Actions) -> None:
-        self.journal = journal
-        self.session: memckpt.Session | None = None
-        self.training: Training | None = None
-        self.step = 0
-        self._actions = actions
-
-    def at(self, point: str) -> None:
-        """Training has reached a named point: do what is planned for it."""
-        action = self._actions.get((point, self.step))
-        if action is not None:
-            self.journal.note("action", point=point, step=self.step)
-            action(self)
-
-
-def kill_self(control: Control) -> None:
-    """The trainer dies here."""
-    control.journal.note("killed", who="trainer", step=control.step)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_agent(control: Control) -> None:
-    """The agent dies here; returns when it is dead."""
-    assert control.session is not None
-    pid = control.session.agent_pid
-    assert pid is not None
-    control.journal.note("killed", who="agent", step=control.step, pid=pid)
-    kill_and_wait(pid)
-
-
-def kill_both(control: Control) -> None:
-    """The node dies here: the agent, then the trainer."""
-    kill_agent(control)
-    kill_self(control)
-
-
-def kill_and_wait(pid: int, limit: float = 20.0) -> None:
-    """SIGKILL, and wait for the end of the process (its zombie may stay)."""
-    handle = os.pidfd_open(pid)
-    try:
-        os.kill(pid, signal.SIGKILL)
-        if not select.select([handle], [], [], limit)[0]:
-            raise TimeoutError(f"pid {pid} does not die")
-    finally:
-        os.close(handle)
-
-
-class _Probe:
-    """Registered with the session: its state_dict() is called in the middle of a commit."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-
-    def state_dict(self) -> dict[str, int]:
-        self._control.at("in commit")
-        return {"step": self._control.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._control.journal.note("loaded", step=state["step"])
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What one training child is told.
-
-    Attributes:
-        run_dir: names the run.
-        report: where journal and outcome go.
-        config: None trains without memckpt.
-        actions: what happens at which (point, step).
-        prepare: called before anything else, to patch what a test needs.
-        last_step: where this attempt ends; None trains to the case's end and finishes the run.
-    """
-
-    case: Case
-    run_dir: Path
-    report: Path
-    config: MemckptConfig | None
-    seed: int = _REFERENCE_SEED
-    resume: Any = "auto"
-    actions: Actions = field(default_factory=dict)
-    prepare: Callable[[Control], None] | None = None
-    last_step: int | None = None
-
-
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-def train(attempt: Attempt) -> None:
-    """The body of a training child."""
-    case = attempt.case
-    control = Control(Journal(attempt.report / "journal"), attempt.actions)
-    if attempt.prepare is not None:
-        attempt.prepare(control)
-    seed_everything(attempt.seed)
-    training = control.training = case.build()
-    training.at = control.at
-    session, first = None, 0
-    if attempt.config is not None:
-        session = control.session = memckpt.attach(
-            training.model,
-            training.optimizers,
-            run_dir=attempt.run_dir,
-            resume=attempt.resume,
-            config=attempt.config,
-            extra_modules=training.extra_modules,
-        )
-        first = _begin(session, control, training)
-    training.begin(first)
-    last = attempt.last_step or case.steps
-    for control.step in range(first + 1, last + 1):
-        control.at("before batch")
-        loss = training.batch(control.step)
-        control.journal.note("loss", step=control.step, value=loss.hex())
-        if session is not None:
-            committed = session.commit(control.step, **training.commit_arguments(control.step))
-            control.journal.note("commit", step=control.step, done=committed)
-        control.at("after commit")
-    if session is not None:
-        control.journal.note(
-            "end", tap=session._tap.name, tap_reason=session.tap_reason, mode=session.mode, drift=session.drift_ulp
-        )
-        session.close(finished=attempt.last_step is None)
-    (attempt.report / "outcome").write_bytes(pickle.dumps(outcome(training)))
-
-
-def _begin(session: memckpt.Session, control: Control, training: Training) -> int:
-    for name, each in training.registered.items():
-        session.register(name, each)
-    session.register("probe", _Probe(control))
-    control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
-    report = session.restore()
-    writer = session._staging.writer
-    pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
-    cut = writer is not None and pieces > len(writer.params)
-    if report is None:
-        control.journal.note("fresh")
-        return 0
-    control.journal.note("restored", step=report.step, record=report.record, lost=report.steps_lost, cut=cut)
-    return report.step
-
-
-# What is compared
-
-
-def outcome(training: Training) -> dict[str, Any]:
-    """Everything that an interruption might have changed, as plain values."""
-    modules = {"model": training.model, **training.extra_modules}
-    return {
-        "parameters": {f"{m}.{n}": freeze(p) for m, each in modules.items() for n, p in each.named_parameters()},
-        "buffers": {f"{m}.{n}": freeze(b) for m, each in modules.items() for n, b in each.named_buffers()},
-        "optimizers": [freeze(optimizer.state_dict()) for optimizer in training.optimizers],
-        "registered": {name: freeze(each.state_dict()) for name, each in training.registered.items()},
-        "torch rng": freeze(torch.get_rng_state()),
-        "numpy rng": freeze(np.random.get_state()),
-        "python rng": freeze(random.getstate()),
-    }
-
-
-def freeze(value: Any) -> Any:
-    """A plain value that is equal to another one exactly if all bits, types, strides and orders of keys are."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().contiguous().reshape(-1)
-        raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return ("tensor", str(value.dtype), tuple(value.shape), value.stride(), value.requires_grad, raw)
-    if isinstance(value, np.ndarray):
-        return ("array", value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, Mapping):
-        return {freeze(key): freeze(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return (type(value).__name__, [freeze(item) for item in value])
-    if isinstance(value, float):
-        return ("float", value.hex())
-    if value is None or isinstance(value, (bool, int, str, bytes)):
-        return (type(value).__name__, value)
-    return (type(value).__name__, repr(value))
-
-
-def differences(expected: Any, found: Any, path: str = "") -> list[str]:
-    """Where two frozen values differ."""
-    if type(expected) is not type(found):
-        return [f"{path}: {str(expected)[:80]} became {str(found)[:80]}"]
-    if isinstance(expected, dict):
-        keys = [] if list(expected) == list(found) else [f"{path}: keys {_keys(expected)} became {_keys(found)}"]
-        both = [key for key in expected if key in found]
-        return keys + [line for key in both for line in differences(expected[key], found[key], f"{path}/{key}")]
-    if isinstance(expected, (list, tuple)) and not (expected and expected[0] == "tensor"):
-        if len(expected) != len(found):
-            return [f"{path}: {len(expected)} items became {len(found)}: {str(expected)[:200]} / {str(found)[:200]}"]
-        pairs = enumerate(zip(expected, found, strict=True))
-        return [line for index, (a, b) in pairs for line in differences(a, b, f"{path}/{index}")]
-    return [] if expected == found else [f"{path}: {str(expected)[:120]} became {str(found)[:120]}"]
-
-
-def _keys(mapping: dict[Any, Any]) -> list[Any]:
-    return [key[1] if isinstance(key, tuple) else key for key in mapping]
-
-
-# In the pytest process
+from tests.engine_child import REFERENCE_SEED, Attempt, kill_self, train
+from tests.engine_training import Case
+from tests.frozen import differences
+from tests.processes import (
+    CHILD_SECONDS,
+    be_subreaper,
+    children,
+    command,
+    kill_and_wait,
+    memory_of_ours,
+    reap,
+    run_child,
+)
 
 
 @dataclass(frozen=True)
@@ -347,10 +116,10 @@ class Lab:
         self._saved = {name: os.environ.get(name) for name in (NODE_VARIABLE, RUNTIME_VARIABLE)}
         os.environ[RUNTIME_VARIABLE] = str(self.runtime)
         os.environ[NODE_VARIABLE] = "node"
-        self._strangers = _children()
+        self._strangers = children()
         self._children: list[Child] = []
         self._reports = 0
-        _be_subreaper(True)
+        be_subreaper(True)
 
     # Processes
 
@@ -362,7 +131,7 @@ class Lab:
         sys.stderr.flush()
         pid = os.fork()
         if pid == 0:
-            _run_child(body, log)
+            run_child(body, log)
         child = Child(pid, log)
         self._children.append(child)
         return child
@@ -452,7 +221,7 @@ class Lab:
         for number, kill in enumerate([*kills, None]):
             actions = {kill: kill_self} if kill is not None else {}
             # Another seed than the reference's: what is not restored shows.
-            seed = _REFERENCE_SEED if not comes_from else 1000 + number
+            seed = REFERENCE_SEED if not comes_from else 1000 + number
             ended = self.train(case, settings, seed=seed, actions=actions, **arguments)
             assert ended.restored_step == (comes_from or None), f"attempt {number}:\n{ended.log[-3000:]}"
             assert len(ended.of("killed")) == (kill is not None)
@@ -504,12 +273,12 @@ class Lab:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 left.append(f"process {child.pid} of {child.log.name}:\n{child.log.read_text()[-1500:]}")
-        for pid in _children() - self._strangers:
-            name = _command(pid)
-            if not _reap(pid, max(0.0, deadline - time.monotonic())):
+        for pid in children() - self._strangers:
+            name = command(pid)
+            if not reap(pid, max(0.0, deadline - time.monotonic())):
                 left.append(f"process {pid}: {name}")
                 kill_and_wait(pid)
-                _reap(pid, 5.0)
+                reap(pid, 5.0)
         left += [f"mapping {line}" for line in memory_of_ours("self")]
         left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "memckpt" in name]
         if self.runtime.exists():
@@ -517,7 +286,7 @@ class Lab:
         return left
 
     def close(self) -> None:
-        _be_subreaper(False)
+        be_subreaper(False)
         for name, value in self._saved.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
         shutil.rmtree(self.runtime, ignore_errors=True)
@@ -530,92 +299,6 @@ def collect(child: Child, report: Path) -> Ended:
     lines = journal.read_text().splitlines() if journal.exists() else []
     frozen = pickle.loads(result.read_bytes()) if result.exists() else None
     return Ended(code, [json.loads(line) for line in lines], child.log.read_text(), frozen)
-
-
-def memory_of_ours(pid: int | str) -> list[str]:
-    """Mappings and descriptors of a process that belong to memckpt's shared memory or sockets."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    found = [line for line in maps if "memfd:memckpt" in line]
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target = os.readlink(fd)
-        except FileNotFoundError:
-            continue  # the descriptor of this very listing
-        if "memfd:memckpt" in target:
-            found.append(f"fd {fd.name} -> {target}")
-    return found
-
-
-@contextmanager
-def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a while."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-def _run_child(body: Callable[[], None], log: Path) -> None:
-    """Never returns."""
-    code = 3
-    try:
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        faulthandler.enable(sys.stderr)
-        faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True, file=sys.stderr)
-        for handler in list(logging.root.handlers):
-            logging.root.removeHandler(handler)
-        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)
-        body()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _children() -> set[int]:
-    """Process ids of this process's children, zombies too."""
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
-    except OSError:
-        return "?"
-
-
-def _reap(pid: int, limit: float) -> bool:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        if not select.select([handle], [], [], limit)[0]:
-            return False
-    finally:
-        os.close(handle)
-    with suppress(ChildProcessError):
-        os.waitpid(pid, 0)
-    return True
-
-
-def _be_subreaper(on: bool) -> None:
-    """Orphans of our children become our children, so that they can be found."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def import_ahead() -> None:

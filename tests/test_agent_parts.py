@@ -213,7 +213,7 @@ def test_a_region_is_shared_with_whoever_gets_its_descriptor() -> None:
 
 
 def test_a_forked_child_has_neither_mapping_nor_descriptor(lab: Lab) -> None:
-    from tests.engine_harness import memory_of_ours
+    from tests.processes import memory_of_ours
 
     region = Region.create("forked", 8192)
     try:

@@ -20,7 +20,8 @@ from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationErro
 from memckpt.storage.store import LocalStore
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.engine_cases import PLAIN
-from tests.engine_harness import Lab, config, kill_self
+from tests.engine_child import config, kill_self
+from tests.engine_harness import Lab
 from tests.test_storage import part_of, write
 from tests.test_storage_runs import BEFORE_5, until_stored
 

@@ -9,7 +9,8 @@ import pytest
 
 from memckpt.config import StorageConfig
 from tests.ddp_cases import Death, Job, fresh_directory, results, run
-from tests.engine_harness import Lab, config
+from tests.engine_child import config
+from tests.engine_harness import Lab
 
 _references: dict[Any, list[Any]] = {}
 

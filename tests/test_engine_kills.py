@@ -18,8 +18,12 @@ from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
 from memckpt.session import session
 from memckpt.state.redo import RedoGroup
-from tests.engine_cases import PLAIN, AddedGroup, Case, Momentum, OneOptimizer
-from tests.engine_harness import Control, Lab, collect, config, kill_agent, kill_both, kill_self, patched
+from tests.engine_cases import PLAIN
+from tests.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
+from tests.engine_harness import Lab, collect
+from tests.engine_optimizers import Momentum, OneOptimizer
+from tests.engine_state import AddedGroup
+from tests.engine_training import Case
 
 POINTS = ["before batch", "forward", "backward", "before step", "after step", "in commit", "after commit"]
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine_cases import OPTIMIZER_CASES, Case
-from tests.engine_harness import Lab, config
+from tests.engine_cases import OPTIMIZER_CASES
+from tests.engine_child import config
+from tests.engine_harness import Lab
+from tests.engine_training import Case
 
 KILLS = [("after commit", 2), ("backward", 3), ("after step", 9), ("forward", 17)]
 #: What makes every ordinary run; the rest is run with the slow ones.

@@ -27,8 +27,14 @@ from memckpt.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from tests.engine_cases import INPUTS, PLAIN, Case, ChangedByHand, ClipNorm, OneOptimizer, Training, by_hand
-from tests.engine_harness import Control, Lab, collect, config, kill_and_wait, kill_self, memory_of_ours
+from tests.engine_cases import PLAIN, by_hand
+from tests.engine_child import Control, config, kill_self
+from tests.engine_harness import Lab, collect
+from tests.engine_optimizers import OneOptimizer
+from tests.engine_state import ChangedByHand
+from tests.engine_steps import ClipNorm
+from tests.engine_training import INPUTS, Case, Training
+from tests.processes import kill_and_wait, memory_of_ours
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 DIE_AFTER_9 = {("after commit", 9): kill_self}

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine_cases import ACCUMULATION, COMPILED, PLAIN, SHAPE_CASES, UNKNOWN_CHANGE_CASES, Case
-from tests.engine_harness import Lab, config
+from tests.engine_cases import ACCUMULATION, COMPILED, PLAIN, SHAPE_CASES, UNKNOWN_CHANGE_CASES
+from tests.engine_child import config
+from tests.engine_harness import Lab
+from tests.engine_training import Case
 
 #: Around the things that happen at steps 6, 8, 10, 15 and 16 in some of the cases.
 KILLS = [("forward", 3), ("after commit", 7), ("before step", 9), ("after commit", 16)]

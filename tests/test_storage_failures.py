@@ -23,7 +23,9 @@ from memckpt.writer.writer import save
 from tests.cli_harness import invoke
 from tests.conftest import Bucket
 from tests.engine_cases import PLAIN
-from tests.engine_harness import Action, Control, Lab, kill_agent, kill_and_wait, kill_both
+from tests.engine_child import Action, Control, kill_agent, kill_both
+from tests.engine_harness import Ended, Lab
+from tests.processes import kill_and_wait
 from tests.test_storage import part_of, some_state, write
 from tests.test_storage_runs import (
     LIMIT_SECONDS,
@@ -278,6 +280,22 @@ def note_storage(lab: Lab) -> Action:
     return note
 
 
+def check_only_the_later_one_stands(lab: Lab, died: Ended, step: int) -> dict[str, Any]:
+    """The checkpoint whose writing was killed has left nothing, the next one is of `step`, and training resumes there.
+
+    Returns what was noted of storage behind the later one.
+    """
+    killed, later = died.of("storage")
+    assert killed["steps"] == []
+    assert any(".partial-" in path for path in killed["files"])
+    assert later["steps"] == [step]
+    assert not set(killed["files"]) & set(later["files"])
+    final = lab.train(PLAIN, stored("lazy"), seed=2)
+    assert final.restored_step == step
+    lab.check_same(PLAIN, died, final)
+    return later
+
+
 @pytest.mark.slow
 def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopper: Stopper, lab: Lab) -> None:
     settings = stored("lazy")
@@ -291,15 +309,8 @@ def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopp
     died = lab.train(PLAIN, settings, actions=actions)
     assert len(died.of("stopped")) == 1
     assert died.of("alarm")[0]["text"] == "the writer process has ended"
-    killed, later = died.of("storage")
-    assert killed["steps"] == []
-    assert any(".partial-" in path for path in killed["files"])
-    assert later["steps"] == [10]
-    assert not set(killed["files"]) & set(later["files"])
+    later = check_only_the_later_one_stands(lab, died, 10)
     assert len(later["files"]) == 4
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 10
-    lab.check_same(PLAIN, died, final)
 
 
 @pytest.mark.slow
@@ -314,14 +325,7 @@ def test_an_agent_that_dies_while_its_writer_writes_leaves_nothing_to_trust(stop
         ("backward", 19): kill_both,
     }
     died = lab.train(PLAIN, settings, actions=actions)
-    killed, later = died.of("storage")
-    assert killed["steps"] == []
-    assert any(".partial-" in path for path in killed["files"])
-    assert later["steps"] == [15]
-    assert not set(killed["files"]) & set(later["files"])
-    final = lab.train(PLAIN, settings, seed=2)
-    assert final.restored_step == 15
-    lab.check_same(PLAIN, died, final)
+    check_only_the_later_one_stands(lab, died, 15)
 
 
 @pytest.mark.slow

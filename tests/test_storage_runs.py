@@ -21,21 +21,12 @@ from memckpt.storage.catalog import Catalog, read_catalog, verify
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore, open_store
 from tests.conftest import Bucket
-from tests.engine_cases import PLAIN, SHAPE_CASES, Case
-from tests.engine_harness import (
-    Action,
-    Actions,
-    Control,
-    Lab,
-    collect,
-    config,
-    differences,
-    kill_agent,
-    kill_and_wait,
-    kill_both,
-    kill_self,
-    outcome,
-)
+from tests.engine_cases import PLAIN, SHAPE_CASES
+from tests.engine_child import Action, Actions, Control, config, kill_agent, kill_both, kill_self
+from tests.engine_harness import Lab, collect
+from tests.engine_training import Case
+from tests.frozen import differences, outcome
+from tests.processes import kill_and_wait
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
 LIMIT_SECONDS = 60.0

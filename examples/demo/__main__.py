@@ -9,10 +9,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from examples.demo import show
 from examples.demo.black_box import Position
@@ -59,10 +60,10 @@ def train_twice(
         first = progress.add_task("1. uninterrupted", total=args.steps, where="")
         second = progress.add_task(f"2. killed {args.kills} times", total=args.steps, where="", start=False)
 
-        def show_position(task: int, position: Position, process: str) -> None:
+        def show_position(task: TaskID, position: Position, process: str) -> None:
             where = "starting" if position.phase == "start-up" else f"{position.phase}"
-            done = {} if position.phase == "start-up" else {"completed": position.finished}
-            progress.update(task, where=f"{process}: {where}", **done)  # type: ignore[arg-type]
+            done: dict[str, Any] = {} if position.phase == "start-up" else {"completed": position.finished}
+            progress.update(task, where=f"{process}: {where}", **done)
 
         def show_kill(kill: Kill) -> None:
             progress.console.print(

@@ -318,7 +318,7 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The rank leaves. `finished`: training ended as it should and nothing needs to be held any more."""
+    """The rank leaves. `finished`: training ended as it should, so that the final step goes to storage and all ends."""
 
     finished: bool
 

@@ -112,7 +112,7 @@ class Saver:
         self._mode: StorageMode = "replica"
         self._mode_reason = ""
         self._pace = Pace()
-        #: What no trainer runs on any more, up to this record, goes to storage as records; as a checkpoint if that fails.
+        #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:

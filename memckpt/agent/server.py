@@ -422,9 +422,8 @@ class Agent:
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:
-                    self._leave_when_saved(
-                        "training finished", as_checkpoint=True
-                    )  # its connection ends when everything is gone
+                    # Its connection ends when everything is gone.
+                    self._leave_when_saved("training finished", as_checkpoint=True)
                 else:
                     self._drop(connection)
             case _:

@@ -1,6 +1,7 @@
 """What a training process talks to: :func:`attach` and the :class:`Session` it returns."""
 
+from memckpt.session.entry import attach
 from memckpt.session.report import HeldState, RestoreReport
-from memckpt.session.session import Session, attach
+from memckpt.session.session import Session
 
 __all__ = ["HeldState", "RestoreReport", "Session", "attach"]

@@ -162,7 +162,10 @@ class AgentLink:
             client.abandon()
 
     def close(self, finished: bool) -> None:
-        """Say goodbye; with `finished` the agent lets go of everything."""
+        """Say goodbye; with `finished` wait until the agent has brought the final step to storage and let go of all."""
         client, self._client = self._client, None
-        if client is not None:
-            client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)
+        if client is None:
+            return
+        if finished and self._storage is not None and self._ranks.rank == self._ranks.local_ranks[0]:
+            _log.info("memckpt: the final step is being brought to storage")
+        client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)

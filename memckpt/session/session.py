@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +22,8 @@ from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
-from memckpt.config import MemckptConfig, RedoMode, ResumeChoice, check_resume
-from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, StorageError, UnsupportedError, UsageError
-from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan
-from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
+from memckpt.errors import AgentGoneError, MemckptError, UnsupportedError, UsageError
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_redo, choose_tap
 from memckpt.session.link import AgentLink
@@ -35,11 +31,9 @@ from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.resume import Resumption
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.storage_tier import StorageTier
-from memckpt.state import codec, rng
-from memckpt.state.layout import Layout, StateSpec
-from memckpt.state.records import HeldRecords
+from memckpt.state.layout import Layout
 
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
@@ -83,14 +77,11 @@ class Session:
         self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
         self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
         self._rank_state = RankState(self._live)
-        self._fresh: PreparedRegions | None = None
-        self._resumable: PreparedRegions | None = None
+        self._resumption = Resumption(self._live, self._ranks, self._link, self._staging, config.storage, run_dir)
         self._generation_after: int | None = None
         self._unprotected_since: int | None = None
         self._retry_at = 0
         self._closed = False
-        self._resume_from: RestoreRecord | None = None
-        self._stored: StoredState | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
         self.drift_ulp = 0.0
@@ -98,7 +89,6 @@ class Session:
         self.stored_step: int | None = None
         #: What cannot be made exact or be checked, in words, one line each.
         self.caveats: list[str] = []
-        self.held: HeldState | None = None
 
         self.mode, self.mode_reason = self._agree_on_mode()
         if self.mode == "eager" and self._device.type != "cpu":
@@ -112,7 +102,7 @@ class Session:
         )
         self.caveats += caveats
         try:
-            self._start(resume, run_dir)
+            self._start(resume)
         except BaseException:
             self._abandon()
             raise
@@ -121,7 +111,6 @@ class Session:
         gradient_ops.listen(self)
         self._preemption = PreemptionNotice(self._link.tell_preempted)
         self._preemption.install()
-        _raise_oom_score()
 
     # Start
 
@@ -140,82 +129,11 @@ class Session:
             world_size=self._ranks.world_size,
         )
 
-    def _start(self, resume: ResumeChoice | int, run_dir: Path) -> None:
-        ranks = self._ranks
-        spec = self._live.spec(self._request)
-        held = ranks.together(lambda: self._link.connect(spec, self._recorder.record, rejoining=False))
-        if self._config.storage is not None:
-            ranks.together(lambda: self._await_storage(held[ranks.rank]))
-        tier = StorageTier(self._config.storage, run_dir, ranks, resume if isinstance(resume, int) else None)
-        latest = tier.catalog.latest_attempt
-        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.points, latest_attempt=latest)
-        self._timeline = plan.timeline
-        self._link.configure(plan.timeline, torch.get_num_threads())
-        if isinstance(plan, RestoreRecord):
-            own = held[ranks.rank]
-            ranks.together(lambda: self._open_held(plan, own.ranks))
-        elif isinstance(plan, RestoreStored):
-            _log.info("memckpt: resuming from storage: %s", plan.reason)
-            self._open_stored(tier.open_newest(plan.candidates, spec), spec)
-        elif tier.problem and resume != "never":
-            raise StorageError(
-                f"memory cannot resume this run ({plan.reason}), and storage cannot be looked into: {tier.problem}. "
-                "Try again when it can; resume='never' starts over"
-            )
-        else:
-            ranks.together(lambda: self._prepare_fresh(spec, plan))
-
-    def _await_storage(self, held: HeldRecords) -> None:
-        """Another number of ranks resumes from storage: see what memory holds get there."""
-        if held.records and held.world_size != self._ranks.world_size:
-            _log.info("memckpt: record %d goes to storage first: the number of ranks has changed", max(held.records))
-            assert self._config.storage is not None
-            self._link.wait_saved(max(held.records), self._config.storage.timeout_seconds)
-
-    def _prepare_fresh(self, spec: StateSpec, plan: StartOver) -> None:
-        if plan.reason != "resume='never'":
-            level = logging.WARNING if plan.discard else logging.INFO
-            _log.log(level, "memckpt: starting over: %s", plan.reason)
-        self._fresh = self._link.prepare(spec, self._timeline, discard=plan.discard)
-        self._recorder.begin(None, 1)
-        self._generation_after = 1
-
-    def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
-        if held_ranks != self._ranks.local_ranks:
-            # Rank states cannot travel between nodes yet.
-            raise ForeignStateError(
-                f"node {self._ranks.node} holds the states of ranks {list(held_ranks)}, but in this attempt ranks "
-                f"{list(self._ranks.local_ranks)} run there; expected every rank on the node where it was. "
-                "Restart with the same placement of ranks, or use resume='never' to drop what is held"
-            )
-        self._resumable = self._link.resume(plan.record, plan.timeline)
-        state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
-        self._resume_from = plan
-        self._resume_state = state
-        self.held = HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size)
-        self._live.growth.take_over(self._resumable.message.spec)
-        self._recorder.begin(None, plan.record + 1)
-
-    def _open_stored(self, stored: StoredState, spec: StateSpec) -> None:
-        point = stored.point
-        if point.world_size != self._ranks.world_size:
-            _log.warning(
-                "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
-                "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
-                point.world_size,
-                self._ranks.world_size,
-                point.step,
-            )
-        self._stored = stored
-        self._resume_state = codec.decode(stored.rank_state)
-        self.held = HeldState(point.step, point.record, "storage", self._resume_state["provided"], point.world_size)
-        self._live.growth.take_over(stored.own.spec)
-        self._ranks.together(lambda: self._prepare_regions(spec))
-        self._recorder.begin(None, point.record + 1)
-        self._generation_after = point.record + 1
-
-    def _prepare_regions(self, spec: StateSpec) -> None:
-        self._fresh = self._link.prepare(spec, self._timeline, discard=True)
+    def _start(self, resume: ResumeChoice | int) -> None:
+        start = self._resumption.choose(resume, self._live.spec(self._request))
+        self._timeline = start.timeline
+        self._recorder.begin(None, start.record)
+        self._generation_after = start.record if start.anew else None
 
     # What belongs to the rank state
 
@@ -228,6 +146,11 @@ class Session:
         self._rank_state.register(name, obj)
 
     # Restore
+
+    @property
+    def held(self) -> HeldState | None:
+        """What the plan decided to restore; None where training starts over."""
+        return self._resumption.held
 
     def restore(self) -> RestoreReport | None:
         """Put everything back: tensors, optimizer state, registered objects, and as the last thing the RNG states.
@@ -242,80 +165,20 @@ class Session:
 
     def restore_tensors(self) -> RestoreReport | None:
         """Put parameters, buffers, optimizer state and groups back, in place; the first half of :meth:`restore`."""
-        if self._stored is not None:
-            return self._restore_stored()
-        plan, regions = self._resume_from, self._resumable
-        if plan is None or regions is None:
-            return None
-        started = time.perf_counter()
-        self._resumable = None
-        message = regions.message
-        self._live.restore_trainable(self._resume_state["trainable"])
-        self._live.restore_groups(self._resume_state["groups"])
-        writer = self._staging.open(regions)
-        restorer = Restorer(
-            writer.layout,
-            regions.slots,
-            regions.static,
-            regions.replica,
-            writer.ring,
-            self._live.tensors(),
-            self._live.optimizers,
-        )
-        with rng.preserved():
-            restorer.restore(plan.record, self._ranks.rank, message.metas, message.missing, message.plain)
-        self._live.restore_state_order(self._resume_state["state_order"])
-        self._agree_on_replicas(writer)
-        self._staging.adopt(writer)
-        if isinstance(self._tap, CommHookTap):
-            self._tap.resume_layout(self._resume_state["reduction"])
-        if self._live.spec(self._request) == message.spec:
-            self._begin_record(plan.record + 1)
+        return self._resumption.restore_tensors(self._tap, self._go_on)
+
+    def _go_on(self, writer: SlotWriter, record: int) -> None:
+        """The state after `record` is back: collect the next one."""
+        if self._live.spec(self._request) == writer.spec:
+            self._begin_record(record + 1)
         else:
             # Other settings than the last attempt's, or a state that has grown: start a new generation.
-            self._recorder.begin(None, plan.record + 1)
-            self._generation_after = plan.record + 1
-        return RestoreReport(plan.step, plan.record, plan.tier, time.perf_counter() - started, plan.lost)
-
-    def _restore_stored(self) -> RestoreReport:
-        """From storage: the next commit writes a generation, and memory protects again."""
-        stored, self._stored = self._stored, None
-        assert stored is not None
-        started = time.perf_counter()
-        self._live.restore_trainable(self._resume_state["trainable"])
-        self._live.restore_groups(self._resume_state["groups"])
-        with rng.preserved():
-            stored.restore(self._live.tensors(), self._live.optimizers)
-        self._live.restore_state_order(self._resume_state["state_order"])
-        point = stored.point
-        exact = point.world_size == self._ranks.world_size
-        if isinstance(self._tap, CommHookTap) and exact:
-            self._tap.resume_layout(self._resume_state["reduction"])
-        seconds = time.perf_counter() - started
-        return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
-
-    def _agree_on_replicas(self, writer: SlotWriter) -> None:
-        """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
-        if self._ranks.world_size == 1:
-            return
-        digests = self._ranks.gather(replica_digest(writer.params, self._live.optimizers))
-        if len(set(digests)) == 1:
-            return
-        _log.warning("memckpt: the nodes' replicas differ in bits; every rank takes that of rank 0")
-        for param in writer.params:
-            self._ranks.broadcast_tensor(param.data, 0)
-            for optimizer in self._live.optimizers:
-                state = optimizer.state.get(param, {})
-                for key in sorted(state):
-                    if isinstance(state[key], torch.Tensor):
-                        self._ranks.broadcast_tensor(state[key], 0)
+            self._recorder.begin(None, record + 1)
+            self._generation_after = record + 1
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
-        if self.held is not None:
-            rng.restore(self._resume_state["rng"])
-            if self._ranks.rank >= self.held.world_size:
-                rng.diverge(self._ranks.rank)
+        self._resumption.restore_rng()
 
     # During a step
 
@@ -342,7 +205,7 @@ class Session:
         """
         if self._closed:
             raise UsageError("commit() after close(): attach again to go on")
-        if self._resumable is not None or self._stored is not None:
+        if self._resumption.due:
             raise UsageError("commit() before restore(): something is held; call session.restore() before training")
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
@@ -481,7 +344,7 @@ class Session:
 
     def _regions_for_generation(self) -> PreparedRegions:
         spec = self._live.spec(self._request)
-        regions, self._fresh = self._fresh, None
+        regions = self._resumption.take_regions()
         if regions is not None and regions.message.spec != spec:
             regions.close()
             regions = None
@@ -585,7 +448,11 @@ class Session:
     # End
 
     def close(self, finished: bool = True) -> None:
-        """Leave. With `finished` nothing needs to be held any more and the agent goes, too; without it holds on."""
+        """Leave. Without `finished` the agent holds on to what it has.
+
+        With it, training has ended as it should: the agent brings the final step to storage, if storage is configured,
+        and goes, too. This waits for that, up to the storage timeout.
+        """
         if self._closed:
             return
         self._closed = True
@@ -599,10 +466,7 @@ class Session:
 
     def _close_regions(self) -> None:
         self._staging.drop()
-        for regions in (self._fresh, self._resumable):
-            if regions is not None:
-                regions.close()
-        self._fresh = self._resumable = None
+        self._resumption.close()
 
     def _abandon(self) -> None:
         self._close_regions()
@@ -613,55 +477,3 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(finished=kind is None)
-
-
-def _raise_oom_score() -> None:
-    """Of trainer and agent, let the kernel shoot the trainer first: the state outlives it."""
-    path = Path("/proc/self/oom_score_adj")
-    try:
-        score = int(path.read_text())
-        path.write_text(str(min(1000, max(score, 0) + 50)))
-    except OSError as error:
-        _log.debug("memckpt: oom_score_adj stays as it is: %s", error)
-
-
-def attach(
-    model: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    *,
-    run_dir: str | os.PathLike[str],
-    resume: ResumeChoice | int = "auto",
-    config: MemckptConfig | None = None,
-    data_parallel: DistributedDataParallel | None = None,
-    extra_modules: Mapping[str, nn.Module] | None = None,
-) -> Session:
-    """Protect a training from here on.
-
-    Connects to this node's agent (starts it if there is none), agrees with the other ranks on what to resume, and
-    installs the taps. Call it when model and optimizers exist and, with several ranks, after the process group does.
-
-    Args:
-        model: the model; a DistributedDataParallel wrapper is taken apart.
-        optimizers: one, or several.
-        run_dir: names the run; attempts with the same directory continue each other.
-        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
-            held, a number resumes exactly that step.
-        config: settings; None takes the defaults.
-        data_parallel: the DDP wrapper, where `model` is not it.
-        extra_modules: modules outside the model whose tensors belong to the state (averaged models).
-
-    Raises:
-        NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError, AgentError
-    """
-    if isinstance(model, DistributedDataParallel):
-        data_parallel = model
-        model = model.module
-    return Session(
-        model,
-        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
-        run_dir=Path(run_dir),
-        resume=check_resume(resume),
-        config=config or MemckptConfig(),
-        data_parallel=data_parallel,
-        extra_modules=extra_modules or {},
-    )

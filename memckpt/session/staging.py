@@ -149,8 +149,8 @@ class Staging:
                 with torch.no_grad():
                     missing, plain = writer.take_snapshot(order.region)
                 self._copier.token()()
-            except LayoutChangedError as error:
-                self._recorder.fail(str(error))
+            except LayoutChangedError:
+                pass  # the reply is `missed`, and the agent asks again; the records find the change themselves
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
                 taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts)

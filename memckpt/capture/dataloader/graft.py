@@ -61,7 +61,8 @@ def release(loader: DataLoader[Any]) -> None:
         iterator._index_sampler = iterator._index_sampler.tapped
         iterator.__class__ = iterator._memckpt_base
     del loader.__dict__[RECORD]
-    loader.__class__ = type(loader)._memckpt_base  # type: ignore[attr-defined]
+    grafted: Any = type(loader)
+    loader.__class__ = grafted._memckpt_base
 
 
 def position(loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0) -> dict[str, Any]:

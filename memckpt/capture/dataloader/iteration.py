@@ -211,13 +211,14 @@ class LoaderRecord:
 class GraftedLoader:
     """Methods of every grafted loader's class."""
 
-    _memckpt_base: type[DataLoader[Any]]
+    #: A subclass of DataLoader, as is the class that these methods go into.
+    _memckpt_base: Any
 
     def __iter__(self) -> Any:
         record = record_of(self)
         if record is not None and record.resuming is not None:
             drop_iterator(self)  # made for a resume, and nothing has been taken from it
-        return self._memckpt_base.__iter__(self)  # type: ignore[arg-type]
+        return self._memckpt_base.__iter__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or a pickle, is that of a loader that was never grafted."""
@@ -230,15 +231,16 @@ class GraftedLoader:
 
     @property
     def _index_sampler(self) -> Any:
-        sampler = self._memckpt_base._index_sampler.fget(self)  # type: ignore[attr-defined]
+        sampler = self._memckpt_base._index_sampler.fget(self)
         record = record_of(self)
         return tap(sampler, record) if record is not None and record.tapping else sampler
 
     def _get_iterator(self) -> Any:
-        record = record_of(self)
+        loader: Any = self
+        record = record_of(loader)
         if record is None:
-            return self._memckpt_base._get_iterator(self)  # type: ignore[arg-type]
-        return record.make_iterator(self, self._memckpt_base)  # type: ignore[arg-type]
+            return self._memckpt_base._get_iterator(loader)
+        return record.make_iterator(loader, self._memckpt_base)
 
 
 class GraftedIterator:
@@ -260,7 +262,7 @@ class GraftedIterator:
         except StopIteration:
             self._settle()
             raise
-        except Exception:
+        except Exception:  # whatever the dataset raises goes on to the caller; here it is only counted
             if current.batches < current.dispatched:
                 current.hand_out()  # a batch that cannot be loaded is spent as well
                 self._settle()

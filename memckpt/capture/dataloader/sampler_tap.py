@@ -81,7 +81,7 @@ class _TapIterator(Iterator[Any]):
 
     def __init__(self, sampler: Any, indices: Iterator[Any], before: Phase, keeper: PassKeeper) -> None:
         self._sampler = sampler
-        self._indices = indices
+        self._indices: Any = indices  # where it has a state, it has methods for it, too
         self._before = before
         self._keeper = keeper
         self._pass = keeper.current
@@ -189,10 +189,10 @@ class _StatefulTapIterator(_TapIterator):
         return self._indices_state() if self._state is None else self._state
 
     def load_state_dict(self, state: Any) -> None:
-        self._indices.load_state_dict(state)  # type: ignore[attr-defined]
+        self._indices.load_state_dict(state)
 
     def _indices_state(self) -> Any:
-        return self._indices.state_dict()  # type: ignore[attr-defined]
+        return self._indices.state_dict()
 
 
 def index_digest(index: Any, digest: int) -> int:

@@ -1,0 +1,71 @@
+"""The way into a session."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from memckpt.config import MemckptConfig, ResumeChoice, check_resume
+from memckpt.session.session import Session
+
+_log = logging.getLogger("memckpt")
+
+
+def attach(
+    model: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    *,
+    run_dir: str | os.PathLike[str],
+    resume: ResumeChoice | int = "auto",
+    config: MemckptConfig | None = None,
+    data_parallel: DistributedDataParallel | None = None,
+    extra_modules: Mapping[str, nn.Module] | None = None,
+) -> Session:
+    """Protect a training from here on.
+
+    Connects to this node's agent (starts it if there is none), agrees with the other ranks on what to resume, and
+    installs the taps. Call it when model and optimizers exist and, with several ranks, after the process group does.
+
+    Args:
+        model: the model; a DistributedDataParallel wrapper is taken apart.
+        optimizers: one, or several.
+        run_dir: names the run; attempts with the same directory continue each other.
+        resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
+            held, a number resumes exactly that step.
+        config: settings; None takes the defaults.
+        data_parallel: the DDP wrapper, where `model` is not it.
+        extra_modules: modules outside the model whose tensors belong to the state (averaged models).
+
+    Raises:
+        NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError, AgentError
+    """
+    if isinstance(model, DistributedDataParallel):
+        data_parallel = model
+        model = model.module
+    session = Session(
+        model,
+        [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
+        run_dir=Path(run_dir),
+        resume=check_resume(resume),
+        config=config or MemckptConfig(),
+        data_parallel=data_parallel,
+        extra_modules=extra_modules or {},
+    )
+    _raise_oom_score()
+    return session
+
+
+def _raise_oom_score() -> None:
+    """Of trainer and agent, let the kernel shoot the trainer first: the state outlives it."""
+    path = Path("/proc/self/oom_score_adj")
+    try:
+        score = int(path.read_text())
+        path.write_text(str(min(1000, max(score, 0) + 50)))
+    except OSError as error:
+        _log.debug("memckpt: oom_score_adj stays as it is: %s", error)

@@ -1,0 +1,259 @@
+"""What an attempt goes on from: chosen with the other ranks at the start, put back before training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memckpt.agent.client import PreparedRegions
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps import CommHookTap, Tap
+from memckpt.config import ResumeChoice, StorageConfig
+from memckpt.errors import ForeignStateError, StorageError
+from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan
+from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.session.link import AgentLink
+from memckpt.session.ranks import Ranks
+from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.staging import Staging
+from memckpt.session.storage_tier import StorageTier
+from memckpt.state import codec, rng
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import HeldRecords, Timeline
+
+_log = logging.getLogger("memckpt")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt begins.
+
+    Attributes:
+        timeline: that it trains on.
+        record: the first that it collects.
+        anew: whether a new generation begins with that record; otherwise the restore says how it goes on.
+    """
+
+    timeline: Timeline
+    record: int
+    anew: bool
+
+
+class Resumption:
+    """Asks agent and storage what they hold, agrees with the other ranks on what to resume, and puts it back.
+
+    Owns what is opened for that; the regions that are left are closed in :meth:`close`.
+
+    Attributes:
+        held: what the plan decided to restore; None where training starts over.
+    """
+
+    def __init__(
+        self,
+        live: LiveState,
+        ranks: Ranks,
+        link: AgentLink,
+        staging: Staging,
+        storage: StorageConfig | None,
+        run_dir: Path,
+    ) -> None:
+        self._live = live
+        self._ranks = ranks
+        self._link = link
+        self._staging = staging
+        self._storage = storage
+        self._run_dir = run_dir
+        self._fresh: PreparedRegions | None = None
+        self._resumable: PreparedRegions | None = None
+        self._resume_from: RestoreRecord | None = None
+        self._stored: StoredState | None = None
+        self._state: dict[str, Any] = {}
+        self.held: HeldState | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether something is held that has not been put back yet."""
+        return self._resumable is not None or self._stored is not None
+
+    # The choice
+
+    def choose(self, resume: ResumeChoice | int, spec: StateSpec) -> Start:
+        """Connect to the agent, choose, and open what was chosen; the same on every rank."""
+        ranks = self._ranks
+        held = ranks.together(lambda: self._link.connect(spec, next_record=0, rejoining=False))
+        if self._storage is not None:
+            timeout = self._storage.timeout_seconds
+            ranks.together(lambda: self._await_storage(held[ranks.rank], timeout))
+        tier = StorageTier(self._storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
+        latest = tier.catalog.latest_attempt
+        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.points, latest_attempt=latest)
+        self._link.configure(plan.timeline, torch.get_num_threads())
+        if isinstance(plan, RestoreRecord):
+            own = held[ranks.rank]
+            ranks.together(lambda: self._open_held(plan, own.ranks))
+            return Start(plan.timeline, plan.record + 1, anew=False)
+        if isinstance(plan, RestoreStored):
+            _log.info("memckpt: resuming from storage: %s", plan.reason)
+            record = self._open_stored(tier.open_newest(plan.candidates, spec))
+            ranks.together(lambda: self._prepare(spec, plan.timeline, discard=True))
+            return Start(plan.timeline, record + 1, anew=True)
+        if tier.problem and resume != "never":
+            raise StorageError(
+                f"memory cannot resume this run ({plan.reason}), and storage cannot be looked into: {tier.problem}. "
+                "Try again when it can; resume='never' starts over"
+            )
+        ranks.together(lambda: self._start_over(spec, plan))
+        return Start(plan.timeline, 1, anew=True)
+
+    def _await_storage(self, held: HeldRecords, timeout: float) -> None:
+        """Another number of ranks resumes from storage: see what memory holds get there."""
+        if held.records and held.world_size != self._ranks.world_size:
+            _log.info("memckpt: record %d goes to storage first: the number of ranks has changed", max(held.records))
+            self._link.wait_saved(max(held.records), timeout)
+
+    def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
+        if plan.reason != "resume='never'":
+            level = logging.WARNING if plan.discard else logging.INFO
+            _log.log(level, "memckpt: starting over: %s", plan.reason)
+        self._prepare(spec, plan.timeline, discard=plan.discard)
+
+    def _prepare(self, spec: StateSpec, timeline: Timeline, discard: bool) -> None:
+        self._fresh = self._link.prepare(spec, timeline, discard=discard)
+
+    def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
+        if held_ranks != self._ranks.local_ranks:
+            # Rank states cannot travel between nodes yet.
+            raise ForeignStateError(
+                f"node {self._ranks.node} holds the states of ranks {list(held_ranks)}, but in this attempt ranks "
+                f"{list(self._ranks.local_ranks)} run there; expected every rank on the node where it was. "
+                "Restart with the same placement of ranks, or use resume='never' to drop what is held"
+            )
+        self._resumable = self._link.resume(plan.record, plan.timeline)
+        self._resume_from = plan
+        self._state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
+        self.held = HeldState(plan.step, plan.record, plan.tier, self._state["provided"], self._ranks.world_size)
+        self._live.growth.take_over(self._resumable.message.spec)
+
+    def _open_stored(self, stored: StoredState) -> int:
+        point = stored.point
+        if point.world_size != self._ranks.world_size:
+            _log.warning(
+                "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
+                "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
+                point.world_size,
+                self._ranks.world_size,
+                point.step,
+            )
+        self._stored = stored
+        self._state = codec.decode(stored.rank_state)
+        self.held = HeldState(point.step, point.record, "storage", self._state["provided"], point.world_size)
+        self._live.growth.take_over(stored.own.spec)
+        return point.record
+
+    def take_regions(self) -> PreparedRegions | None:
+        """The regions that were prepared for a new generation, once; the caller closes them."""
+        regions, self._fresh = self._fresh, None
+        return regions
+
+    # The restore
+
+    def restore_tensors(self, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport | None:
+        """Put parameters, buffers, optimizer state and groups back, in place; None where there is nothing to restore.
+
+        Args:
+            tap: gets the layout back in which gradients were reduced.
+            go_on: called with the writer of the generation that was resumed and the record that is back. From
+                storage no generation is resumed, and the next commit writes one.
+        """
+        if self._stored is not None:
+            return self._restore_stored(self._stored, tap)
+        plan, regions = self._resume_from, self._resumable
+        if plan is None or regions is None:
+            return None
+        started = time.perf_counter()
+        self._resumable = None
+        self._restore_groups()
+        writer = self._staging.open(regions)
+        self._restore_held(plan.record, regions, writer)
+        self._live.restore_state_order(self._state["state_order"])
+        self._agree_on_replicas(writer)
+        self._staging.adopt(writer)
+        self._restore_reduction(tap)
+        go_on(writer, plan.record)
+        return RestoreReport(plan.step, plan.record, plan.tier, time.perf_counter() - started, plan.lost)
+
+    def _restore_held(self, record: int, regions: PreparedRegions, writer: SlotWriter) -> None:
+        message = regions.message
+        restorer = Restorer(
+            writer.layout,
+            regions.slots,
+            regions.static,
+            regions.replica,
+            writer.ring,
+            self._live.tensors(),
+            self._live.optimizers,
+        )
+        with rng.preserved():
+            restorer.restore(record, self._ranks.rank, message.metas, message.missing, message.plain)
+
+    def _restore_stored(self, stored: StoredState, tap: Tap) -> RestoreReport:
+        started = time.perf_counter()
+        self._stored = None
+        self._restore_groups()
+        with rng.preserved():
+            stored.restore(self._live.tensors(), self._live.optimizers)
+        self._live.restore_state_order(self._state["state_order"])
+        point = stored.point
+        exact = point.world_size == self._ranks.world_size
+        if exact:
+            self._restore_reduction(tap)
+        seconds = time.perf_counter() - started
+        return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
+
+    def _restore_groups(self) -> None:
+        self._live.restore_trainable(self._state["trainable"])
+        self._live.restore_groups(self._state["groups"])
+
+    def _restore_reduction(self, tap: Tap) -> None:
+        if isinstance(tap, CommHookTap):
+            tap.resume_layout(self._state["reduction"])
+
+    def _agree_on_replicas(self, writer: SlotWriter) -> None:
+        """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
+        if self._ranks.world_size == 1:
+            return
+        digests = self._ranks.gather(replica_digest(writer.params, self._live.optimizers))
+        if len(set(digests)) == 1:
+            return
+        _log.warning("memckpt: the nodes' replicas differ in bits; every rank takes that of rank 0")
+        for param in writer.params:
+            self._ranks.broadcast_tensor(param.data, 0)
+            for optimizer in self._live.optimizers:
+                state = optimizer.state.get(param, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        self._ranks.broadcast_tensor(state[key], 0)
+
+    def restore_rng(self) -> None:
+        """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
+        if self.held is not None:
+            rng.restore(self._state["rng"])
+            if self._ranks.rank >= self.held.world_size:
+                rng.diverge(self._ranks.rank)
+
+    # End
+
+    def close(self) -> None:
+        """Close the regions that nobody has taken."""
+        for regions in (self._fresh, self._resumable):
+            if regions is not None:
+                regions.close()
+        self._fresh = self._resumable = None

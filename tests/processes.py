@@ -1,0 +1,108 @@
+"""Child processes of the pytest process: run, killed, found and waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import select
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+#: A child that takes longer hangs: it writes down where, and ends.
+CHILD_SECONDS = 60
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def run_child(body: Callable[[], None], log: Path) -> None:
+    """Never returns."""
+    code = 3
+    try:
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        faulthandler.enable(sys.stderr)
+        faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True, file=sys.stderr)
+        for handler in list(logging.root.handlers):
+            logging.root.removeHandler(handler)
+        logging.basicConfig(level=logging.DEBUG, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        body()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, zombies too."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except OSError:
+        return "?"
+
+
+def reap(pid: int, limit: float) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if not select.select([handle], [], [], limit)[0]:
+            return False
+    finally:
+        os.close(handle)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+    return True
+
+
+def be_subreaper(on: bool) -> None:
+    """Orphans of our children become our children, so that they can be found."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def kill_and_wait(pid: int, limit: float = 20.0) -> None:
+    """SIGKILL, and wait for the end of the process (its zombie may stay)."""
+    handle = os.pidfd_open(pid)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        if not select.select([handle], [], [], limit)[0]:
+            raise TimeoutError(f"pid {pid} does not die")
+    finally:
+        os.close(handle)
+
+
+def memory_of_ours(pid: int | str) -> list[str]:
+    """Mappings and descriptors of a process that belong to memckpt's shared memory or sockets."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = [line for line in maps if "memfd:memckpt" in line]
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(fd)
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+        if "memfd:memckpt" in target:
+            found.append(f"fd {fd.name} -> {target}")
+    return found

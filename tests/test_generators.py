@@ -1,0 +1,69 @@
+"""The states of random generators: captured as plain values, put back, refused when damaged."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from memckpt.state import codec, rng
+
+
+def test_generators_repeat_after_restore() -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), random.random(), random.gauss(0, 1), float(np.random.randn())]
+
+    for _ in range(4):
+        state = codec.decode(codec.encode(rng.capture()))
+        first = draw()
+        rng.restore(state)
+        assert rng.capture() == state
+        with rng.preserved():
+            assert draw() == first
+        assert draw() == first
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("torch", b"1", "torch RNG state of 5056 bytes, found 1"),
+        ("torch", 1, "as bytes, found int"),
+        ("python", {}, "version, words and gauss"),
+        ("python", {"version": 3, "words": b"", "gauss": None}, "2500 bytes, found 0 bytes"),
+        ("numpy", {"name": "PCG64"}, "of an MT19937, found 'PCG64'"),
+        ("cuda", {99: b""}, "found one of device 99"),
+    ],
+)
+def test_a_damaged_state_changes_nothing(key: str, value: Any, message: str) -> None:
+    state = rng.capture()
+    with pytest.raises(ValueError, match=message):
+        rng.restore({**state, key: value})
+    assert rng.capture() == state
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        torch.Generator(),
+        random.Random(1),
+        np.random.default_rng(1),
+        np.random.RandomState(1),
+        np.random.Generator(np.random.Philox(1)),
+    ],
+    ids=lambda generator: type(generator).__name__,
+)
+def test_a_users_generator_repeats_after_restore(generator: Any) -> None:
+    def draw() -> float:
+        if isinstance(generator, torch.Generator):
+            return torch.rand((), generator=generator).item()
+        return float(generator.random() if hasattr(generator, "random") else generator.rand())
+
+    state = codec.decode(codec.encode(rng.capture_generator(generator)))
+    first = draw()
+    rng.restore_generator(generator, state)
+    assert draw() == first
+    with pytest.raises(ValueError, match="expected the state of a"):
+        rng.restore_generator(generator, {"kind": "other", "data": None})
