@@ -21,7 +21,7 @@ from memckpt.state.records import Timeline
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
 from memckpt.storage.catalog import leftovers, read_catalog, remove, superseded, verify
-from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, decode_commit, encode_commit
+from memckpt.storage.format import FORMAT_VERSION, Batch, NodeState, Part, decode_commit, encode_commit
 from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
 
 
@@ -478,6 +478,11 @@ def test_a_directory_that_may_not_be_listed_is_an_error_and_not_empty(
 def test_formats_are_stable() -> None:
     """A change of the commit file's fields needs a new format version."""
     assert [field.name for field in msgspec.structs.fields(Part)] == [
-        "format", "timeline", "record", "step", "world_size", "ranks", "node", "full", "created", "files"
+        "format", "timeline", "record", "step", "world_size", "ranks", "node", "full", "created", "files",
+        "content"
     ]  # fmt: skip
-    assert FORMAT_VERSION == 1
+    assert [field.name for field in msgspec.structs.fields(Batch)] == [
+        "format", "timeline", "first", "last", "steps", "follows", "world_size", "ranks", "node", "full", "created",
+        "content", "files"
+    ]  # fmt: skip
+    assert FORMAT_VERSION == 2

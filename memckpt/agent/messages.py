@@ -254,11 +254,13 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     """Answer to Append.
 
     Attributes:
+        taken: the newest record that has been copied out of its slot; None before the first.
         written: the newest record that is in storage, with its step; None before the first.
         nbytes, seconds: what this call has written, and how long it took.
         hole: why a record could not be taken or written; the log goes on behind it.
     """
 
+    taken: int | None
     written: int | None
     step: int
     nbytes: int
@@ -340,6 +342,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
         reason: why it is that one.
         step: the newest that this agent has made restorable; None before the first.
         batch_steps: records in one batch, where they are logged.
+        logged: the newest record that has been taken for the log.
         interval_seconds: the least time from one checkpoint to the next; None where steps decide.
         every_steps: the configured interval in steps.
         bytes_per_second: of the last write.
@@ -357,6 +360,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
     mode: str = "replica"
     reason: str = ""
     batch_steps: int | None = None
+    logged: int | None = None
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

@@ -58,6 +58,7 @@ class RecordLog:
         open_writer: starts the process that writes records.
 
     Attributes:
+        taken: the newest record that has been copied out of its slot.
         written: the newest record of this attempt that is in storage, and its step.
         alarm: why there was a hole; empty once records are being written again.
     """
@@ -79,6 +80,7 @@ class RecordLog:
         self._flush = False
         self._stretch: _Stretch | None = None
         self._stretch_before: _Stretch | None = None
+        self.taken: int | None = None
         self.written: tuple[int, int] | None = None
         self.alarm = ""
 
@@ -88,7 +90,7 @@ class RecordLog:
         if timeline != self._timeline:
             self._timeline, self._branched = timeline, None
             self._stretch_before, self._stretch = self._stretch, None
-            self.written = None
+            self.taken = self.written = None
 
     def branch(self, record: int, follows: Timeline) -> None:
         """The attempt goes on behind a record that memory held, of the timeline `follows`."""
@@ -226,6 +228,7 @@ class RecordLog:
     def appended(self, message: Appended) -> None:
         """The process has taken what it was given."""
         self._busy_since = None
+        self.taken = message.taken
         if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
             self.written = message.written, message.step
         if message.hole:

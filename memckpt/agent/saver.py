@@ -568,4 +568,5 @@ class Saver:
             mode=self._mode,
             reason=self._mode_reason,
             batch_steps=self._log.batch_steps if self._mode == "log" else None,
+            logged=self._log.taken,
         )

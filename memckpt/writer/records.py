@@ -87,6 +87,7 @@ class RecordWriter:
         hole, self._hole = self._hole, ""
         written = self._written
         return Appended(
+            self._last,
             written.record if written is not None else None,
             written.step if written is not None else 0,
             nbytes,

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
 
 import torch
-from torch.optim import Optimizer
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Save, Saved, SaveFailed
 from memckpt.errors import AgentError, MemckptError, StorageError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
+from memckpt.recovery.materialize import HostState
 from memckpt.recovery.restore import Restorer
-from memckpt.state import codec
 from memckpt.state.layout import Layout
-from memckpt.state.optimizers import dtype_of, rebuild_from_spec
-from memckpt.storage.base import by_value_tensors, model_name, state_name, state_tensors, write_base
-from memckpt.storage.catalog import Checkpoint, leftovers, read_catalog, remove, superseded, verify
+from memckpt.storage.base import by_value_tensors, state_tensors, write_base
+from memckpt.storage.catalog import (
+    Checkpoint,
+    leftovers,
+    read_catalog,
+    remove,
+    remove_batch,
+    superseded,
+    verify,
+)
+from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import NodeState, Part
 from memckpt.storage.store import Store, open_store
 
@@ -71,17 +76,8 @@ def save(job: Save, regions: list[Region]) -> Saved:
         raise
     tensors.clear()
     _let_go(store, part, job)
-    _clear(store, job.part.node, ())
     nbytes = sum(file.nbytes for file in part.files)
     return Saved(part.step, part.record, nbytes, time.perf_counter() - started, time.process_time() - cpu)
-
-
-class _Shell:
-    """What a restore needs of an optimizer when there is no training: a place for its state."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = collections.defaultdict(dict)
-        self.param_groups: list[dict[str, Any]] = []
 
 
 def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tuple[dict[str, torch.Tensor], NodeState]:
@@ -90,43 +86,14 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
     torch.set_num_threads(job.threads)
     ring = SlotRing(slots, layout, job.generation)
     base = layout.slot_offset(part.record) + layout.by_value_base(spec.local_ranks[0])
-    tensors = by_value_tensors(layout, slots.map, base, part.full)
+    by_value = by_value_tensors(layout, slots.map, base, part.full)
     if not part.full:
-        return tensors, NodeState(spec, (), b"", job.rank_states)
-    named = [param.tensor for param in spec.params] + list(spec.static)
-    live = {
-        one.name: torch.nn.Parameter(torch.empty(one.shape, dtype=dtype_of(one.dtype)), requires_grad=False)
-        for one in named
-    }
-    shells = [_Shell() for _ in spec.optimizers]
-    restorer = Restorer(
-        layout,
-        slots,
-        static,
-        None,
-        ring,
-        cast("dict[str, torch.Tensor]", live),
-        cast("list[Optimizer]", shells),
-        build=lambda index, groups: rebuild_from_spec(spec.optimizers[index], groups),
-    )
+        return by_value, NodeState(spec, (), b"", job.rank_states)
+    host = HostState(spec, by_value=False)
+    restorer = Restorer(layout, slots, static, None, ring, host.tensors, host.optimizers, build=host.build)
     restorer.restore(part.record, None, job.metas, (), b"")
-    for one in named:
-        tensors[model_name(one.name)] = live[one.name].data
-    missing: list[tuple[int, int, str]] = []
-    plain: dict[int, dict[int, dict[str, Any]]] = {}
-    for index, param in enumerate(spec.params):
-        for owner in param.owners:
-            kept = shells[owner.optimizer].state.get(live[param.tensor.name], {})
-            for one_state in owner.state:
-                value = kept.get(one_state.key)
-                if isinstance(value, torch.Tensor):
-                    tensors[state_name(owner.optimizer, param.tensor.name, one_state.key)] = value
-                else:
-                    missing.append((index, owner.optimizer, one_state.key))
-            values = {key: value for key, value in kept.items() if not isinstance(value, torch.Tensor)}
-            if values:
-                plain.setdefault(index, {})[owner.optimizer] = values
-    return tensors, NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", job.rank_states)
+    tensors, state = host.described(job.rank_states)
+    return {**tensors, **by_value}, state
 
 
 @contextlib.contextmanager
@@ -140,7 +107,10 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
 
 def _clear(store: Store, node: str, abandoned: Sequence[Part]) -> None:
     """Delete what killed writers have left."""
-    left = leftovers(read_catalog(store), node, abandoned)
+    _delete(store, leftovers(read_catalog(store), node, abandoned))
+
+
+def _delete(store: Store, left: Sequence[str]) -> None:
     for path in left:
         store.delete(path)
     if left:
@@ -155,8 +125,11 @@ def _let_go(store: Store, part: Part, job: Save) -> None:
     problems = [problem for problem in verify(store, own) if newest is not None or problem != "parts are missing"]
     if problems:
         raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
+    _delete(store, leftovers(catalog, part.node, ()))
     if newest is None or 0 not in part.ranks:
         return  # other nodes' parts are on their way; the first rank's node tidies up
     for one in superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps):
         _log.info("letting go of step %d", one.step)
         remove(store, one)
+    for batch in unneeded_batches(catalog, catalog.complete[: job.keep_last]):
+        remove_batch(store, batch)
