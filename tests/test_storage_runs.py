@@ -150,6 +150,7 @@ def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str)
 def test_a_clean_end_leaves_the_final_step_in_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo, every_steps=None)
     done = lab.train(PLAIN, settings)
+    assert done.log.count("the final step is being brought to storage") == 1
     assert newest(lab) == PLAIN.steps
     assert not lab.agent_answers()
     longer = replace(PLAIN, name="plain-longer", steps=PLAIN.steps + 4)
