@@ -235,8 +235,10 @@ class AgentClient:
             self.channel.send(Goodbye(finished), timeout=5.0)
             if finished:
                 self._wait_for_end(saving_seconds)
-        except AgentGoneError:
-            pass  # it is gone, which is all that a goodbye asks for
+        except AgentGoneError as error:
+            # That it is gone is all that a goodbye asks for, unless it had something to do before.
+            if finished and saving_seconds:
+                _log.warning("memckpt: whether the final step is in storage is not known: %s", error)
         finally:
             self.abandon()
 

@@ -7,8 +7,8 @@ import select
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.channel import Channel
-from memckpt.agent.messages import Leaving, Status, StatusRequest, StopRequest
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.agent.messages import Leaving, Saved, SaveFailed, SaveTo, Status, StatusRequest, StopRequest
+from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
 
 
 def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
@@ -29,6 +29,35 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
     if not isinstance(answer, Status):
         raise AgentError(f"expected a Status from the agent, found {type(answer).__name__}")
     return answer
+
+
+def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
+    """Have the agent write the newest step that it holds as a checkpoint to another place; training goes on beside it.
+
+    Args:
+        address: of the run's agent on the node with rank 0.
+        url: of an empty store; a directory's path must be absolute.
+        timeout: seconds; while training runs, the next step has to end first.
+
+    Raises:
+        AgentNotFoundError: there is no agent.
+        AgentGoneError: it has not answered within `timeout` seconds.
+        NothingHeldError: it could not be done; the message says why.
+    """
+    sock = address.connect()
+    if sock is None:
+        raise AgentNotFoundError(f"no agent serves {address.run_dir} on node {address.node}: nothing is held in memory")
+    channel = Channel(sock)
+    try:
+        channel.send(SaveTo(url), timeout=timeout)
+        answer, _ = channel.receive(timeout)
+    finally:
+        channel.close()
+    if isinstance(answer, Saved):
+        return answer
+    if isinstance(answer, SaveFailed):
+        raise NothingHeldError(f"memory could not be saved: {answer.reason}")
+    raise AgentError(f"expected Saved or SaveFailed from the agent, found {type(answer).__name__}")
 
 
 def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:

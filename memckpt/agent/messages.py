@@ -116,13 +116,17 @@ class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
-    """A rank's part of a record is whole. Only the first local rank sends `meta`."""
+    """A rank's part of a record is whole. Only the first local rank sends `meta`.
+
+    `stall_ms`: how long protection has kept the rank from training since its last commit.
+    """
 
     generation: int
     record: int
     step: int
     rank_state: bytes
     meta: bytes = b""
+    stall_ms: float = 0.0
 
 
 class Void(msgspec.Struct, frozen=True, tag="void"):
@@ -199,6 +203,12 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     abandoned: tuple[Part, ...] = ()
 
 
+class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
+    """From the command line: write the newest record as a checkpoint to another place. Answer: Saved or SaveFailed."""
+
+    url: str
+
+
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """A checkpoint is in storage, whole and verified."""
 
@@ -207,6 +217,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     nbytes: int
     seconds: float
     cpu_seconds: float
+    timeline: Timeline | None = None
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
@@ -214,6 +225,28 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
 
     step: int
     reason: str
+
+
+class Announce(msgspec.Struct, frozen=True, tag="announce"):
+    """To the writer process: note in the store that a checkpoint will be taken after `record`; other nodes look."""
+
+    url: str
+    timeline: Timeline
+    record: int
+
+
+class LookForAnnounced(msgspec.Struct, frozen=True, tag="look"):
+    """To the writer process: read what the first rank's node has announced for this timeline."""
+
+    url: str
+    timeline: Timeline
+
+
+class Announced(msgspec.Struct, frozen=True, tag="announced"):
+    """Answer to LookForAnnounced; None: nothing."""
+
+    timeline: Timeline
+    record: int | None
 
 
 class LogRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -343,6 +376,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
         step: the newest that this agent has made restorable; None before the first.
         batch_steps: records in one batch, where they are logged.
         logged: the newest record that has been taken for the log.
+        loses_at_most: steps that are lost if memory is lost, at most; None while that is not known.
         interval_seconds: the least time from one checkpoint to the next; None where steps decide.
         every_steps: the configured interval in steps.
         bytes_per_second: of the last write.
@@ -361,6 +395,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
     reason: str = ""
     batch_steps: int | None = None
     logged: int | None = None
+    loses_at_most: int | None = None
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
@@ -376,6 +411,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         records_held: records whose tensors are still in the log.
         seconds_since_commit: how long ago the newest record came; None before the first.
         uptime_seconds: how long the agent has been here.
+        stall_ms: how long protection keeps a rank from training at a step, a moving average; None before the first.
     """
 
     pid: int
@@ -394,6 +430,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     records_held: int = 0
     seconds_since_commit: float | None = None
     uptime_seconds: float = 0.0
+    stall_ms: float | None = None
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
@@ -418,8 +455,12 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     SnapshotTaken,
     ReplicaCopied,
     Save,
+    SaveTo,
     Saved,
     SaveFailed,
+    Announce,
+    LookForAnnounced,
+    Announced,
     OpenLog,
     Append,
     Appended,

@@ -157,6 +157,12 @@ class RecordLog:
         """Records in a batch; None while it is not known."""
         return batch_steps_for(self._generation.layout, self._asked_steps) if self._generation is not None else None
 
+    @property
+    def unwritten_at_most(self) -> int | None:
+        """Records that are not in storage yet, at most: a batch that is not full, and what waits for the process."""
+        steps = self.batch_steps
+        return steps + self._generation.layout.ring if steps is not None and self._generation is not None else None
+
     def flush(self) -> None:
         """Have everything written that has been collected, as soon as it can be."""
         self._flush = True

@@ -24,6 +24,7 @@ from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
     Alarm,
+    Announced,
     Appended,
     Begin,
     Commit,
@@ -46,6 +47,7 @@ from memckpt.agent.messages import (
     Resume,
     Saved,
     SaveFailed,
+    SaveTo,
     SnapshotTaken,
     Status,
     StatusRequest,
@@ -61,6 +63,8 @@ from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
+#: Of a new value in the moving average of stalls.
+_STALL_WEIGHT = 0.05
 
 
 class _Connection:
@@ -100,13 +104,19 @@ class Agent:
         self._leaving: str | None = None
         self._started = time.monotonic()
         self._committed_at: float | None = None
+        self._stall_ms: float | None = None
         self._lonely_since: float | None = self._started
         self._inbox: collections.deque[Message] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener: socket.socket | None = None
         self._socket_inode = 0
         self._saver = Saver(
-            address.node, self._tell_members_with, self._tell_members, self._open_writer, self._open_record_writer
+            address.node,
+            self._tell_members_with,
+            self._tell_members,
+            self._open_writer,
+            self._open_record_writer,
+            self._checkpoint_failed,
         )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
@@ -183,6 +193,20 @@ class Agent:
         if self._held is not None:
             self._saver.save_held(self._held, as_checkpoint)
 
+    def _save_to(self, connection: _Connection, url: str) -> None:
+        """Somebody wants what memory holds, in a place of their own."""
+        if self._held is None or not self._held.complete:
+            self._answer(connection, SaveFailed(0, "nothing is held in memory"))
+            return
+        self._saver.save_to(
+            url, lambda answer: self._answer(connection, answer), self._held, self._lonely_since is None
+        )
+
+    def _checkpoint_failed(self) -> None:
+        if self._saved_alone:
+            self._saved_alone = False
+            self._saver.retry_later()
+
     def _leave_when_saved(self, reason: str, as_checkpoint: bool = False) -> None:
         self._leaving_when_saved = reason
         self._save_held(as_checkpoint)
@@ -212,15 +236,15 @@ class Agent:
         if received is None:
             return
         message = received[0]
-        if isinstance(message, Appended):
-            self._saver.appended(message)
-        elif isinstance(message, Saved):
-            self._saver.saved(message)
-        elif isinstance(message, SaveFailed):
-            self._saver.failed(message)
-            if self._saved_alone:
-                self._saved_alone = False
-                self._saver.retry_later()
+        match message:
+            case Appended():
+                self._saver.appended(message)
+            case Saved() | SaveFailed():
+                self._saver.writer_done(message)
+            case Announced():
+                self._saver.announced(message)
+            case _:
+                ended(f"it sent an unexpected {type(message).__name__}")
 
     def _stop_listening(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
@@ -379,6 +403,9 @@ class Agent:
             case StatusRequest():
                 self._answer(connection, self._status())
                 return
+            case SaveTo():
+                self._save_to(connection, message.url)
+                return
             case StopRequest():
                 self._leaving = f"stopped by pid {connection.process.pid}"
                 return
@@ -407,6 +434,8 @@ class Agent:
                     generation.commit(member.rank, message)
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
+                before = message.stall_ms if self._stall_ms is None else self._stall_ms
+                self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
                 if generation is not None and generation is self._held:
                     self._saver.after_commit(generation, self._attempt)
             case SnapshotTaken():
@@ -611,6 +640,7 @@ class Agent:
             records_held=held.records_held if held is not None else 0,
             seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
             uptime_seconds=now - self._started,
+            stall_ms=self._stall_ms,
         )
 
 

@@ -76,8 +76,8 @@ def time_text(created: float) -> str:
     return f"{moment} ({seconds_text(time.time() - created)} ago)"
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str, nouns: str = "") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
 
 
 def plain_table(*columns: str, title: str | None = None) -> Table:

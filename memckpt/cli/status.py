@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count as numbers
@@ -33,12 +34,15 @@ from memckpt.cli.common import (
     seconds_text,
     time_text,
 )
-from memckpt.errors import AgentGoneError, AgentNotFoundError, MemckptError
-from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.errors import AgentGoneError, AgentNotFoundError, MemckptError, StorageError
+from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.chain import stored_points
+from memckpt.storage.store import LocalStore, Store, open_store
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
+#: How long storage may take to say what it has.
+_STORAGE_SECONDS = 10.0
 #: Only tests end a watch by themselves.
 Refreshes = Annotated[int | None, typer.Option(hidden=True, min=1)]
 
@@ -50,7 +54,9 @@ class Stored:
     Attributes:
         url: where.
         checkpoints: how many are whole.
-        step, created, nbytes: of the newest of them.
+        batches: of records, beside them.
+        step, created: of the newest state that can be produced.
+        nbytes: of the newest checkpoint.
         damaged: commit files that cannot be used.
         problem: why storage could not be looked at; empty if it could.
     """
@@ -62,6 +68,7 @@ class Stored:
     nbytes: int = 0
     damaged: int = 0
     problem: str = ""
+    batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,17 +141,38 @@ class Looker:
         self.storage_error = None
         try:
             store = open_store(url)
-            catalog = read_catalog(store)
+            catalog = _read_within(store, _STORAGE_SECONDS)
         except MemckptError as error:
             # Shown, not raised: memory has its own story, and a watch outlives a mount that is away for a minute.
             self.storage_error = error
             return Stored(url, problem=str(error))
-        whole = catalog.complete
-        stored = Stored(url, len(whole), damaged=len(catalog.damaged))
-        if whole:
-            stored = replace(stored, step=whole[0].step, created=whole[0].created, nbytes=whole[0].nbytes)
+        whole, newest = catalog.complete, next(iter(stored_points(catalog)), None)
+        stored = Stored(url, len(whole), damaged=len(catalog.damaged), batches=len(catalog.batches))
+        if newest is not None:
+            created = max([newest.checkpoint.created, *(batch.created for batch in newest.batches)])
+            stored = replace(stored, step=newest.step, created=created, nbytes=whole[0].nbytes)
         self._seen = None if isinstance(store, LocalStore) else (version, stored)
         return stored
+
+
+def _read_within(store: Store, seconds: float) -> Catalog:
+    """Read the catalog; a store that does not answer in time is left alone, in a thread that ends with the process."""
+    found: list[Catalog | BaseException] = []
+
+    def read() -> None:
+        try:
+            found.append(read_catalog(store))
+        except BaseException as error:  # raised again in the thread that waits
+            found.append(error)
+
+    reader = threading.Thread(target=read, name="memckpt-storage", daemon=True)
+    reader.start()
+    reader.join(seconds)
+    if not found:
+        raise StorageError(f"{store.url} has not answered within {seconds:.0f} s")
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 def status(
@@ -237,6 +265,8 @@ def _redo_text(agent: Status, lag: int | None) -> str:
     parts = [agent.mode]
     if agent.redo_seconds_per_record is not None:
         parts.append(f"{agent.redo_seconds_per_record * 1e3:.1f} ms a record")
+    if agent.stall_ms is not None:
+        parts.append(f"{agent.stall_ms:.1f} ms stall a step")
     if lag is not None:
         parts += [f"{count(lag, 'record')} behind", f"drift {agent.max_drift_ulp:g} ulp"]
     return ", ".join(parts)
@@ -253,11 +283,17 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
         lost = "" if behind is None else f", {count(behind, 'step')} behind memory"
         table.add_row("storage", f"[bold]step {stored.step}[/]{lost}")
         table.add_row("written", time_text(stored.created))
-        table.add_row("held", f"{count(stored.checkpoints, 'checkpoint')}, the newest {nbytes_text(stored.nbytes)}")
+        logged = f", {count(stored.batches, 'batch', 'batches')} of records" if stored.batches else ""
+        held = f"{count(stored.checkpoints, 'checkpoint')}, the newest {nbytes_text(stored.nbytes)}{logged}"
+        table.add_row("held", held)
     if stored.damaged:
         table.add_row("damaged", f"[red]{count(stored.damaged, 'commit file')}; see memckpt verify[/]")
     if tier is not None:
+        if tier.reason:
+            table.add_row("mode", escape(f"{tier.mode}: {tier.reason}"))
         table.add_row("interval", _interval_text(tier))
+        if tier.loses_at_most is not None:
+            table.add_row("at risk", f"at most {count(tier.loses_at_most, 'step')}, if this node is lost")
         if tier.bytes_per_second is not None:
             table.add_row("rate", f"{nbytes_text(tier.bytes_per_second)}/s")
         if tier.alarm:
@@ -272,6 +308,8 @@ def _interval_text(tier: StorageStatus) -> str:
         every = f"every {count(tier.every_steps, 'step')}"
     else:
         every = f"every {seconds_text(tier.interval_seconds or 0.0)} or more"
+    if tier.mode == "log" and tier.batch_steps is not None:
+        every = f"every step in batches of {tier.batch_steps}, a checkpoint {every}"
     return f"{every}; one is being written now" if tier.saving else every
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +14,11 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status, save_to
 from memckpt.cli.common import (
     AsJson,
+    Node,
     Run,
     Url,
     count,
@@ -35,21 +39,35 @@ from memckpt.errors import (
     StorageFullError,
     UsageError,
 )
-from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, remove, remove_damaged, still_there
+from memckpt.storage.catalog import (
+    Catalog,
+    Checkpoint,
+    read_catalog,
+    remove,
+    remove_batch,
+    remove_damaged,
+    still_there,
+    verify_files,
+)
 from memckpt.storage.catalog import verify as verify_checkpoint
+from memckpt.storage.chain import StoredPoint, stored_points
+from memckpt.storage.format import Batch
 from memckpt.storage.store import LocalStore, Store
 
 Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
 To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp. It must not exist.")]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
 Format = Annotated[str, typer.Option("--format", help="torch, lightning, safetensors (the model alone) or dcp.")]
+Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
 #: What a store of ours consists of.
-_OURS = {"base", "commit", "state"}
+_OURS = {"base", "commit", "log", "state"}
+#: How long an agent may take to save what it holds.
+_SAVE_SECONDS = 1800.0
 
 
 def _catalog_of(store: Store, run: Path) -> Catalog:
     catalog = read_catalog(store)
-    if catalog.checkpoints or catalog.damaged:
+    if catalog.checkpoints or catalog.damaged or catalog.batches:
         return catalog
     if isinstance(store, LocalStore):
         names = {path.name for path in store.root.iterdir()} if store.root.is_dir() else set()
@@ -81,17 +99,20 @@ def _name(one: Checkpoint) -> str:
 
 
 def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
-    """List the checkpoints that a run has in storage, newest first.
+    """List the checkpoints that a run has in storage, newest first, and the steps logged since.
 
     Exit status 4 if there are none, 5 if other files are there.
     """
     store = store_of(run, url)
     catalog = _catalog_of(store, run)
+    newest = next(iter(stored_points(catalog)), None)
     if as_json:
         print_json(
             {
                 "url": store.url,
+                "step": newest.step if newest is not None else None,
                 "checkpoints": [_in_json(one) for one in catalog.checkpoints],
+                "batches": [_batch_in_json(one) for one in catalog.batches],
                 "damaged": catalog.damaged,
             }
         )
@@ -104,23 +125,44 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
         parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
         table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
     out.print(table)
+    if catalog.batches:
+        size = nbytes_text(sum(file.nbytes for one in catalog.batches for file in one.files))
+        reach = f"; the newest that can be produced is step {newest.step}" if newest is not None else ""
+        logged = f"logged: {_steps_text(catalog.batches)} in {count(len(catalog.batches), 'batch', 'batches')} ({size})"
+        out.print(logged + reach, markup=False)
     for problem in catalog.damaged.values():
         err.print(f"damaged: {problem}", style="red", markup=False)
+
+
+def _batch_in_json(one: Batch) -> dict[str, Any]:
+    return {
+        "steps": [one.steps[0], one.steps[-1]],
+        "records": [one.first, one.last],
+        "timeline": one.timeline.number,
+        "bytes": sum(file.nbytes for file in one.files),
+        "created": one.created,
+        "node": one.node,
+    }
+
+
+def _steps_text(batches: Sequence[Batch]) -> str:
+    steps = [step for one in batches for step in one.steps]
+    return f"steps {min(steps)} to {max(steps)}"
 
 
 # Verify
 
 
 @contextlib.contextmanager
-def _reading(checkpoints: Sequence[Checkpoint]) -> Iterator[Callable[[Checkpoint], Callable[[int], None]]]:
-    """A bar for what is read, on a terminal; entered once, called for each checkpoint."""
+def _reading(nbytes: int) -> Iterator[Callable[[str], Callable[[int], None]]]:
+    """A bar for what is read, on a terminal; entered once, called with the name of what is read next."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("", total=sum(one.nbytes for one in checkpoints))
+        task = bar.add_task("", total=nbytes)
 
-        def begin(one: Checkpoint) -> Callable[[int], None]:
-            bar.update(task, description=f"step {one.step}")
-            return lambda nbytes: bar.advance(task, nbytes)
+        def begin(name: str) -> Callable[[int], None]:
+            bar.update(task, description=name)
+            return lambda amount: bar.advance(task, amount)
 
         yield begin
 
@@ -145,9 +187,11 @@ def verify(run: Run, url: Url = None, repair: Repair = False, as_json: AsJson = 
     may_come = _may_come(catalog)
     damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
     good, unfinished, bad = [], [], []
-    with _reading(catalog.checkpoints) as reading:
+    total = sum(one.nbytes for one in catalog.checkpoints) + sum(one.nbytes for one in catalog.batches)
+    bad_batches: list[Batch] = []
+    with _reading(total) as reading:
         for one in catalog.checkpoints:
-            wrong = verify_checkpoint(store, one, reading(one))
+            wrong = verify_checkpoint(store, one, reading(f"step {one.step}"))
             if not wrong:
                 good.append(one)
             elif not still_there(store, one):
@@ -157,22 +201,35 @@ def verify(run: Run, url: Url = None, repair: Repair = False, as_json: AsJson = 
             else:
                 bad.append(one)
                 damaged[_name(one)] = wrong
+        for batch in catalog.batches:
+            wrong = verify_files(store, batch.files, reading(_steps_text([batch])))
+            if wrong and batch.commit_path in store.find(batch.commit_path.rpartition("/")[0]):
+                bad_batches.append(batch)
+                damaged[f"{_steps_text([batch])}, attempt {batch.timeline.number}, node {batch.node}"] = wrong
     if repair:
+        for batch in bad_batches:
+            remove_batch(store, batch)
         for one in bad:
             remove(store, one)
         for path in catalog.damaged:
             remove_damaged(store, path)
     if as_json:
         steps, waiting = [one.step for one in good], [one.step for one in unfinished]
-        print_json({"good": len(good), "steps": steps, "unfinished": waiting, "damaged": damaged, "repaired": repair})
+        logs = {"batches": len(catalog.batches) - len(bad_batches)}
+        found = {"good": len(good), "steps": steps, "unfinished": waiting, **logs}
+        print_json({**found, "damaged": damaged, "repaired": repair})
     else:
-        _show_verified(store, good, unfinished, damaged, repair)
+        _show_verified(good, [one for one in catalog.batches if one not in bad_batches], unfinished, damaged, repair)
     if damaged and not repair:
         raise typer.Exit(DamagedStateError.exit_code)
 
 
 def _show_verified(
-    store: Store, good: list[Checkpoint], unfinished: list[Checkpoint], damaged: dict[str, list[str]], repaired: bool
+    good: list[Checkpoint],
+    batches: list[Batch],
+    unfinished: list[Checkpoint],
+    damaged: dict[str, list[str]],
+    repaired: bool,
 ) -> None:
     for name, wrong in damaged.items():
         err.print(f"{name}: {'; '.join(wrong)}", style="red", markup=False)
@@ -181,6 +238,10 @@ def _show_verified(
     size = nbytes_text(sum(one.nbytes for one in good))
     newest = f", the newest is step {good[0].step}" if good else ""
     out.print(f"{count(len(good), 'good checkpoint')} ({size}){newest}", markup=False)
+    if batches:
+        size = nbytes_text(sum(one.nbytes for one in batches))
+        found = count(len(batches), "good batch", "good batches")
+        out.print(f"{found} of {_steps_text(batches)} ({size})", markup=False)
     if damaged:
         said = "damaged and removed" if repaired else "damaged; training passes over it, --repair removes it"
         out.print(f"{len(damaged)} {said}", style="red", markup=False)
@@ -190,11 +251,18 @@ def _show_verified(
 
 
 def export(
-    run: Run, to: To, step: Step = None, form: Format = "torch", url: Url = None, as_json: AsJson = False
+    run: Run,
+    to: To,
+    step: Step = None,
+    form: Format = "torch",
+    source: Source = "storage",
+    node: Node = None,
+    url: Url = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint from storage in a format that other tools read.
+    """Write a step in a format that other tools read: from storage, or from the memory of a run that is training.
 
-    Exit status 4 if the step is not there, 8 if it is damaged, 6 if there is no room for it.
+    Exit status 4 if the step is not there, 8 if it is damaged, 6 if there is no room for it, 11 if no agent answers.
     """
     from memckpt.storage.export import formats
 
@@ -203,14 +271,17 @@ def export(
     known = formats()
     if form not in known:
         raise ConfigurationError(f"--format: expected one of {', '.join(sorted(known))}, found {form!r}")
-    store = store_of(run, url)
-    found = _chosen(_catalog_of(store, run), step)
-    _check_room(to, found.nbytes)
-    with _reading([found]) as reading:
-        problems = verify_checkpoint(store, found, reading(found))
-    if problems:
-        raise DamagedStateError(f"step {found.step} is damaged: {'; '.join(problems)}")
-    _write(store, found, to, form)
+    if source not in ("storage", "memory"):
+        raise ConfigurationError(f"--from: expected storage or memory, found {source!r}")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as room:
+        beside = LocalStore(Path(room).resolve())
+        store: Store = beside
+        if source == "memory":
+            found = _from_memory(AgentAddress.of(run, node), beside, step)
+        else:
+            store, found = _from_storage(store_of(run, url), run, step, beside, to)
+        _write(store, found, to, form)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
     if as_json:
         print_json({"step": found.step, "to": str(to), "format": form, "bytes": nbytes})
@@ -218,11 +289,40 @@ def export(
         out.print(f"step {found.step} is in {to} ({form}, {nbytes_text(nbytes)})", markup=False, soft_wrap=True)
 
 
-def _chosen(catalog: Catalog, step: int | None) -> Checkpoint:
-    for one in catalog.complete:
-        if step is None or one.step == step:
-            return one
-    steps = sorted({one.step for one in catalog.complete})
+def _from_memory(address: AgentAddress, beside: LocalStore, step: int | None) -> Checkpoint:
+    """The newest step that the agent holds; it writes a checkpoint of it, and training goes on."""
+    if step is not None:
+        raise UsageError("--step: memory gives its newest step; leave it out, or use --from storage")
+    held = ask_status(address)
+    if held is not None:
+        _check_room(beside.root, held.held_bytes)
+    with err.status("the agent saves its newest step"):
+        save_to(address, str(beside.root), _SAVE_SECONDS)
+    return read_catalog(beside).checkpoints[0]
+
+
+def _from_storage(store: Store, run: Path, step: int | None, beside: LocalStore, to: Path) -> tuple[Store, Checkpoint]:
+    """A step that storage can produce, verified; one that has to be redone is written beside first."""
+    point = _chosen(_catalog_of(store, run), step)
+    nbytes = sum(file.nbytes for file in point.files)
+    _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
+    with _reading(nbytes) as reading:
+        problems = verify_files(store, point.files, reading(f"step {point.step}"))
+    if problems:
+        raise DamagedStateError(f"step {point.step} is damaged: {'; '.join(problems)}")
+    if not point.batches:
+        return store, point.checkpoint
+    from memckpt.recovery.materialize import as_checkpoint
+
+    return beside, as_checkpoint(store, point, beside)
+
+
+def _chosen(catalog: Catalog, step: int | None) -> StoredPoint:
+    points = stored_points(catalog, also=step)
+    for point in points:
+        if step is None or point.step == step:
+            return point
+    steps = sorted({point.step for point in points})
     wanted = "a whole checkpoint" if step is None else f"step {step}"
     raise NothingHeldError(f"expected {wanted}, found steps {steps}")
 

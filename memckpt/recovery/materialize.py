@@ -57,7 +57,7 @@ class HostState:
         return rebuild_from_spec(self._spec.optimizers[index], groups)
 
     def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
-        """Parameters, static tensors and optimizer state by the names they have in a store, and what belongs to them."""
+        """All but by-value tensors, by the names they have in a store, and what belongs to them."""
         spec = self._spec
         tensors = {model_name(one.name): self.tensors[one.name].data for one in spec.static}
         missing: list[tuple[int, int, str]] = []

@@ -182,9 +182,13 @@ class Resumption:
         self._resumable = None
         self._restore_groups()
         writer = self._staging.open(regions)
-        self._restore_held(plan.record, regions, writer)
-        self._live.restore_state_order(self._state["state_order"])
-        self._agree_on_replicas(writer)
+        try:
+            self._restore_held(plan.record, regions, writer)
+            self._live.restore_state_order(self._state["state_order"])
+            self._agree_on_replicas(writer)
+        except BaseException:
+            writer.close()
+            raise
         self._staging.adopt(writer)
         self._restore_reduction(tap)
         go_on(writer, plan.record)

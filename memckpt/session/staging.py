@@ -44,6 +44,7 @@ class Staging:
         self._changes = changes
         self._rank = rank
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
+        self._stalled_before = clock.total
         self.writer: SlotWriter | None = None
 
     def open(self, regions: PreparedRegions) -> SlotWriter:
@@ -111,6 +112,7 @@ class Staging:
         missing, plain = self._anchored
         copied = self._copier.token()
         sub_steps = self._recorder.take_sub_steps()
+        stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
 
         def finish() -> Commit:
             copied()
@@ -118,7 +120,7 @@ class Staging:
             if writer.leads:
                 meta = encode_meta(RecordMeta(point.record, point.record - 1, False, sub_steps(), missing, plain))
             writer.ring.seal(point.record, self._rank)
-            return Commit(writer.generation, point.record, point.step, point.rank_state, meta)
+            return Commit(writer.generation, point.record, point.step, point.rank_state, meta, stalled * 1e3)
 
         return finish
 

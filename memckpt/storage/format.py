@@ -102,6 +102,10 @@ class Batch(msgspec.Struct, frozen=True):
         return f"{_directory_of(self.timeline)}/{self.first:012d}-{self.last:012d}"
 
     @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
     def log_path(self) -> str:
         return f"{LOGS}/{self.place}/{self.node}{_LOG}"
 

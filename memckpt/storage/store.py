@@ -29,6 +29,11 @@ _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
 #: What a file is called while it is written; such files are leftovers once nobody writes.
 _PARTIAL = ".partial-"
+#: Else a server that says nothing is waited for by each library in its own way, for minutes.
+_TIME_LIMITS: dict[str, dict[str, Any]] = {
+    scheme: {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"total_max_attempts": 3}}}
+    for scheme in ("s3", "s3a")
+}
 #: Where an upload shows under its name when it is complete, and not before. Elsewhere a finished file is renamed.
 _SHOW_WHOLE_UPLOADS = {"abfs", "abfss", "az", "gcs", "gs", "oss", "s3", "s3a"}
 
@@ -239,11 +244,13 @@ class ObjectStore(Store):
         import fsspec
 
         self.url = url.rstrip("/")
-        self._shows_whole = urlsplit(self.url).scheme in _SHOW_WHOLE_UPLOADS
+        scheme = urlsplit(self.url).scheme
+        self._shows_whole = scheme in _SHOW_WHOLE_UPLOADS
+        limits = {} if "config_kwargs" in fsspec.config.conf.get(scheme, {}) else _TIME_LIMITS.get(scheme, {})
         try:
             self._fs: Any
             # What another process has written must be seen: nothing that was listed is remembered.
-            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False)
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **limits)
         except (ImportError, ValueError) as error:
             raise ConfigurationError(
                 f"storage.url: expected a directory or a URL that fsspec can open, found {url!r} ({error}); "

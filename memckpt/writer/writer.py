@@ -7,16 +7,18 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import torch
 
 from memckpt.agent.channel import Channel
-from memckpt.agent.messages import Save, Saved, SaveFailed
+from memckpt.agent.messages import Announce, Announced, LookForAnnounced, Save, Saved, SaveFailed
 from memckpt.errors import AgentError, MemckptError, StorageError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.materialize import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
+from memckpt.state.records import Timeline
 from memckpt.storage.base import by_value_tensors, state_tensors, write_base
 from memckpt.storage.catalog import (
     Checkpoint,
@@ -32,12 +34,20 @@ from memckpt.storage.format import NodeState, Part
 from memckpt.storage.store import Store, open_store
 
 _log = logging.getLogger("memckpt.writer")
+#: After which record the first rank's node will take a checkpoint.
+_ANNOUNCED = "announced.json"
 
 
 def serve(channel: Channel) -> None:
     """Do one job after the other, until the agent is gone."""
     while True:
         job, fds = channel.receive(None)
+        if isinstance(job, Announce):
+            _announce(job)
+            continue
+        if isinstance(job, LookForAnnounced):
+            channel.send(Announced(job.timeline, _announced(job)))
+            continue
         if not isinstance(job, Save):
             raise AgentError(f"expected a Save from the agent, found {type(job).__name__}")
         regions = [Region.open(fd) for fd in fds]
@@ -77,7 +87,27 @@ def save(job: Save, regions: list[Region]) -> Saved:
     tensors.clear()
     _let_go(store, part, job)
     nbytes = sum(file.nbytes for file in part.files)
-    return Saved(part.step, part.record, nbytes, time.perf_counter() - started, time.process_time() - cpu)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline)
+
+
+def _announce(job: Announce) -> None:
+    with _only_logged("the checkpoint after record %d is not announced to other nodes", job.record):
+        open_store(job.url).write(_ANNOUNCED, msgspec.json.encode((job.timeline, job.record)))
+
+
+def _announced(job: LookForAnnounced) -> int | None:
+    """The record that the first rank's node has announced for this timeline, if any."""
+    try:
+        timeline, record = msgspec.json.decode(open_store(job.url).read(_ANNOUNCED), type=tuple[Timeline, int])
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            _log.warning("whether a checkpoint is announced is not known: %s", error)
+        return None
+    except msgspec.MsgspecError as error:
+        _log.warning("expected an announced checkpoint in %s, found something else: %s", _ANNOUNCED, error)
+        return None
+    return record if timeline == job.timeline else None
 
 
 def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tuple[dict[str, torch.Tensor], NodeState]:

@@ -1,0 +1,165 @@
+"""Checkpoints on their way to the writer process, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memckpt.agent.messages import Announce, LookForAnnounced, Save, Saved, SaveFailed
+from memckpt.errors import AgentError
+from memckpt.memory.region import Region
+from memckpt.state.records import Timeline
+from memckpt.storage.format import Part
+
+if TYPE_CHECKING:
+    from memckpt.agent.writer_process import WriterProcess
+
+Done = Callable[["Saved | SaveFailed"], None]
+_log = logging.getLogger("memckpt.agent")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint.
+
+    Attributes:
+        save: what the writer process is told.
+        regions: what comes along.
+        own: the region among them that is only there for this job, and is closed with it; None: it reads what is held.
+        limit: how long it may take, in seconds; asked when it begins.
+        done: called once, with what has become of it; not for one that is given up because its memory is needed.
+    """
+
+    save: Save
+    regions: list[Region]
+    own: Region | None
+    limit: Callable[[], float]
+    done: Done
+
+
+class WriterJobs:
+    """Owns the writer process, which it starts when there is something to do.
+
+    Args:
+        open_writer: starts it.
+    """
+
+    def __init__(self, open_writer: Callable[[], WriterProcess]) -> None:
+        self._open_writer = open_writer
+        self._writer: WriterProcess | None = None
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._deadline = 0.0
+        #: What killed writers may have left half-written, and where.
+        self._abandoned: list[tuple[str, Part]] = []
+
+    @property
+    def busy(self) -> bool:
+        return self._current is not None or bool(self._waiting)
+
+    @property
+    def reads_held(self) -> bool:
+        """Whether what is being written is read from held memory, or will be."""
+        return any(job.own is None for job in [*self._waiting, *filter(None, [self._current])])
+
+    @property
+    def deadline(self) -> float | None:
+        """Until when the current job may take (monotonic clock); None while there is none."""
+        return self._deadline if self._current is not None else None
+
+    def submit(self, job: Job) -> None:
+        """Have a checkpoint written once the writer is done with what it has."""
+        self._waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and self._current is None:
+            job = self._current = self._waiting.popleft()
+            self._deadline = time.monotonic() + job.limit()
+            abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
+            try:
+                if self._writer is None:
+                    self._writer = self._open_writer()
+                self._writer.send(
+                    msgspec.structs.replace(job.save, abandoned=abandoned), [region.fd for region in job.regions]
+                )
+            except (AgentError, OSError) as error:
+                self.ended(f"the writer process cannot be used: {error}")
+
+    # What several nodes agree on
+
+    def announce(self, url: str, timeline: Timeline, record: int) -> None:
+        """Let the agents of other nodes know after which record a checkpoint will be taken."""
+        self._say(Announce(url, timeline, record))
+
+    def look(self, url: str, timeline: Timeline) -> None:
+        """Look for what the first rank's agent has announced; Announced comes back."""
+        if self._current is None:
+            self._say(LookForAnnounced(url, timeline))
+
+    def _say(self, message: Announce | LookForAnnounced) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            self._writer.send(message, [])
+        except (AgentError, OSError) as error:
+            self.ended(f"the writer process cannot be used: {error}")
+
+    # How a job ends
+
+    def finished(self, message: Saved | SaveFailed) -> None:
+        """The writer process is done with a job."""
+        job = self._current
+        if job is None:
+            return
+        if isinstance(message, Saved):
+            self._abandoned = [one for one in self._abandoned if one[0] != job.save.url]
+        self._close_current()
+        job.done(message)
+        self._begin()
+
+    def ended(self, reason: str) -> None:
+        """The writer process is gone, or has to go: what it was to do fails."""
+        self._end_writer()
+        failed = [job for job in [self._current, *self._waiting] if job is not None]
+        if self._current is not None:
+            self._abandoned.append((self._current.save.url, self._current.save.part))
+        self._close_current()
+        self._waiting.clear()
+        for job in failed:
+            job.done(SaveFailed(job.save.part.step, reason))
+
+    def give_up_held(self) -> None:
+        """Write nothing more from held memory: it is about to change. What was not committed does not count."""
+        self._waiting = deque(job for job in self._waiting if job.own is not None)
+        if self._current is not None and self._current.own is None:
+            _log.info("the checkpoint of step %d is not needed any more", self._current.save.part.step)
+            self._abandoned.append((self._current.save.url, self._current.save.part))
+            self._close_current()
+            self._end_writer()
+        self._begin()
+
+    def _close_current(self) -> None:
+        job, self._current = self._current, None
+        if job is not None and job.own is not None:
+            job.own.close()
+
+    def _end_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        for job in self._waiting:
+            if job.own is not None:
+                job.own.close()
+        self._waiting.clear()
+        self._close_current()
+        self._end_writer()
