@@ -273,14 +273,11 @@ def export(
         raise ConfigurationError(f"--format: expected one of {', '.join(sorted(known))}, found {form!r}")
     if source not in ("storage", "memory"):
         raise ConfigurationError(f"--from: expected storage or memory, found {source!r}")
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent) as room:
-        beside = LocalStore(Path(room).resolve())
-        store: Store = beside
+    with contextlib.ExitStack() as stack:
         if source == "memory":
-            found = _from_memory(AgentAddress.of(run, node), beside, step)
+            store, found = _from_memory(AgentAddress.of(run, node), step, to, stack)
         else:
-            store, found = _from_storage(store_of(run, url), run, step, beside, to)
+            store, found = _from_storage(store_of(run, url), run, step, to, stack)
         _write(store, found, to, form)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
     if as_json:
@@ -289,19 +286,31 @@ def export(
         out.print(f"step {found.step} is in {to} ({form}, {nbytes_text(nbytes)})", markup=False, soft_wrap=True)
 
 
-def _from_memory(address: AgentAddress, beside: LocalStore, step: int | None) -> Checkpoint:
+def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
+    """A store for what is only needed on the way."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    room = stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent))
+    return LocalStore(Path(room).resolve())
+
+
+def _from_memory(
+    address: AgentAddress, step: int | None, to: Path, stack: contextlib.ExitStack
+) -> tuple[Store, Checkpoint]:
     """The newest step that the agent holds; it writes a checkpoint of it, and training goes on."""
     if step is not None:
         raise UsageError("--step: memory gives its newest step; leave it out, or use --from storage")
     held = ask_status(address)
     if held is not None:
-        _check_room(beside.root, held.held_bytes)
+        _check_room(to, held.held_bytes)
+    beside = _beside(to, stack)
     with err.status("the agent saves its newest step"):
         save_to(address, str(beside.root), _SAVE_SECONDS)
-    return read_catalog(beside).checkpoints[0]
+    return beside, read_catalog(beside).checkpoints[0]
 
 
-def _from_storage(store: Store, run: Path, step: int | None, beside: LocalStore, to: Path) -> tuple[Store, Checkpoint]:
+def _from_storage(
+    store: Store, run: Path, step: int | None, to: Path, stack: contextlib.ExitStack
+) -> tuple[Store, Checkpoint]:
     """A step that storage can produce, verified; one that has to be redone is written beside first."""
     point = _chosen(_catalog_of(store, run), step)
     nbytes = sum(file.nbytes for file in point.files)
@@ -314,6 +323,7 @@ def _from_storage(store: Store, run: Path, step: int | None, beside: LocalStore,
         return store, point.checkpoint
     from memckpt.recovery.materialize import as_checkpoint
 
+    beside = _beside(to, stack)
     return beside, as_checkpoint(store, point, beside)
 
 

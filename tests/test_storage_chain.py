@@ -1,0 +1,250 @@
+"""Which states a store can produce from checkpoints and batches; the files of batches; when records are logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from memckpt.agent.storage_mode import Measured, Pace, choose_mode
+from memckpt.errors import DamagedStateError
+from memckpt.state.records import Timeline
+from memckpt.storage.batch import FileTensor, RecordReader, write_batch
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, superseded
+from memckpt.storage.chain import stored_points, unneeded_batches
+from memckpt.storage.format import FORMAT_VERSION, Batch, Part, decode_commit, encode_commit, place_of
+from memckpt.storage.store import LocalStore
+
+T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
+
+
+def checkpoint(timeline: Timeline, record: int, content: str = "same", **nodes: tuple[int, ...]) -> Checkpoint:
+    """One whose parts are of these nodes, with these ranks; of one node with one rank if none are given."""
+    nodes = nodes or {"n": (0,)}
+    size = sum(len(ranks) for ranks in nodes.values())
+    parts = {
+        node: Part(FORMAT_VERSION, timeline, record, record * 10, size, ranks, node, 0 in ranks, 0.0, (), content)
+        for node, ranks in nodes.items()
+    }
+    return Checkpoint(timeline, record, parts)
+
+
+def batch(
+    timeline: Timeline,
+    first: int,
+    last: int,
+    follows: Timeline | None = None,
+    content: str = "same",
+    node: str = "n",
+    ranks: tuple[int, ...] = (0,),
+    world_size: int = 1,
+) -> Batch:
+    steps = tuple(record * 10 for record in range(first, last + 1))
+    return Batch(
+        FORMAT_VERSION,
+        timeline,
+        first,
+        last,
+        steps,
+        follows or timeline,
+        world_size,
+        ranks,
+        node,
+        0 in ranks,
+        0.0,
+        content,
+    )
+
+
+def catalog(*found: Checkpoint | Batch) -> Catalog:
+    checkpoints = sorted((one for one in found if isinstance(one, Checkpoint)), key=lambda one: one.key, reverse=True)
+    batches = sorted((one for one in found if isinstance(one, Batch)), key=lambda one: (one.timeline, one.first))
+    return Catalog(tuple(checkpoints), {}, (), tuple(batches))
+
+
+def reached(found: Catalog, also: int | None = None) -> list[tuple[int, int, int]]:
+    """(attempt, record, record of the checkpoint) of every state that can be produced."""
+    return [(one.timeline.number, one.record, one.checkpoint.record) for one in stored_points(found, also)]
+
+
+def test_a_chain_goes_on_as_far_as_no_record_is_missing() -> None:
+    found = catalog(checkpoint(T1, 4), batch(T1, 3, 5), batch(T1, 6, 8), batch(T1, 10, 12))
+    assert reached(found) == [(1, 8, 4), (1, 5, 4), (1, 4, 4)]
+    assert [one.step for one in stored_points(found)] == [80, 50, 40]
+    newest = stored_points(found)[0]
+    assert [(one.first, one.last) for one in newest.batches] == [(3, 5), (6, 8)]
+
+
+def test_a_step_inside_a_batch_is_found_when_it_is_asked_for() -> None:
+    found = catalog(checkpoint(T1, 4), batch(T1, 5, 9))
+    assert (1, 7, 4) not in reached(found)
+    assert (1, 7, 4) in reached(found, also=70)
+
+
+def test_a_checkpoint_beyond_a_hole_begins_a_chain_of_its_own_and_the_shorter_way_comes_first() -> None:
+    found = catalog(checkpoint(T1, 2), checkpoint(T1, 6), batch(T1, 3, 7), batch(T1, 8, 9))
+    assert reached(found) == [(1, 9, 6), (1, 9, 2), (1, 7, 6), (1, 7, 2), (1, 6, 6), (1, 2, 2)]
+
+
+def test_a_chain_follows_attempts_that_branch_off_in_the_middle_of_a_batch() -> None:
+    found = catalog(
+        checkpoint(T1, 2),
+        batch(T1, 3, 8),
+        batch(T2, 6, 7, follows=T1),
+        batch(T2, 8, 9),
+        batch(T3, 10, 10, follows=T2),
+    )
+    assert reached(found)[0] == (3, 10, 2)
+    point = stored_points(found)[0]
+    assert [(one.timeline.number, one.first, one.last) for one in point.batches] == [
+        (1, 3, 8),
+        (2, 6, 7),
+        (2, 8, 9),
+        (3, 10, 10),
+    ]
+    assert (1, 8, 2) in reached(found)
+
+
+def test_a_batch_that_follows_what_is_not_there_is_of_no_use() -> None:
+    found = catalog(checkpoint(T1, 2), batch(T1, 3, 4), batch(T2, 6, 7, follows=T1))
+    assert reached(found) == [(1, 4, 2), (1, 2, 2)]
+
+
+def test_records_of_another_content_or_another_number_of_ranks_are_not_redone() -> None:
+    other = batch(T1, 5, 6, content="other")
+    more = batch(T1, 5, 6, world_size=2)
+    assert reached(catalog(checkpoint(T1, 4), other)) == [(1, 4, 4)]
+    assert reached(catalog(checkpoint(T1, 4), more)) == [(1, 4, 4)]
+
+
+def test_with_several_nodes_a_record_is_there_when_all_ranks_parts_are() -> None:
+    found = catalog(
+        checkpoint(T1, 4, a=(0,), b=(1,)),
+        batch(T1, 5, 9, node="a", ranks=(0,), world_size=2),
+        batch(T1, 3, 6, node="b", ranks=(1,), world_size=2),
+        batch(T1, 7, 7, node="b", ranks=(1,), world_size=2),
+    )
+    assert reached(found) == [(1, 7, 4), (1, 6, 4), (1, 4, 4)]
+    newest = stored_points(found)[0]
+    last = newest.last_batch_of(1)
+    assert last is not None
+    assert (last.node, last.first) == ("b", 7)
+    # Ranks may have moved: what counts is whose states are there.
+    moved = catalog(
+        checkpoint(T1, 4, a=(0,), b=(1,)), batch(T2, 5, 6, follows=T1, node="c", ranks=(0, 1), world_size=2)
+    )
+    assert reached(moved)[0] == (2, 6, 4)
+
+
+def test_gradients_must_be_there() -> None:
+    found = catalog(checkpoint(T1, 4, a=(0,), b=(1,)), batch(T1, 5, 6, node="b", ranks=(1,), world_size=2))
+    assert reached(found) == [(1, 4, 4)]
+
+
+def test_retention_keeps_the_batches_that_kept_checkpoints_need() -> None:
+    found = catalog(
+        checkpoint(T1, 2), checkpoint(T1, 6), checkpoint(T1, 9),
+        batch(T1, 1, 3), batch(T1, 4, 5), batch(T1, 6, 7), batch(T1, 8, 10), batch(T1, 11, 12),
+    )  # fmt: skip
+    assert [one.record for one in superseded(found.checkpoints, 2, None)] == [2]
+    gone = unneeded_batches(found, found.complete[:2])
+    assert [(one.first, one.last) for one in gone] == [(1, 3), (4, 5)]
+
+
+def test_what_is_newer_than_every_checkpoint_stays_though_nothing_can_use_it_yet() -> None:
+    found = catalog(checkpoint(T1, 4), batch(T1, 6, 8), batch(T2, 2, 3))
+    assert unneeded_batches(found, found.complete) == []
+
+
+def test_a_batch_is_a_safetensors_file_that_stock_tools_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    values = {
+        "5/gradients/0/0/weight": torch.randn(3, 5),
+        "5/gradients/0/0/half": torch.randn(7).to(torch.bfloat16),
+        "5/by_value/0/count": torch.tensor(3),
+        "5/by_value/0/mask": torch.tensor([True, False, True]),
+        "5/by_value/0/empty": torch.empty(0, 4),
+        "5/meta": torch.tensor(list(b"meta"), dtype=torch.uint8),
+    }
+    tensors = [
+        FileTensor(
+            name,
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            memoryview(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()),
+        )
+        for name, value in values.items()
+    ]
+    written = write_batch(store, batch(T1, 5, 5), tensors)
+    with safe_open(tmp_path / written.log_path, "pt") as file:
+        assert set(file.keys()) == set(values)
+        for name, value in values.items():
+            assert torch.equal(file.get_tensor(name), value)
+            assert file.get_tensor(name).dtype == value.dtype
+    reader = RecordReader(store)
+    assert reader.data(written, "5/meta") == b"meta"
+    with pytest.raises(DamagedStateError, match="expected the tensor 5/none, found none"):
+        reader.tensor(written, "5/none")
+    assert read_catalog(store).batches == (written,)
+    (tmp_path / written.log_path).write_bytes(b"\\x80\\x04no safetensors file")
+    with pytest.raises(DamagedStateError, match="expected a safetensors file"):
+        RecordReader(store).tensor(written, "5/meta")
+
+
+def test_a_batch_s_commit_file_is_not_taken_for_a_checkpoint_s() -> None:
+    one = batch(T1, 5, 8)
+    assert decode_commit(encode_commit(one), one.commit_path) == one
+    place = place_of(one.commit_path)
+    assert place is not None
+    assert (place.first, place.record, place.node) == (5, 8, "n")
+    part = checkpoint(T1, 8).parts["n"]
+    other = place_of(part.commit_path)
+    assert other is not None
+    assert other != place
+    with pytest.raises(DamagedStateError):
+        decode_commit(encode_commit(part), one.commit_path)
+    moved = msgspec.structs.replace(one, first=6)
+    with pytest.raises(DamagedStateError, match="belongs at"):
+        decode_commit(encode_commit(moved), one.commit_path)
+
+
+GOOD = Measured(1 << 20, 100 << 20, 0.5, 200e6, 60)
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "why"),
+    [
+        ({}, "log", "1.0% of what this storage takes"),
+        ({"step_seconds": 0.01}, "replica", "at 10 ms a step would take 52% of the"),
+        ({"interval_steps": 200}, "replica", "more than a checkpoint"),
+        ({"bytes_per_second": None}, "replica", "nothing is measured"),
+        ({"step_seconds": None}, "replica", "nothing is measured"),
+    ],
+)
+def test_records_are_logged_where_they_are_small(change: dict[str, float], mode: str, why: str) -> None:
+    measured = Measured(**{**vars(GOOD), **change})
+    found, reason = choose_mode("auto", "", measured)
+    assert (found, why in reason) == (mode, True), reason
+
+
+def test_what_is_asked_for_is_done_where_it_can_be() -> None:
+    assert choose_mode("replica", "", GOOD)[0] == "replica"
+    slow = Measured(1 << 30, 1 << 30, 0.01, 1e6, 1e6)
+    assert choose_mode("log", "", slow)[0] == "log"
+    mode, reason = choose_mode("log", "w is complex128", slow)
+    assert mode == "replica"
+    assert "w is complex128" in reason
+
+
+def test_pace_is_known_after_enough_records() -> None:
+    pace = Pace()
+    for record in range(1, 9):
+        pace.note(record, record * 2.0)
+    assert pace.seconds is None
+    pace.note(9, 18.0)
+    assert pace.seconds == 2.0
+    pace.restart()
+    assert pace.seconds is None
