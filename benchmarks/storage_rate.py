@@ -18,10 +18,11 @@ from benchmarks.command import Options, run
 from benchmarks.report import Report
 from benchmarks.workloads import Trainee, scratch_directory
 from memckpt import MemckptConfig, Session, StorageConfig
-from memckpt.recovery.from_storage import StoredCheckpoint
+from memckpt.recovery.from_storage import StoredState
 from memckpt.storage import dcp as ours
 from memckpt.storage.base import model_name, state_name
-from memckpt.storage.catalog import read_catalog, verify
+from memckpt.storage.catalog import read_catalog, verify_files
+from memckpt.storage.chain import stored_points
 from memckpt.storage.store import LocalStore, Store
 
 TITLE = "The storage tier: writing, resuming, and what a checkpoint takes of the training thread"
@@ -29,8 +30,10 @@ METHOD = """\
 The state of a GPT with fused AdamW, 12 bytes a parameter. *write*: a base as the writer process makes it, checksums
 and syncs included, beside one large sequential write of as many bytes with an fsync, in turn, and beside `torch.save`
 and `dcp.save` with an fsync. *resume*: verifying every checksum and reading into live tensors, from the page cache,
-beside `torch.load` and `dcp.load`. *stall*: what each checkpoint took of the training thread, lazy redo, one every N
-steps; where the writer is not done when the next one is due, that one is left out. Medians."""
+beside `torch.load` and `dcp.load`. *training beside storage*: lazy redo, a checkpoint every N steps, and in mode log
+every record, too; where the writer is not done when a checkpoint is due, that one is left out. What is written is what
+the writing processes hand to the kernel; beside it, what full checkpoints every N steps would come to. Medians, and for
+training the mean of all steps beside that of a run without storage right before."""
 
 
 def tensors_of(trainee: Trainee) -> dict[str, torch.Tensor]:
@@ -123,16 +126,16 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
                 session.commit()
             until_stored(session, 4)
         store = LocalStore(directory / "storage")
-        checkpoint = read_catalog(store).complete[0]
+        point = stored_points(read_catalog(store))[0]
         torch.save(trainee.state_dict(), directory / "torch")
         tensors = tensors_of(trainee)
         dcp.save(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True)
         live = dict(trainee.model.named_parameters()) | dict(trainee.model.named_buffers())
 
         def resume() -> None:
-            if verify(store, checkpoint):
+            if verify_files(store, point.files):
                 raise RuntimeError("the checkpoint is damaged")
-            StoredCheckpoint(store, checkpoint, 0).restore(live, [trainee.optimizer])
+            StoredState(store, point, 0).restore(live, [trainee.optimizer])
 
         def torch_load() -> None:
             state = torch.load(directory / "torch", weights_only=True)
@@ -141,7 +144,7 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
 
         sides: dict[str, Callable[[], object]] = {
             "memckpt, from storage": resume,
-            "of it: checksums": lambda: verify(store, checkpoint),
+            "of it: checksums": lambda: verify_files(store, point.files),
             "torch.load": torch_load,
             "dcp.load": lambda: dcp.load(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True),
         }
@@ -151,31 +154,69 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
             table.add(name, f"{statistics.median(taken):.2f}", what=name, seconds=taken)
 
 
-def measure_stall(report: Report, size: str, steps: int) -> None:
+def written_by(agent_pid: int) -> int:
+    """Bytes that the agent's own processes have handed to the kernel so far."""
+    children = Path(f"/proc/{agent_pid}/task/{agent_pid}/children").read_text().split()
+    lines = [Path(f"/proc/{child}/io").read_text().splitlines() for child in children]
+    return sum(int(line.split()[1]) for one in lines for line in one if line.startswith("wchar"))
+
+
+def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str, float]:
+    """Train some steps; how long they took, what storage took of them, and what was written."""
+    trainee = Trainee(size)
+    with scratch_directory() as directory:
+        config = MemckptConfig(redo="lazy", storage=storage)
+        with memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config) as session:
+            session.restore()
+            for _ in range(4):
+                trainee.step()
+                session.commit()
+            if storage is not None:
+                until_first_stored(session, trainee)
+            agent = session.agent_pid
+            assert agent is not None
+            before, snapshots, written = session.stall.snapshot, 0, written_by(agent)
+            began = time.perf_counter()
+            for _ in range(steps):
+                at = session.stall.snapshot
+                trainee.step()
+                session.commit()
+                snapshots += session.stall.snapshot > at
+            took = time.perf_counter() - began
+            stall, written = session.stall.snapshot - before, written_by(agent) - written
+            state = sum(tensor.nbytes for tensor in tensors_of(trainee).values())
+    return {
+        "step_ms": took / steps * 1e3,
+        "checkpoints": snapshots,
+        "stall_ms": stall * 1e3,
+        "written": written / steps,
+        "state": state,
+    }
+
+
+def until_first_stored(session: Session, trainee: Trainee) -> None:
+    """Train on until the processes that write are there and at work."""
+    while session.stored_step is None:
+        trainee.step()
+        session.commit()
+
+
+def measure_intervals(report: Report, size: str, steps: int) -> None:
     table = report.table(
-        f"{size}: stall of the training thread", "every N steps", "checkpoints", "ms each", "ms per step"
-    )
+        f"{size}: training beside storage", "mode", "checkpoint every", "taken", "stall ms each", "step, of none",
+        "MB written a step", "full checkpoints, MB a step",
+    )  # fmt: skip
     for every in (1, 2, 5, 10, 20):
-        trainee = Trainee(size)
-        with scratch_directory() as directory:
-            config = MemckptConfig(redo="lazy", storage=StorageConfig(every_steps=every))
-            with memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config) as session:
-                session.restore()
-                for _ in range(4):
-                    trainee.step()
-                    session.commit()
-                before, taken = session.stall.snapshot, 0
-                for _ in range(steps):
-                    at = session.stall.snapshot
-                    trainee.step()
-                    session.commit()
-                    taken += session.stall.snapshot > at
-                stall = (session.stall.snapshot - before) * 1e3
-        each = stall / taken if taken else 0.0
-        table.add(
-            str(every), str(taken), f"{each:.1f}", f"{stall / steps:.2f}",
-            every=every, taken=taken, steps=steps, stall_ms=stall,
-        )  # fmt: skip
+        for mode in ("replica", "log"):
+            plain = train_with(size, None, steps)
+            found = train_with(size, StorageConfig(every_steps=every, mode=mode), steps)  # type: ignore[arg-type]
+            taken = found["checkpoints"]
+            ratio = found["step_ms"] / plain["step_ms"]
+            table.add(
+                mode, f"{every} steps", f"{taken:.0f}", f"{found['stall_ms'] / taken if taken else 0.0:.0f}",
+                f"{ratio:.2f}", f"{found['written'] / 1e6:.0f}", f"{found['state'] / every / 1e6:.0f}",
+                mode=mode, every=every, steps=steps, found=found, without=plain,
+            )  # fmt: skip
 
 
 def main(options: Options) -> None:
@@ -184,7 +225,7 @@ def main(options: Options) -> None:
     for size in ("demo",) if options.quick else ("30M", "100M"):
         measure_writes(report, size, repetitions)
         measure_resume(report, size, repetitions)
-    measure_stall(report, "demo" if options.quick else "30M", 12 if options.quick else 40)
+    measure_intervals(report, "demo" if options.quick else "30M", 12 if options.quick else 40)
     report.write(options.results)
 
 

@@ -55,6 +55,9 @@ class Job:
         deaths: what dies where.
         hook: a communication hook of the user's, and when it is registered.
         hang: the rank that stays alive, stuck, when another one has died.
+        wait_at: the step after which ranks wait until something is in storage.
+        die_when_stored: rank 0 dies as soon as it has been told that something is there.
+        slow_rank: one that has more to do than the others.
     """
 
     directory: Path
@@ -69,6 +72,8 @@ class Job:
     ddp: dict[str, Any] = field(default_factory=dict)
     accumulate: int = 1
     wait_at: int | None = None
+    die_when_stored: bool = False
+    slow_rank: int | None = None
     last_step: int = STEPS
 
     def result(self, rank: int) -> Path:
@@ -165,6 +170,10 @@ def train(job: Job, rank: int) -> None:
         if session is not None:
             assert session.commit()
         at(step, "committed")
+        if job.die_when_stored and rank == 0 and session is not None and session.stored_step is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == job.slow_rank:
+            sum(range(200_000))
         if step == job.wait_at and session is not None:
             while session.stored_step is None:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
