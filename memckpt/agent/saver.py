@@ -496,16 +496,21 @@ class Saver:
         self._log.close()
         self._jobs.close()
 
-    def status(self) -> StorageStatus | None:
+    def status(self, newest_step: int | None) -> StorageStatus | None:
+        """What the command line shows; `newest_step` is the newest that memory holds."""
         if self._config is None:
             return None
         config, last = self._config, self._last
         steps = [last.step] if last is not None else []
         if self._log.based and self._log.written is not None:
             steps.append(self._log.written[1])
+        stored = max(steps, default=None)
+        at_most = self._loses_at_most(config)
+        if at_most is not None and stored is not None and newest_step is not None:
+            at_most = max(at_most, newest_step - stored)
         return StorageStatus(
             url=self._url,
-            step=max(steps, default=None),
+            step=stored,
             interval_seconds=None if config.every_steps is not None else self.interval_seconds(),
             every_steps=config.every_steps,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
@@ -515,7 +520,7 @@ class Saver:
             reason=self._mode_reason,
             batch_steps=self._log.batch_steps if self._mode == "log" else None,
             logged=self._log.taken,
-            loses_at_most=self._loses_at_most(config),
+            loses_at_most=at_most,
         )
 
     def _loses_at_most(self, config: StorageConfig) -> int | None:

@@ -636,7 +636,7 @@ class Agent:
             generation=held.number if held is not None else 0,
             max_drift_ulp=self._max_drift,
             redo_seconds_per_record=rate,
-            storage=self._saver.status(),
+            storage=self._saver.status(held.newest_step() if held is not None else None),
             records_held=held.records_held if held is not None else 0,
             seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
             uptime_seconds=now - self._started,

@@ -1,0 +1,156 @@
+"""A run that trains while somebody wants its state, is killed at any instant, or has nowhere to write."""
+
+from __future__ import annotations
+
+import random
+import select
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from memckpt.agent import saver
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Saved, SaveTo, Status, StatusRequest
+from memckpt.config import StorageConfig
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.export import read_state
+from memckpt.storage.store import LocalStore
+from tests.cli_harness import invoke
+from tests.engine_cases import PLAIN
+from tests.engine_child import Actions, Control, config, kill_self
+from tests.engine_harness import Lab, collect
+from tests.frozen import differences, outcome
+from tests.processes import kill_and_wait
+from tests.test_storage_runs import catalog_of, until, until_ordered
+
+REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
+LONG = replace(PLAIN, name="long", steps=4000)
+
+
+class Asker:
+    """Asks the agent for a checkpoint at one step of a training, and gets its answer at a later one."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._channel: Channel | None = None
+
+    def ask(self, control: Control) -> None:
+        assert control.session is not None
+        sock = control.session._link._address.connect()
+        assert sock is not None
+        self._channel = Channel(sock)
+        self._channel.send(SaveTo(str(self._place)))
+        # The agent reads what comes in order: once it has answered this, it knows of the other.
+        self._channel.send(StatusRequest())
+        assert isinstance(self._channel.receive(10)[0], Status)
+
+    def take(self, control: Control) -> None:
+        assert self._channel is not None
+        answer = self._channel.receive(60)[0]
+        assert isinstance(answer, Saved), answer
+        control.journal.note("saved", step=answer.step)
+        self._channel.close()
+
+
+@REDO
+@pytest.mark.parametrize("storage", [None, StorageConfig(every_steps=1000)], ids=["memory-only", "with-storage"])
+def test_a_training_run_gives_its_state_away_and_goes_on(
+    lab: Lab, tmp_path: Path, redo: str, storage: StorageConfig | None
+) -> None:
+    asker = Asker(tmp_path / "beside")
+    actions: Actions = {
+        ("after commit", 8): asker.ask,
+        ("after commit", 9): until_ordered,
+        ("after commit", 12): asker.take,
+    }
+    done = lab.train(PLAIN, config(redo, storage=storage), actions=actions)
+    lab.check_same(PLAIN, done)
+    step = done.of("saved")[0]["step"]
+    beside = LocalStore(tmp_path / "beside")
+    (checkpoint,) = read_catalog(beside).checkpoints
+    assert checkpoint.step == step
+    until_then = lab.train(PLAIN, None, last_step=step)
+    assert until_then.outcome is not None
+    training = PLAIN.build()
+    state = read_state(beside, checkpoint)
+    training.model.load_state_dict(state.model)
+    assert differences(until_then.outcome["parameters"], outcome(training)["parameters"]) == []
+
+
+def test_what_a_dead_trainer_left_is_exported_from_memory(lab: Lab, tmp_path: Path) -> None:
+    lab.train(PLAIN, config("lazy"), actions={("backward", 9): kill_self})
+    invoke("export", lab.run_dir, "--from", "memory", "--to", tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["step"] == 8
+    assert sorted(path.name for path in tmp_path.iterdir() if "state.pt" in path.name) == ["state.pt"]
+    final = lab.train(PLAIN, config("lazy"), seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, final)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["replica", "log"])
+@REDO
+def test_killed_at_random_no_more_is_lost_than_status_said(lab: Lab, redo: str, mode: str) -> None:
+    """The node dies again and again, at any instant; the last attempt ends with the reference's bits."""
+    chance = random.Random(f"{redo} {mode}")
+    storage = StorageConfig(every_steps=40, mode=mode)  # type: ignore[arg-type]
+    settings = config(redo, storage=storage)
+    attempts = []
+    for number in range(4):
+        lab.start_agent()
+        child, report = lab.begin(LONG, settings, seed=number)
+        status: Status | None = None
+        while child.alive():
+            status = lab.status()
+            storage_status = status.storage
+            if storage_status is not None and storage_status.loses_at_most is not None and status.step is not None:
+                break
+            select.select([], [], [], 0.02)
+        assert status is not None
+        select.select([], [], [], chance.uniform(0.0, 1.0))
+        status = lab.status()
+        for pid in chance.sample([status.pid, child.pid], 2):
+            kill_and_wait(pid)
+        ended = collect(child, report)
+        attempts.append(ended)
+        assert status.storage is not None
+        assert status.storage.loses_at_most is not None
+        assert status.step is not None
+        lab.start_agent()
+        look = lab.train(LONG, settings, seed=9, last_step=1)
+        assert look.restored_step is not None
+        assert status.step - look.restored_step <= status.storage.loses_at_most, status.storage
+        kill_and_wait(lab.status().pid)
+    lab.start_agent()
+    final = lab.train(LONG, settings, seed=5)
+    lab.check_same(LONG, *attempts, final)
+
+
+def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_RETRY_SECONDS", 0.3)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no directory")
+    settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
+    agent = lab.start_agent()
+    lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: agent.log.read_text().count("step 8 is not in storage") >= 2)
+    blocked.unlink()
+    until(lambda: bool(read_catalog(LocalStore(blocked / "store")).complete))
+    kill_and_wait(agent.pid)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, final)
+
+
+def test_a_node_without_an_agent_has_nothing_to_export(lab: Lab, tmp_path: Path) -> None:
+    from memckpt.errors import AgentNotFoundError
+
+    with pytest.raises(AgentNotFoundError, match="nothing is held in memory"):
+        invoke("export", lab.run_dir, "--from", "memory", "--to", tmp_path / "state.pt")
+    assert not (tmp_path / "state.pt").exists()
+    assert catalog_of(lab).checkpoints == ()
