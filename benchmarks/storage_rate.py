@@ -207,8 +207,8 @@ def measure_intervals(report: Report, size: str, steps: int) -> None:
         "MB written a step", "full checkpoints, MB a step",
     )  # fmt: skip
     for every in (1, 2, 5, 10, 20):
+        plain = train_with(size, None, steps)
         for mode in ("replica", "log"):
-            plain = train_with(size, None, steps)
             found = train_with(size, StorageConfig(every_steps=every, mode=mode), steps)  # type: ignore[arg-type]
             taken = found["checkpoints"]
             ratio = found["step_ms"] / plain["step_ms"]
@@ -225,7 +225,7 @@ def main(options: Options) -> None:
     for size in ("demo",) if options.quick else ("30M", "100M"):
         measure_writes(report, size, repetitions)
         measure_resume(report, size, repetitions)
-    measure_intervals(report, "demo" if options.quick else "30M", 12 if options.quick else 40)
+    measure_intervals(report, "demo" if options.quick else "30M", 12 if options.quick else 24)
     report.write(options.results)
 
 

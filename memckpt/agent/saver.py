@@ -48,6 +48,8 @@ _log = logging.getLogger("memckpt.agent")
 _RETURN_SECONDS = 3.0
 #: What is held with no trainer could not be saved: a disk may have room again after so long.
 _RETRY_SECONDS = 60.0
+#: How many records before a snapshot its memory is taken and its order given, where steps decide.
+_ORDER_RECORDS = 16
 #: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
 _ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
 
@@ -187,7 +189,9 @@ class Saver:
             newest = max(generation.committed.values())
             step = generation.step_of(newest)
             offset = step - newest if step is not None else 0
-            return ahead + (-(ahead + offset)) % config.every_steps
+            record = ahead + (-(ahead + offset)) % config.every_steps
+            # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
+            return record if record - ahead <= _ORDER_RECORDS + self._snapshots.lead else None
         if not alone and 0 not in generation.spec.local_ranks:
             return self._announced_record(ahead)
         now = time.monotonic()
