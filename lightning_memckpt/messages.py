@@ -9,15 +9,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 logger = logging.getLogger("lightning_memckpt")
 
 
-def show_by_default() -> None:
-    """Make INFO visible unless the application has configured logging itself."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logging.getLogger().hasHandlers() and not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.propagate = False
-
-
 @rank_zero_only  # type: ignore[untyped-decorator, unused-ignore]
 def inform(message: str) -> None:
     """Say one line about progress."""
