@@ -17,7 +17,7 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
 from memckpt.capture import dataloader
-from memckpt.errors import ForeignStateError, UnsupportedError
+from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"
 
@@ -49,6 +49,7 @@ class Follower:
         self._consumed = 0
         #: Whether the user is in an iteration over it.
         self.active = False
+        self._left = False
         self._per_batch, self._lookahead = 1, 1
         self._padding: _Padding | None = None
         if isinstance(loader, DataLoaderDispatcher):
@@ -90,18 +91,23 @@ class Follower:
         """Where the user stands in it, as plain values."""
         if self._held is not None:
             return self._held
-        exhausted = self.active and bool(self._loader.end_of_dataloader)
+        exhausted = self.active and (self._left or bool(self._loader.end_of_dataloader))
         ahead = 0
-        if self.active and self._per_batch:
+        if self.active and self._per_batch and not exhausted:
             ahead = max(dataloader.handed_out(self._base) - self._consumed * self._per_batch, 0)
         return {
             "active": self.active,
             "exhausted": exhausted,
+            "left": self._left,
             "batches": self._consumed,
             "iteration": self._loader.iteration,
             "padding": None if self._padding is None or not self.active else self._padding.first,
             "position": dataloader.position(self._base, exhausted=exhausted, ahead=ahead),
         }
+
+    def leave(self) -> None:
+        """The user takes no further batch from this iteration."""
+        self._left = True
 
     # Resume
 
@@ -124,6 +130,7 @@ class Follower:
     def iterate(self) -> Iterator[Any]:
         """What a `for` loop of the user's gets."""
         self._begin()
+        self._left = False
         held, self._held = self._held, None
         if held is not None and held["exhausted"]:
             self._pass_over(held)
@@ -137,6 +144,11 @@ class Follower:
         self.active = True
         try:
             for batch in self._class.__iter__(self._loader):
+                if self._left:
+                    raise UsageError(
+                        f"{self.name} was asked for another batch after commit(epoch_over=True); leave the loop over "
+                        "it there, or commit without"
+                    )
                 if held is not None:
                     dataloader.go_live(self._base)
                     held = None
@@ -146,7 +158,7 @@ class Follower:
             self.active = False
 
     def _pass_over(self, held: dict[str, Any]) -> None:
-        """The killed process had taken the last batch of this iteration: leave the loader as its end does."""
+        """The killed process had taken its last batch of this iteration: leave the loader as it was left then."""
         loader = self._loader
         dataloader.resume(self._base, held["position"], on_live=self._on_live)
         loader.begin()
@@ -155,9 +167,10 @@ class Follower:
                 f"{self.name}: expected nothing behind its last batch, found another one; build the loader over the "
                 'same data in both runs, or start over with resume="never"'
             )
-        loader.end_of_dataloader = True
-        loader.iteration += 1
-        loader.end()
+        if not held["left"]:
+            loader.end_of_dataloader = True
+            loader.iteration += 1
+            loader.end()
         dataloader.go_live(self._base)
 
     def release(self) -> None:

@@ -214,8 +214,11 @@ class MemCheckpointPlugin:
 
     # Each step
 
-    def commit(self) -> bool:
+    def commit(self, *, epoch_over: bool = False) -> bool:
         """End a step. The last statement of the loop over batches, behind all that belongs to the step.
+
+        Args:
+            epoch_over: the loop is left behind this batch although the loader has more.
 
         Returns:
             True if an optimizer step (or one that the gradient scaler skipped) was committed; False while gradients
@@ -226,6 +229,9 @@ class MemCheckpointPlugin:
         """
         session = self._attached_session("commit()")
         self._watch.check_commit(self._place(), bool(self._followers))
+        if epoch_over:
+            for each in self._followers:
+                each.leave()
         skipped = self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped
         stepped = self._watch.stepped
         pending = False if skipped and not stepped else None

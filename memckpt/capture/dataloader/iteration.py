@@ -108,14 +108,13 @@ class LoaderRecord:
         if self.rereading:
             yield
         elif current.refetch:
-            phase = current.refetch.popleft()
-            current.note_fetch(phase)
+            current.fetching = current.refetch.popleft()
             with self.preserved():
-                self.enter(phase)
+                self.enter(current.fetching)
                 yield
         else:
             self.go_live()
-            current.note_fetch(self.phase())
+            current.fetching = self.phase()
             yield
 
     def resume(self, loader: DataLoader[Any], position: dict[str, Any]) -> None:

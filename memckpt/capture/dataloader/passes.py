@@ -51,6 +51,8 @@ class Pass:
     """How many batches ahead of its consumer the loader is read."""
     refetch: deque[Phase] = field(default_factory=deque)
     """Before each fetch of a batch that the killed process had read ahead and has to be fetched again."""
+    fetching: Phase | None = None
+    """The generators before the fetch that is under way, where loading happens in this process."""
     _fetches: deque[Phase] = field(init=False)
     _in_flight: deque[int] = field(default_factory=deque)
     _undo: deque[tuple[int, int | None, Phase | None]] = field(init=False)
@@ -59,9 +61,6 @@ class Pass:
         self._fetches = deque(maxlen=self.lookahead)
         self._undo = deque(maxlen=max(_UNDO_DEPTH, self.lookahead))
 
-    def note_fetch(self, phase: Phase) -> None:
-        """The generators before a batch is loaded in this process."""
-        self._fetches.append(phase)
 
     def dispatch(self, digest: int) -> None:
         self.dispatched += 1
@@ -74,6 +73,8 @@ class Pass:
             (self.digest, worker_id, self.worker_states.get(worker_id) if worker_id is not None else None)
         )
         self.batches += 1
+        if self.fetching is not None:
+            self._fetches.append(self.fetching)
         if self._in_flight:
             self.digest = self._in_flight.popleft()
         if worker_id is not None and state is not None:
