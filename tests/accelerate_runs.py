@@ -1,13 +1,14 @@
 """Accelerate trainings in processes that are killed, and what is compared with an undisturbed training.
 
-A training is killed at each of a list of points in turn, every process told nothing but the same directory; the last one
-trains to the end. Whatever any of the processes has noted must be what the undisturbed training, which never saw the
-plugin, has noted; and the end must be the same, bit for bit.
+A training is killed at each of a list of points in turn, every process told nothing but the same directory; the last
+one trains to the end. Whatever any of the processes has noted must be what the undisturbed training has noted, which
+never saw the plugin; and the end must be the same, bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,7 @@ class Case:
         stream: an IterableDataset.
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
+        saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Case:
     stream: bool = False
     own_loader: bool = False
     two: bool = False
+    saves: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -223,6 +227,7 @@ class Training:
     def train(self) -> None:
         prepared = self._prepare()
         self.model, self.optimizer, loader, self.scheduler = prepared[:4]
+        self.loader = loader
         plugin = self.plugin
         for epoch in range(EPOCHS) if plugin is None else plugin.epochs(EPOCHS):
             first = 0 if plugin is None else plugin.batch
@@ -239,7 +244,7 @@ class Training:
             self._evaluate((epoch,))
             self.at("evaluated")
         self.at("end")
-        self._report(loader)
+        self.report("result")
         if plugin is not None:
             plugin.close()
 
@@ -265,6 +270,12 @@ class Training:
         self.note("loss", (epoch, number, len(x)), loss + x.sum())
         if self.run.case.evaluate_every and (number + 1) % self.run.case.evaluate_every == 0:
             self._evaluate((epoch, number))
+        if self.accelerator.optimizer_step_was_skipped:
+            self.journal.note("skipped", place=[epoch, number])
+        if self.run.case.saves and (epoch, number) == (0, 4):
+            self.accelerator.save_state(str(self.run.directory / "saved"))
+        if self.run.case.saves and (epoch, number) == (0, 7):
+            self.accelerator.load_state(str(self.run.directory / "saved"))
         if self.plugin is not None:
             done = self.plugin.commit(epoch_over=number + 1 == self.run.case.limit)
             assert done is bool(self.accelerator.sync_gradients)
@@ -279,7 +290,8 @@ class Training:
             self.note("evaluation", place, self.model(self.samples.x).sum() + torch.rand(()))
         self.model.train()
 
-    def _report(self, loader: Any) -> None:
+    def report(self, name: str) -> None:
+        """Write down all that an interruption might have changed."""
         bare = self.accelerator.unwrap_model(self.model)
         result = {
             "parameters": {name: freeze(each) for name, each in bare.named_parameters()},
@@ -292,9 +304,9 @@ class Training:
             "python": freeze(random.getstate()),
             "average": freeze(self.average.value),
             "micro step": self.accelerator.step,
-            "iteration": loader.iteration,
+            "iteration": self.loader.iteration,
         }
-        (self.run.directory / f"result-{self.rank}").write_bytes(pickle.dumps(result))
+        (self.run.directory / f"{name}-{self.rank}").write_bytes(pickle.dumps(result))
 
 
 # Things that happen at a place
@@ -357,9 +369,7 @@ def attempt(lab: Lab, run: Run) -> list[int]:
     run.directory.mkdir(parents=True, exist_ok=True)
     for number in range(TRIES):
         store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
-        ranks = [
-            lab.fork(lambda rank=rank: _body(run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)
-        ]
+        ranks = [lab.fork(partial(_body, run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)]
         codes = _wait(ranks)
         if NO_PROCESS_GROUP not in codes:
             break
@@ -394,14 +404,12 @@ def _wait(ranks: list[Child]) -> list[int]:
 
 def entries(run: Run, rank: int) -> list[dict[str, Any]]:
     """What a rank's processes have noted, one after the other."""
-    import json
-
     path = run.directory / f"journal-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def result(run: Run, rank: int) -> dict[str, Any]:
-    value: dict[str, Any] = pickle.loads((run.directory / f"result-{rank}").read_bytes())
+def result(run: Run, rank: int, name: str = "result") -> dict[str, Any]:
+    value: dict[str, Any] = pickle.loads((run.directory / f"{name}-{rank}").read_bytes())
     return value
 
 

@@ -61,7 +61,6 @@ class Pass:
         self._fetches = deque(maxlen=self.lookahead)
         self._undo = deque(maxlen=max(_UNDO_DEPTH, self.lookahead))
 
-
     def dispatch(self, digest: int) -> None:
         self.dispatched += 1
         self.dispatched_digest = digest
