@@ -22,7 +22,7 @@ from accelerate import Accelerator
 import memckpt
 from accelerate_plugin.loaders import Follower, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch
-from accelerate_plugin.support import Prepared, refuse, sort_prepared
+from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume
 from memckpt.environment import (
     RUN_DIR,
@@ -113,6 +113,7 @@ class MemCheckpointPlugin:
                 "evaluate may go to accelerator.prepare()"
             )
         refuse(self.accelerator)
+        require_training(objects)
         if self.accelerator.is_main_process:
             show_by_default(_log)
         with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):

@@ -47,6 +47,17 @@ def refuse(accelerator: Accelerator) -> None:
         )
 
 
+def require_training(objects: Sequence[Any]) -> None:
+    """Raise UsageError where there is nothing to train among the arguments of `prepare`."""
+    models = sum(isinstance(each, nn.Module) for each in objects)
+    optimizers = sum(isinstance(each, Optimizer) for each in objects)
+    if not models or not optimizers:
+        raise UsageError(
+            f"prepare(): expected a model and its optimizer among the arguments, found {models} model(s) and "
+            f"{optimizers} optimizer(s); call {_PREPARE}"
+        )
+
+
 @dataclass(frozen=True)
 class Prepared:
     """What `accelerator.prepare` has returned, by kind, in the order in which it was given.
@@ -75,14 +86,8 @@ class Prepared:
 
 
 def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
-    """Raises UsageError where there is nothing to train, UnsupportedError for several DDP models."""
+    """Raises UnsupportedError for several DDP models."""
     models = [each for each in objects if isinstance(each, nn.Module)]
-    optimizers = [each for each in objects if isinstance(each, AcceleratedOptimizer)]
-    if not models or not optimizers:
-        raise UsageError(
-            f"prepare(): expected a model and its optimizer among the arguments, found {len(models)} model(s) and "
-            f"{len(optimizers)} optimizer(s); call {_PREPARE}"
-        )
     wrappers = [each for model in models for each in _data_parallel(model)]
     if len(wrappers) > 1:
         raise UnsupportedError(
@@ -93,7 +98,7 @@ def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
         models,
         [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models],
         wrappers[0] if wrappers else None,
-        optimizers,
+        [each for each in objects if isinstance(each, AcceleratedOptimizer)],
         [each for each in objects if isinstance(each, AcceleratedScheduler)],
         [each for each in objects if isinstance(each, DataLoader)],
     )
