@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import MemckptConfig
-from tests.engine_harness import Child, Journal, Lab, config, differences, freeze, kill_and_wait
+from tests.engine_harness import Child, Journal, Lab, children, config, differences, freeze, kill_and_wait
 
 EPOCHS = 3
 #: Where a process dies: a place in the training, and the how-manieth time that this process comes by.
@@ -205,12 +205,15 @@ class Training:
 
             kind = StatefulDataLoader
         if case.loader.get("num_workers"):
-            arguments = {"multiprocessing_context": "fork", **case.loader}
+            arguments = {"multiprocessing_context": "fork", "worker_init_fn": self._note_worker, **case.loader}
         else:
             arguments = case.loader
         if case.stream:
             return kind(Stream(self.samples), 4, **arguments)
         return kind(self.samples, 4, shuffle=True, **arguments)
+
+    def _note_worker(self, number: int) -> None:
+        self.journal.note("worker", pid=os.getpid())
 
     def _prepare(self) -> list[Any]:
         objects = [self.model, self.optimizer, self._loader(), self.scheduler]
@@ -413,6 +416,13 @@ def result(run: Run, rank: int, name: str = "result") -> dict[str, Any]:
     return value
 
 
+def end_workers(run: Run) -> None:
+    """End loader workers of killed processes: one that waits for a lock its trainer held would wait for ever."""
+    noted = {entry["pid"] for rank in range(run.ranks) for entry in entries(run, rank) if entry["event"] == "worker"}
+    for pid in noted & children():
+        kill_and_wait(pid)
+
+
 _references: dict[tuple[str, int], Run] = {}
 
 
@@ -450,6 +460,15 @@ def survives(lab: Lab, run: Run, kills: list[Kill], references: Path) -> Run:
 
     Each process must have died where it was to, and each must begin behind the last step that was committed.
     """
+    try:
+        _survive(lab, run, kills)
+    finally:
+        end_workers(run)
+    check_same(reference(lab, run.case, run.ranks, references), run)
+    return run
+
+
+def _survive(lab: Lab, run: Run, kills: list[Kill]) -> None:
     for kill in [*kills, None]:
         before = [entry["step"] for entry in entries(run, 0) if entry["event"] == "committed"]
         seen = len(entries(run, run.victim))
@@ -466,5 +485,3 @@ def survives(lab: Lab, run: Run, kills: list[Kill], references: Path) -> Run:
         last = max(before, default=0)
         # With several ranks one may have committed a step that another has not; it is done again.
         assert resumed == last or (run.ranks > 1 and resumed == last - 1), f"resumed at {resumed}, expected {last}"
-    check_same(reference(lab, run.case, run.ranks, references), run)
-    return run

@@ -347,7 +347,7 @@ class Lab:
         self._saved = {name: os.environ.get(name) for name in (NODE_VARIABLE, RUNTIME_VARIABLE)}
         os.environ[RUNTIME_VARIABLE] = str(self.runtime)
         os.environ[NODE_VARIABLE] = "node"
-        self._strangers = _children()
+        self._strangers = children()
         self._children: list[Child] = []
         self._reports = 0
         _be_subreaper(True)
@@ -504,7 +504,7 @@ class Lab:
                 child.wait(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 left.append(f"process {child.pid} of {child.log.name}:\n{child.log.read_text()[-1500:]}")
-        for pid in _children() - self._strangers:
+        for pid in children() - self._strangers:
             name = _command(pid)
             if not _reap(pid, max(0.0, deadline - time.monotonic())):
                 left.append(f"process {pid}: {name}")
@@ -582,7 +582,7 @@ def _run_child(body: Callable[[], None], log: Path) -> None:
         os._exit(code)
 
 
-def _children() -> set[int]:
+def children() -> set[int]:
     """Process ids of this process's children, zombies too."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
