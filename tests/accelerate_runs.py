@@ -57,6 +57,7 @@ class Case:
         stream: an IterableDataset.
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
+        evaluation_loader: evaluate on a loader that is prepared, too.
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
     """
 
@@ -73,6 +74,7 @@ class Case:
     own_loader: bool = False
     two: bool = False
     saves: bool = False
+    evaluation_loader: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -219,6 +221,9 @@ class Training:
         objects = [self.model, self.optimizer, self._loader(), self.scheduler]
         if self.run.case.two:
             objects.append(self._loader())
+        if self.run.case.evaluation_loader is not None:
+            arguments = self.run.case.evaluation_loader
+            objects.append(DataLoader(Samples(12), 4, shuffle=True, **arguments))
         if not self.run.protected:
             return list(self.accelerator.prepare(*objects))
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=self.run.config)
@@ -231,6 +236,8 @@ class Training:
         prepared = self._prepare()
         self.model, self.optimizer, loader, self.scheduler = prepared[:4]
         self.loader = loader
+        if self.run.case.evaluation_loader is not None:
+            self.evaluation_loader = prepared[-1]
         plugin = self.plugin
         for epoch in range(EPOCHS) if plugin is None else plugin.epochs(EPOCHS):
             first = 0 if plugin is None else plugin.batch
@@ -289,8 +296,15 @@ class Training:
     def _evaluate(self, place: tuple[int, ...]) -> None:
         self.at("evaluation")
         self.model.eval()
+        total = torch.rand(())
         with torch.no_grad():
-            self.note("evaluation", place, self.model(self.samples.x).sum() + torch.rand(()))
+            if self.run.case.evaluation_loader is None:
+                total += self.model(self.samples.x).sum()
+            else:
+                for x, _ in self.evaluation_loader:
+                    total += self.model(x).sum()
+                    self.at("evaluated batch")
+            self.note("evaluation", place, total)
         self.model.train()
 
     def report(self, name: str) -> None:

@@ -119,6 +119,15 @@ def test_each_feature_killed_all_along(case: Case, lab: Lab, references: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [case for case in [*CASES, *MORE_CASES] if case.evaluation_loader is not None], ids=str
+)
+def test_evaluations_that_are_killed(case: Case, lab: Lab, references: Path) -> None:
+    kills: list[Kill] = [("evaluated batch", 2), ("evaluated batch", 8), ("evaluated batch", 1), ("batch", 3)]
+    survives(lab, Run(case, lab.directory / "job"), kills, references)
+
+
+@pytest.mark.slow
 def test_each_feature_with_a_replica(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job", config=config("eager")), BRIEFLY, references)
 
