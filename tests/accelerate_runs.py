@@ -431,7 +431,7 @@ def result(run: Run, rank: int, name: str = "result") -> dict[str, Any]:
 
 
 def end_workers(run: Run) -> None:
-    """End loader workers of killed processes: one that waits for a lock its trainer held would wait for ever."""
+    """End the loader workers that outlived a run: one that waits for a lock its trainer held would wait for ever."""
     noted = {entry["pid"] for rank in range(run.ranks) for entry in entries(run, rank) if entry["event"] == "worker"}
     for pid in noted & children():
         kill_and_wait(pid)
@@ -446,6 +446,7 @@ def reference(lab: Lab, case: Case, ranks: int, directory: Path) -> Run:
     if key not in _references:
         run = Run(case, directory / f"{case.name}-{ranks}", protected=False, ranks=ranks)
         assert attempt(lab, run) == [0] * ranks
+        end_workers(run)
         _references[key] = run
     return _references[key]
 
