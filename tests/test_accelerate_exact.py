@@ -73,7 +73,8 @@ def test_agent_and_trainer_die_and_storage_serves(lab: Lab, references: Path) ->
     assert attempt(lab, replace(run, hooks=hooks)) == [-signal.SIGKILL]
     assert [each["event"] for each in entries(run, 0)].count("agent killed") == 1
     seen = len(entries(run, 0))
-    assert attempt(lab, replace(run, kill=None)) == [0]
+    rarely = config(storage=StorageConfig(every_steps=1000))
+    assert attempt(lab, replace(run, kill=None, config=rarely)) == [0]
     resumed = next(each["step"] for each in entries(run, 0)[seen:] if each["event"] == "attached")
     assert resumed in range(4, 10), "it goes on behind the step that was in storage"
     check_same(reference(lab, PLAIN, 1, references), run)

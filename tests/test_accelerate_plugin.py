@@ -447,8 +447,9 @@ def _installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_module, "entry_points", lambda group: found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_installed_formats")
-@pytest.mark.parametrize("case", [PLAIN, pytest.param(Case("scaler", scaler=True), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, Case("scaler", scaler=True)], ids=str)
 def test_an_exported_checkpoint_is_what_load_state_takes(case: Case, lab: Lab) -> None:
     hooks: dict[Kill, Callable[[Training], None]] = {("committed", 33): lambda training: training.report("last")}
     run = Run(case, lab.directory / "job", config=config(storage=StorageConfig()), hooks=hooks)
