@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from accelerate.utils import recursively_apply
@@ -20,6 +21,8 @@ from memckpt.capture import dataloader
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"
+#: What is relied on of Accelerate's loaders, some of it without being promised.
+_RELIED_ON = ("base_dataloader", "iteration", "end_of_dataloader", "begin", "end", "get_sampler", "_drop_last")
 
 
 class Follower:
@@ -40,6 +43,12 @@ class Follower:
             raise UnsupportedError(
                 f"{name}: expected a DataLoaderShard or a DataLoaderDispatcher, found {type(loader).__name__}; "
                 "leave it out of prepare() and prepare it with accelerator.prepare()"
+            )
+        missing = [each for each in _RELIED_ON if not hasattr(loader, each)]
+        if missing:
+            raise UnsupportedError(
+                f"{name}: expected a {type(loader).__name__} with {', '.join(missing)}, found none in Accelerate "
+                f"{accelerate.__version__}; docs/accelerate.md names the version that this was tested with"
             )
         self.name = name
         self._loader: Any = loader

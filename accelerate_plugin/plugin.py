@@ -308,7 +308,10 @@ class MemCheckpointPlugin:
         assert self._prepared is not None
         self._load("scheduler", self._prepared.schedulers, state["schedulers"])
         self._load("object of register_for_checkpointing", self.accelerator._custom_objects, state["custom"])
-        self._load("registered object", list(self._registered.values()), list(state["registered"].values()))
+        if state["registered"].keys() != self._registered.keys():
+            raise self._foreign(f"register() of {sorted(state['registered'])} and not of {sorted(self._registered)}")
+        for name, obj in self._registered.items():
+            obj.load_state_dict(state["registered"][name])
         if (state["scaler"] is None) != (self.accelerator.scaler is None):
             raise self._foreign("a gradient scaler" if state["scaler"] is not None else "no gradient scaler")
         if state["scaler"] is not None:

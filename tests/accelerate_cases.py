@@ -103,6 +103,7 @@ MORE_RANKED = [
     Case("dispatch_split", samples=43, loading={**DISPATCH, "split_batches": True}),
     Case("dispatch_stateful", samples=43, loading={**DISPATCH, **STATEFUL}),
     Case("split", loading={"split_batches": True}),
+    Case("not_evened", samples=40, loading={"even_batches": False}),
     Case("accumulate", samples=42, accumulate=2),
     Case("persistent_workers", loader=PERSISTENT),
     Case("stateful", loading=STATEFUL),

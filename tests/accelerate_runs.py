@@ -381,6 +381,15 @@ def _body(run: Run, rank: int, store: Path) -> None:
     Training(run, rank).train()
 
 
+def in_child(lab: Lab, body: Callable[[], None]) -> str:
+    """Run `body` in a new process, since an Accelerator belongs to one for good; what it has printed."""
+    child = lab.fork(body, "child")
+    code = child.wait()
+    log = child.log.read_text()
+    assert code == 0, log[-6000:]
+    return log
+
+
 def attempt(lab: Lab, run: Run) -> list[int]:
     """Start the processes of a run once; their exit codes. When one dies the others are killed, as launchers do."""
     run.directory.mkdir(parents=True, exist_ok=True)
