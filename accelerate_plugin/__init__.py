@@ -1,6 +1,8 @@
-"""The place of the Accelerate plugin, which is not part of this release.
+"""memckpt for Hugging Face Accelerate: every step of an `Accelerator` training recoverable.
 
-Until it is, only Lightning trainings and plain PyTorch loops are protected.
+`MemCheckpointPlugin` is all that a training needs; docs/accelerate.md shows the lines that are new.
 """
 
-__all__: list[str] = []
+from accelerate_plugin.plugin import MemCheckpointPlugin
+
+__all__ = ["MemCheckpointPlugin"]

@@ -10,10 +10,11 @@ import lightning.pytorch as pl
 from lightning_memckpt import engine
 from lightning_memckpt.engine import Resume
 from lightning_memckpt.internals import check_version
-from lightning_memckpt.messages import inform, show_by_default
+from lightning_memckpt.messages import inform, logger
 from lightning_memckpt.notes import refuse
 from lightning_memckpt.protection import Protection
 from memckpt.config import MemckptConfig, check_resume
+from memckpt.messages import show_by_default
 
 # Tests put a stand-in for the engine here.
 _attach: engine.Attach = engine.attach
@@ -54,7 +55,7 @@ class MemCheckpoint(pl.Callback):
             return
         check_version()
         refuse(trainer, MemCheckpoint)
-        show_by_default()
+        show_by_default(logger)
         untyped: Any = trainer  # fast_dev_run is a dynamic attribute that type checkers do not see
         if untyped.fast_dev_run:
             inform("not active: fast_dev_run neither saves nor resumes")

@@ -10,15 +10,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 logger = logging.getLogger("lightning_memckpt")
 
 
-def show_by_default() -> None:
-    """Make INFO visible unless the application has configured logging itself."""
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-    if not logging.getLogger().hasHandlers() and not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.propagate = False
-
-
 def _on_rank_zero(say: Callable[[str], None]) -> Callable[[str], None]:
     """Lightning's decorator, whose own annotations type checkers do not always see."""
     limited: Callable[[str], None] = rank_zero_only(say)

@@ -16,6 +16,7 @@ TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
+_RESUME_CHOICES: tuple[ResumeChoice, ...] = ("auto", "require", "never")
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
@@ -147,3 +148,17 @@ def check_resume(resume: object) -> ResumeChoice | int:
     raise ConfigurationError(
         f"resume: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
     )
+
+
+def parse_resume(text: str, *, name: str = "resume") -> ResumeChoice | int:
+    """A ``resume`` argument as it is written on a command line or in the environment: ``auto|require|never|STEP``.
+
+    Raises:
+        ConfigurationError: it is none of these; `name` says whose it is.
+    """
+    for choice in _RESUME_CHOICES:
+        if text == choice:
+            return choice
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise ConfigurationError(f"{name}: expected 'auto', 'require', 'never' or a step number, found {text!r}")

@@ -57,7 +57,9 @@ from memckpt.storage.store import LocalStore, Store
 Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
 To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp. It must not exist.")]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
-Format = Annotated[str, typer.Option("--format", help="torch, lightning, safetensors (the model alone) or dcp.")]
+Format = Annotated[
+    str, typer.Option("--format", help="torch, lightning, accelerate, safetensors (the model alone) or dcp.")
+]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
 #: What a store of ours consists of.
 _OURS = {"base", "commit", "log", "state"}

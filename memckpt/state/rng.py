@@ -79,6 +79,25 @@ def restore(state: RngState) -> None:
         torch.cuda.set_rng_state(cuda_state, device)
 
 
+def library_states(state: RngState) -> dict[str, Any]:
+    """A captured state as the libraries themselves have it, for files that others read.
+
+    Returns:
+        ``python``: what `random.setstate` takes; ``numpy``: what `numpy.random.set_state` takes; ``torch``: what
+        `torch.set_rng_state` takes; ``cuda``: the same for each device, by index.
+
+    Raises:
+        ValueError: `state` did not come from `capture`.
+    """
+    name, key, *rest = _numpy_state(state["numpy"])
+    return {
+        "python": _python_state(state["python"]),
+        "numpy": (name, np.array(key), *rest),
+        "torch": _bytes_tensor(state["torch"], "torch"),
+        "cuda": {device: _bytes_tensor(data, f"CUDA device {device}") for device, data in state["cuda"].items()},
+    }
+
+
 @contextmanager
 def preserved() -> Iterator[None]:
     """Put the global generators back, on leaving the block, to where they were on entering it."""

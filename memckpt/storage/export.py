@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memckpt.errors import ConfigurationError, UsageError
-from memckpt.state import codec
+from memckpt.state import codec, rng
 from memckpt.state.layout import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
@@ -40,12 +40,15 @@ class ExportedState:
         model: what ``model.load_state_dict`` takes.
         optimizers: for each optimizer what its ``load_state_dict`` takes.
         provided: what the first rank's session was given with ``provide`` and ``register``.
+        generators: by rank, what `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
+            `torch.set_rng_state` (``torch``) take; ``cuda``: by device.
     """
 
     step: int
     model: dict[str, torch.Tensor]
     optimizers: list[dict[str, Any]]
     provided: Mapping[str, Any]
+    generators: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -62,10 +65,20 @@ def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, 
 def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
     """Read a checkpoint as values."""
     state = decode_node_state(store.read(checkpoint.full_part().state_path))
-    rank_state = codec.decode(state.rank_states[min(state.rank_states)])
+    ranks = {
+        rank: codec.decode(encoded)
+        for part in checkpoint.parts.values()
+        for rank, encoded in decode_node_state(store.read(part.state_path)).rank_states.items()
+    }
+    first = ranks[min(state.rank_states)]
     tensors = read_tensors(store, checkpoint)
-    optimizers = optimizer_states(state, tensors, rank_state["groups"])
-    return ExportedState(checkpoint.step, model_state(state.spec, tensors), optimizers, rank_state["provided"])
+    return ExportedState(
+        checkpoint.step,
+        model_state(state.spec, tensors),
+        optimizer_states(state, tensors, first["groups"]),
+        first["provided"],
+        {rank: rng.library_states(each["rng"]) for rank, each in sorted(ranks.items())},
+    )
 
 
 def optimizer_states(
@@ -112,10 +125,11 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
 
     Args:
         store, checkpoint: what to export.
-        target: a file; for ``"dcp"`` a directory. It must not exist.
+        target: a file; for ``"dcp"`` and ``"accelerate"`` a directory. It must not exist.
         form: ``"dcp"``: a directory for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors;
             ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``;
-            ``"lightning"``, where it is installed: a file for ``Trainer.fit(ckpt_path=...)``.
+            ``"lightning"``, where it is installed: a file for ``Trainer.fit(ckpt_path=...)``; ``"accelerate"``,
+            where it is installed: a directory for ``Accelerator.load_state``.
 
     Raises:
         UsageError: there is something at `target`.

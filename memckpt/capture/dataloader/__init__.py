@@ -15,7 +15,9 @@ augmentation in the same workers, and no skipped sample is loaded.
 from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.graft import (
     derived,
+    go_live,
     graft,
+    handed_out,
     is_grafted,
     position,
     recreate_persistent_iterator,
@@ -28,7 +30,9 @@ from memckpt.capture.dataloader.graft import (
 __all__ = [
     "DataPositionError",
     "derived",
+    "go_live",
     "graft",
+    "handed_out",
     "is_grafted",
     "position",
     "recreate_persistent_iterator",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,13 +21,18 @@ from memckpt.capture.dataloader.iteration import (
 )
 
 
-def graft(loader: DataLoader[Any]) -> None:
+def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
     """Adopt `loader` in place, so that its position can be read and resumed.
 
     Call it before the first iter() of the training it is to be part of, from the thread that iterates.
     The object stays the same one, with its attributes, and an instance of its class; it gains no
     state_dict. A run with the graft draws the same numbers and sees the same data as one without.
     Grafting twice is the same as once.
+
+    Args:
+        lookahead: how many batches a wrapper takes from the loader before its own consumer has asked for them. Where
+            loading draws from this process's generators, those are then noted before each fetch, so that a batch
+            which was read ahead can be loaded again as it was.
 
     Raises:
         TypeError: `loader` is not a DataLoader, or its class forbids its instances to change class.
@@ -38,7 +44,7 @@ def graft(loader: DataLoader[Any]) -> None:
     # A loader that was built by calling the class of a grafted one has that class, but no record.
     base = getattr(type(loader), "_memckpt_base", type(loader))
     loader.__class__ = subclass(base, GraftedLoader)
-    loader.__dict__[RECORD] = LoaderRecord(loader)
+    loader.__dict__[RECORD] = LoaderRecord(loader, lookahead)
 
 
 def is_grafted(loader: object) -> bool:
@@ -77,7 +83,8 @@ def position(loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0
             (a limit on batches, the end of the epoch).
         ahead: how many of the batches it was handed the caller has not consumed (a prefetching wrapper);
             they are handed out again. Without workers they are then loaded under the generators of that
-            moment, so a dataset that draws from the global ones makes something else of them.
+            moment, so a dataset that draws from the global ones makes something else of them, unless the
+            loader was grafted with this `lookahead`: then it is under those of the first time.
 
     Raises:
         DataPositionError: the loader is not grafted, or `ahead` is more than the last few batches.
@@ -85,7 +92,7 @@ def position(loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0
     return _require(loader).position(loader, exhausted, ahead)
 
 
-def resume(loader: DataLoader[Any], position: dict[str, Any]) -> None:
+def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callable[[], None] | None = None) -> None:
     """Let the next iter() of a grafted loader go on behind `position`.
 
     Call it before that iter(), in a process that built the loader in the same way. Skipped samples are
@@ -93,6 +100,11 @@ def resume(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     already. An iterator that was made before is dropped. Until the first batch has been handed out, a
     further iter() goes on at the same position. If the position was exhausted, the next iteration is
     empty, and the one after it is the next pass.
+
+    Args:
+        on_live: for a loader that was grafted with a `lookahead`: called once, between the last fetch that repeats
+            one of the killed process and the first that does not. It is the moment to restore global generators;
+            the loader's own are set again right before it.
 
     Raises:
         DataPositionError: the loader is not grafted, `position` is not one, or the loader hands out its
@@ -102,6 +114,20 @@ def resume(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     record = _require(loader)
     _validate(loader, position)
     record.resume(loader, position)
+    record.live_at, record.on_live = position, on_live
+
+
+def go_live(loader: DataLoader[Any]) -> None:
+    """The resumed pass is under way, or its empty iteration over, though nothing new was fetched: see `resume`.
+
+    For ranks whose wrapper takes its batches from another rank. Does nothing where it has happened already.
+    """
+    _require(loader).go_live()
+
+
+def handed_out(loader: DataLoader[Any]) -> int:
+    """How many batches of the current pass the caller has been given, those of earlier processes included."""
+    return _require(loader).current.batches
 
 
 def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
@@ -120,6 +146,7 @@ def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
         "dispatched_digest": None,
         "worker_states": {},
         "sampler_ended": False,
+        "fetches": [],
     }
     return {**position, "pass": moved}
 

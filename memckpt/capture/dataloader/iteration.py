@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -28,15 +28,19 @@ class LoaderRecord:
     Refers to the loader weakly, and to its iterator not at all: their end has to end the workers.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], lookahead: int) -> None:
         self._loader = weakref.ref(loader)
-        self.current = Pass(construction={"global": {}, "own": {}})
+        self.lookahead = lookahead
+        self.current = Pass(construction={"global": {}, "own": {}}, lookahead=lookahead)
         self.begun = False
         self.tapping = False
         self.holding = False
         self.rereading = False
         self.resuming: dict[str, Any] | None = None
         """A position to go on behind; until a batch has been handed out, for every iter()."""
+        self.live_at: dict[str, Any] | None = None
+        """The same, until the resumed pass goes beyond what the killed process had fetched."""
+        self.on_live: Callable[[], None] | None = None
         self.watch_sampler = True
         self.lazy_sampler: str | None = None
         self.iterated_before = getattr(loader, "_iterator", None) is not None
@@ -88,6 +92,31 @@ class LoaderRecord:
     def restore_own(self, position: dict[str, Any]) -> None:
         own_state.restore(self._roots(), position["own"], position["progress"])
 
+    def go_live(self) -> None:
+        """What comes now is new: the generators are those of the position, and a further iter() is the next pass."""
+        self.resuming = None
+        position, self.live_at = self.live_at, None
+        if position is not None:
+            self.restore_own(position)
+        on_live, self.on_live = self.on_live, None
+        if on_live is not None:
+            on_live()
+
+    @contextmanager
+    def fetching(self, current: Pass) -> Iterator[None]:
+        """Around one fetch of a loader that is read ahead, as far as the loading happens in this process."""
+        if self.rereading:
+            yield
+        elif current.refetch:
+            current.fetching = current.refetch.popleft()
+            with self.preserved():
+                self.enter(current.fetching)
+                yield
+        else:
+            self.go_live()
+            current.fetching = self.phase()
+            yield
+
     def resume(self, loader: DataLoader[Any], position: dict[str, Any]) -> None:
         for path, names in position["progress"].items():
             known = self._progress.setdefault(path, [])
@@ -103,7 +132,7 @@ class LoaderRecord:
         if self.resuming is not None:
             return self._resumed_iterator(loader, base, self.resuming)
         self.watch_sampler = not self.begun
-        self.current = Pass(construction=self.phase())
+        self.current = Pass(construction=self.phase(), lookahead=self.lookahead)
         self.begun = True
         return self._construct(loader, base, self.current)
 
@@ -112,7 +141,7 @@ class LoaderRecord:
         persistent = bool(loader.persistent_workers and loader.num_workers)
         iterable = isinstance(loader.dataset, IterableDataset)
         self.watch_sampler = False
-        self.current = current = Pass.resumed(record)
+        self.current = current = Pass.resumed(record, self.lookahead)
         self.begun = True
         current.exhausted = exhausted
         if exhausted and not persistent and not position["has_iterator"]:
@@ -200,7 +229,7 @@ class LoaderRecord:
         for worker_id in range(workers):
             sent[worker_id] += len(range(ended.dispatched)[worker_id::workers])
             sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
-        iterator._memckpt_pass = self.current = Pass(construction=ended.construction)
+        iterator._memckpt_pass = self.current = Pass(construction=ended.construction, lookahead=self.lookahead)
         iterator._memckpt_over = False
         self.watch_sampler = False
 
@@ -252,10 +281,21 @@ class GraftedIterator:
     _memckpt_received: ReceivedStates | None
     _memckpt_sent: list[int]
     _memckpt_over: bool
+    _num_workers: int
 
     def _next_data(self) -> Any:
         if self._memckpt_over:
             raise StopIteration
+        record = self._memckpt_record
+        if not record.lookahead:
+            return self._fetch()
+        if self._num_workers and not record.rereading:
+            record.go_live()  # workers draw from generators of their own, so what is fetched again disturbs nothing
+            return self._fetch()
+        with record.fetching(self._memckpt_pass):
+            return self._fetch()
+
+    def _fetch(self) -> Any:
         current = self._memckpt_pass
         try:
             data = self._memckpt_base._next_data(self)

@@ -9,6 +9,7 @@ from typing import Any
 from memckpt.capture.dataloader.errors import DataPositionError
 
 _UNDO_DEPTH = 8
+"""How many batches a position can go back, at least; a loader that is read further ahead remembers more."""
 
 Phase = dict[str, Any]
 """The generators at one moment: ``{"global": RngState, "own": OwnState}``."""
@@ -46,8 +47,19 @@ class Pass:
     """Batches handed out by earlier processes; the workers of this one have not seen them."""
     replay: dict[str, Any] | None = None
     """The recorded pass which the sampler has still to be brought to."""
+    lookahead: int = 0
+    """How many batches ahead of its consumer the loader is read."""
+    refetch: deque[Phase] = field(default_factory=deque)
+    """Before each fetch of a batch that the killed process had read ahead and has to be fetched again."""
+    fetching: Phase | None = None
+    """The generators before the fetch that is under way, where loading happens in this process."""
+    _fetches: deque[Phase] = field(init=False)
     _in_flight: deque[int] = field(default_factory=deque)
-    _undo: deque[tuple[int, int | None, Phase | None]] = field(default_factory=lambda: deque(maxlen=_UNDO_DEPTH))
+    _undo: deque[tuple[int, int | None, Phase | None]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fetches = deque(maxlen=self.lookahead)
+        self._undo = deque(maxlen=max(_UNDO_DEPTH, self.lookahead))
 
     def dispatch(self, digest: int) -> None:
         self.dispatched += 1
@@ -60,6 +72,8 @@ class Pass:
             (self.digest, worker_id, self.worker_states.get(worker_id) if worker_id is not None else None)
         )
         self.batches += 1
+        if self.fetching is not None:
+            self._fetches.append(self.fetching)
         if self._in_flight:
             self.digest = self._in_flight.popleft()
         if worker_id is not None and state is not None:
@@ -84,6 +98,7 @@ class Pass:
                 worker_states[worker_id] = state
             elif worker_id is not None:
                 del worker_states[worker_id]
+        fetches = list(self._fetches)
         return {
             "construction": self.construction,
             "worker_start": dict(self.worker_start),
@@ -94,10 +109,11 @@ class Pass:
             "dispatched": self.dispatched,
             "dispatched_digest": self.dispatched_digest,
             "sampler_ended": self.sampler_ended,
+            "fetches": fetches[len(fetches) - ahead :] if len(fetches) >= ahead else [],
         }
 
     @classmethod
-    def resumed(cls, record: dict[str, Any]) -> Pass:
+    def resumed(cls, record: dict[str, Any], lookahead: int) -> Pass:
         """The pass at the recorded point, before its dispatched batches have been dispatched again."""
         start = record["sampler_start"]
         return cls(
@@ -111,6 +127,8 @@ class Pass:
             dispatched_digest=record["digest"] or 0,
             skipped=record["batches"],
             replay=record,
+            lookahead=lookahead,
+            refetch=deque(record.get("fetches", ())),
         )
 
     def rewind(self) -> None:

@@ -1,0 +1,93 @@
+"""``memckpt export --format accelerate``: a checkpoint as a directory that ``Accelerator.load_state`` takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils.constants import (
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+from safetensors.torch import save_file
+
+from accelerate_plugin.plugin import STATE
+from memckpt import ExportedState
+from memckpt.errors import ForeignStateError
+
+#: Not a file of Accelerate's: where in the training the state belongs, for whoever goes on from it.
+PLACE_NAME = "memckpt.json"
+
+
+def write(state: ExportedState, target: Path) -> None:
+    """Write the directory, with the names that Accelerate gives its files.
+
+    `Accelerator.load_state` puts back models, optimizers, schedulers, the gradient scaler, registered objects and each
+    process's generators; not the place in the data, which ``memckpt.json`` names.
+
+    Raises:
+        ForeignStateError: the run was not trained with `MemCheckpointPlugin`.
+    """
+    ours = state.provided.get(STATE)
+    if ours is None:
+        raise ForeignStateError(
+            f"expected a run that MemCheckpointPlugin has protected, found one that provides "
+            f"{sorted(state.provided)}; choose another format"
+        )
+    target.mkdir()
+    for number, tensors in enumerate(_models(state.model, ours["models"])):
+        save_file(_once(tensors), target / f"{_numbered(SAFE_MODEL_NAME, number)}.safetensors", {"format": "pt"})
+    for number, optimizer in enumerate(state.optimizers):
+        torch.save(optimizer, target / f"{_numbered(OPTIMIZER_NAME, number)}.bin")
+    for number, scheduler in enumerate(ours["schedulers"]):
+        torch.save(scheduler, target / f"{_numbered(SCHEDULER_NAME, number)}.bin")
+    if ours["scaler"] is not None:
+        torch.save(ours["scaler"], target / SCALER_NAME)
+    for number, custom in enumerate(ours["custom"]):
+        torch.save(custom, target / f"custom_checkpoint_{number}.pkl")
+    for rank, generators in state.generators.items():
+        torch.save(_random_states(generators, ours["micro_step"]), target / f"{RNG_STATE_NAME}_{rank}.pkl")
+    place = {"step": state.step, "epoch": ours["epoch"], "batch": ours["batch"]}
+    (target / PLACE_NAME).write_text(json.dumps(place) + "\n")
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}_{number}"
+
+
+def _models(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Each model's own tensors: where there are several, names begin with the model's number."""
+    if count == 1:
+        return [tensors]
+    return [
+        {name.removeprefix(f"{number}."): tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}
+        for number in range(count)
+    ]
+
+
+def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied weights under one of their names: with more, safetensors' own loader takes the others for foreign."""
+    kept: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        kept.setdefault(id(tensor), name)
+    return {name: tensors[name].contiguous() for name in kept.values()}
+
+
+def _random_states(generators: Any, micro_step: int) -> dict[str, Any]:
+    states = {
+        "step": micro_step,
+        "random_state": generators["python"],
+        "numpy_random_seed": generators["numpy"],
+        "torch_manual_seed": generators["torch"],
+    }
+    if generators["cuda"]:
+        count = max(generators["cuda"]) + 1
+        states["torch_cuda_manual_seed"] = [generators["cuda"].get(device) for device in range(count)]
+        if None in states["torch_cuda_manual_seed"]:
+            del states["torch_cuda_manual_seed"]  # Accelerate sets those of all devices, or of none
+    return states

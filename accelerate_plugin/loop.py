@@ -1,0 +1,117 @@
+"""Watches a user's loop for what would leave it unprotected, and says what to call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from memckpt.errors import UsageError
+
+_log = logging.getLogger("accelerate_plugin")
+#: So many steps without a commit, or commits without a step, are no accumulation any more.
+_LONG = 1000
+
+_NEVER_COMMITTED = (
+    "the optimizer has stepped and no step was committed: call ckpt.commit() as the last statement of the loop over "
+    "batches"
+)
+_NEVER_STEPPED = (
+    "ckpt.commit() was called and no optimizer has stepped: call step() of the optimizer that ckpt.prepare() returned, "
+    "inside accelerator.accumulate(model) where gradients are accumulated"
+)
+
+
+class LoopWatch:
+    """Counts what the loop does between two commits."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._steps = 0
+        self._empty_commits = 0
+        self._commits_in_epoch = 0
+        self._steps_in_epoch = 0
+        self._empty_in_epoch = 0
+        self._commits = 0
+        self._last_place: Any = None
+        self._warned = False
+        #: Whether the loop can know where it resumes.
+        self.place_is_known = False
+
+    def install(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self._stepped))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped since the last commit."""
+        return self._steps > 0
+
+    def _stepped(self, *_: Any) -> None:
+        self._steps += 1
+        self._steps_in_epoch += 1
+        if self._steps == _LONG:
+            self._warn(_NEVER_COMMITTED)
+
+    def check_commit(self, place: Any, has_loaders: bool) -> None:
+        """Before a commit at `place` in the loaders (None: outside the loops over them).
+
+        Raises:
+            UsageError: it could not be resumed from here.
+        """
+        if not self.place_is_known:
+            raise UsageError(
+                "commit(): expected a loop that knows where it resumes, found neither `for epoch in ckpt.epochs(n)` "
+                "nor a look at ckpt.step; begin the loop with one of them"
+            )
+        if has_loaders and place is None:
+            raise UsageError(
+                "commit(): expected it inside the loop over a prepared loader, found it outside; call it as the last "
+                "statement of that loop"
+            )
+        if place is not None and place == self._last_place and not self.stepped:
+            raise UsageError(
+                "commit() was called twice for one batch; call it once, as the last statement of the loop over batches"
+            )
+        self._last_place = place
+
+    def nothing_to_commit(self) -> None:
+        self._empty_commits += 1
+        self._empty_in_epoch += 1
+        if self._empty_commits == _LONG and not self.stepped:
+            self._warn(_NEVER_STEPPED)
+
+    def committed(self) -> None:
+        self._steps = self._empty_commits = 0
+        self._commits += 1
+        self._commits_in_epoch += 1
+
+    def check_epoch(self) -> None:
+        """At the end of an epoch.
+
+        Raises:
+            UsageError: nothing was protected in it though there was something to protect.
+        """
+        commits, steps, empty = self._commits_in_epoch, self._steps_in_epoch, self._empty_in_epoch
+        self._commits_in_epoch = self._steps_in_epoch = self._empty_in_epoch = 0
+        if steps and not commits:
+            raise UsageError(_NEVER_COMMITTED)
+        if empty and not steps and not commits:
+            raise UsageError(_NEVER_STEPPED)
+
+    def check_end(self) -> None:
+        """Raises UsageError where a whole training went by without a commit."""
+        if self._steps and not self._commits:
+            raise UsageError(_NEVER_COMMITTED)
+
+    def _warn(self, line: str) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("memckpt: %s", line)

@@ -1,0 +1,394 @@
+"""The plugin: what a training around an `Accelerator` calls.
+
+A resumed training goes through three moments:
+
+1. `prepare`: the session is attached; it knows what is held.
+2. The loop begins (`epochs`, or the first iteration over a prepared loader): tensors, optimizers, schedulers, scaler,
+   registered objects and generators are put back, and loaders learn where to go on.
+3. The resumed iteration is about to fetch its first new batch: the global generators are put back once more. What the
+   top of an epoch has drawn by then, it had drawn before the killed process committed, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import accelerate
+from accelerate import Accelerator
+
+import memckpt
+from accelerate_plugin.loaders import Follower, grafting_stateful_loaders
+from accelerate_plugin.loop import LoopWatch
+from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
+from memckpt.config import MemckptConfig, ResumeChoice, check_resume
+from memckpt.environment import (
+    RUN_DIR,
+    config_from_environment,
+    resume_from_environment,
+    run_dir_from_environment,
+)
+from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
+from memckpt.messages import show_by_default
+
+STATE = "accelerate"
+_log = logging.getLogger("accelerate_plugin")
+#: What cannot be made exact is looked for again after so many commits: some of it shows only while training runs.
+_LOOK_EVERY_COMMITS = 64
+
+
+class MemCheckpointPlugin:
+    """Protects every optimizer step of a training with Accelerate, and resumes at the very step after any crash.
+
+    `prepare` takes the place of `accelerator.prepare`, `epochs` that of `range`, and `commit` stands at the end of the
+    loop over batches. Everything else stays as it is. Start the same script again, and training continues behind the
+    last committed step, bit for bit. Leave with `close`, or use the plugin as a context manager.
+
+    Args:
+        accelerator: of a single process, or of DDP.
+        run_dir: names the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
+            anew; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
+        log_every: give metrics to the Accelerator's trackers every so many steps; None: never.
+
+    Raises:
+        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: ResumeChoice | int | None = None,
+        config: MemckptConfig | None = None,
+        log_every: int | None = 50,
+    ) -> None:
+        directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
+        if directory is None:
+            raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
+        if log_every is not None and log_every < 1:
+            raise ConfigurationError(f"log_every: expected None or 1 or more, found {log_every!r}")
+        if resume is None:
+            resume = resume_from_environment()
+        self.run_dir = directory
+        self.resume: ResumeChoice | int = check_resume("auto" if resume is None else resume)
+        self.config = config_from_environment() if config is None else config
+        self.accelerator: Any = accelerator
+        self._log_every = log_every
+        self._prepared: Prepared | None = None
+        self._session: memckpt.Session | None = None
+        self._followers: list[Follower] = []
+        self._registered: dict[str, Any] = {}
+        self._watch = LoopWatch()
+        self._said: set[str] = set()
+        self._begun = False
+        self._rng_pending = False
+        self._closed = False
+        self._step = 0
+        self._epoch = 0
+        self._batch = 0
+        self._commits = 0
+
+    # Before the loop
+
+    def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
+        """`accelerator.prepare`, and connect to the agent. Call it once, with everything that is trained and iterated.
+
+        Args:
+            objects: model, optimizer, loaders, schedulers; in any order, returned in the same.
+            device_placement: as of `accelerator.prepare`.
+
+        Raises:
+            UsageError: a second call, or nothing to train among the arguments.
+            UnsupportedError: the Accelerator shards, or a loader cannot be followed.
+            MemckptError: as :func:`memckpt.attach`.
+        """
+        if self._session is not None:
+            raise UsageError(
+                "prepare() was called twice: expected one call with everything that is trained; loaders that only "
+                "evaluate may go to accelerator.prepare()"
+            )
+        refuse(self.accelerator)
+        require_training(objects)
+        if self.accelerator.is_main_process:
+            show_by_default(_log)
+        with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):
+            result = self.accelerator.prepare(*objects, device_placement=device_placement)
+        self._prepared = prepared = sort_prepared(self.accelerator, result if len(objects) > 1 else [result])
+        self._session = session = memckpt.attach(
+            prepared.model,
+            prepared.torch_optimizers,
+            run_dir=self.run_dir,
+            resume=self.resume,
+            config=self.config,
+            data_parallel=prepared.data_parallel,
+        )
+        try:
+            self._attached(session, prepared)
+        except BaseException:
+            self.close(finished=False)
+            raise
+        return result
+
+    def _attached(self, session: memckpt.Session, prepared: Prepared) -> None:
+        if session.held is not None:
+            self._check_held(session.held)
+            self._step = session.held.step
+            self._epoch = session.held.rank_state[STATE]["epoch"]
+            self._batch = session.held.rank_state[STATE]["batch"]
+        session.provide(STATE, self._capture)
+        self._watch.install(prepared.torch_optimizers)
+        for number, loader in enumerate(prepared.loaders):
+            self._followers.append(Follower(loader, f"loader {number}", begin=self._begin, on_live=self._restore_rng))
+        self._inform(session.describe().removeprefix("memckpt: "))
+        self._look_at_loaders()
+
+    def _check_held(self, held: memckpt.HeldState) -> None:
+        if STATE not in held.rank_state:
+            raise ForeignStateError(
+                f"the state held for {self.run_dir!r} was not written by MemCheckpointPlugin (it has "
+                f'{sorted(held.rank_state)}); use another run_dir, or resume="never"'
+            )
+        if held.world_size != self.accelerator.num_processes:
+            raise UnsupportedError(
+                f"expected {held.world_size} process(es), as in the run that is continued, found "
+                f"{self.accelerator.num_processes}: the place in the data does not carry over to another number; "
+                'start as many, or use resume="never"'
+            )
+
+    def register(self, name: str, obj: Any) -> None:
+        """Make an object with `state_dict` and `load_state_dict` part of the state. Before the loop.
+
+        Objects of `accelerator.register_for_checkpointing` belong to it anyway.
+
+        Raises:
+            UsageError: the loop has begun, the name is taken, or the object has no such methods.
+        """
+        if self._begun:
+            raise UsageError(f"register({name!r}): expected it before the loop, which has begun")
+        if name in self._registered:
+            raise UsageError(f"register({name!r}): expected a new name, found one that is registered already")
+        if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
+            raise UsageError(
+                f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
+                f"{type(obj).__qualname__}"
+            )
+        self._registered[name] = obj
+
+    # The place in the training
+
+    @property
+    def step(self) -> int:
+        """Committed optimizer steps; from `prepare` on those of the run that is continued."""
+        self._watch.place_is_known = True
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which `epochs` is, or will begin."""
+        self._watch.place_is_known = True
+        return self._epoch
+
+    @property
+    def batch(self) -> int:
+        """Batches of this epoch that lie behind the last commit; where a loop of your own counts, it starts here."""
+        return self._batch
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """In place of ``range(total)``: begins with the epoch to resume.
+
+        Raises:
+            UsageError: before `prepare`; or an epoch went by in which no step was ended with `commit`.
+        """
+        self._attached_session("epochs()")
+        self._watch.place_is_known = True
+        self._begin()
+        while self._epoch < total:
+            yield self._epoch
+            self._watch.check_epoch()
+            self._epoch += 1
+            self._batch = 0
+
+    # Each step
+
+    def commit(self, *, epoch_over: bool = False) -> bool:
+        """End a step. The last statement of the loop over batches, behind all that belongs to the step.
+
+        Args:
+            epoch_over: the loop is left behind this batch although the loader has more.
+
+        Returns:
+            True if an optimizer step (or one that the gradient scaler skipped) was committed; False while gradients
+            are being accumulated.
+
+        Raises:
+            UsageError: before `prepare`, outside the loop over a prepared loader, or twice for one batch.
+        """
+        session = self._attached_session("commit()")
+        self._watch.check_commit(self._place(), bool(self._followers))
+        if epoch_over:
+            for each in self._followers:
+                each.leave()
+        skipped = self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped
+        stepped = self._watch.stepped
+        pending = False if skipped and not stepped else None
+        if not (stepped or skipped) or not self.accelerator.sync_gradients:
+            self._watch.nothing_to_commit()
+            return False
+        before = self._step, self._batch
+        self._step += int(stepped)
+        self._batch = max((each.batches for each in self._followers if each.active), default=self._batch + 1)
+        if not session.commit(step=self._step, gradients_pending=pending):
+            self._step, self._batch = before
+            self._watch.nothing_to_commit()
+            return False
+        self._watch.committed()
+        self._commits += 1
+        if self._commits % _LOOK_EVERY_COMMITS == 1:
+            self._look_at_loaders()
+        self._log_metrics(session)
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        """What a step costs, see docs/lightning.md: milliseconds stalled since the last call, and more."""
+        session = self._attached_session("metrics()")
+        return {f"memckpt/{name}": value for name, value in session.metrics().items()}
+
+    def _log_metrics(self, session: memckpt.Session) -> None:
+        if self._log_every is None or self._commits % self._log_every or not self.accelerator.trackers:
+            return
+        self.accelerator.log(self.metrics(), step=self._step)
+
+    def _place(self) -> tuple[tuple[int, int], ...] | None:
+        """Which batches the user is at; None outside of all loops over prepared loaders."""
+        if not any(each.active for each in self._followers):
+            return None
+        return tuple(each.at for each in self._followers)
+
+    # State
+
+    def _capture(self) -> dict[str, Any]:
+        assert self._prepared is not None
+        scaler = self.accelerator.scaler
+        return {
+            "accelerate": accelerate.__version__,
+            "epoch": self._epoch,
+            "batch": self._batch,
+            "models": len(self._prepared.models),
+            "micro_step": self.accelerator.step,
+            "schedulers": [each.state_dict() for each in self._prepared.schedulers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "custom": [each.state_dict() for each in self.accelerator._custom_objects],
+            "registered": {name: each.state_dict() for name, each in self._registered.items()},
+            "loaders": [each.state() for each in self._followers],
+        }
+
+    def _begin(self) -> None:
+        """The loop begins: put everything back."""
+        if self._begun:
+            return
+        self._begun = True
+        session = self._attached_session("the loop")
+        if session.held is None:
+            return
+        state: Mapping[str, Any] = session.held.rank_state[STATE]
+        report = session.restore_tensors()
+        self._restore(state)
+        self._rng_pending = True
+        session.restore_rng()
+        if report is not None:
+            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+            self._inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        assert self._prepared is not None
+        self._load("scheduler", self._prepared.schedulers, state["schedulers"])
+        self._load("object of register_for_checkpointing", self.accelerator._custom_objects, state["custom"])
+        if state["registered"].keys() != self._registered.keys():
+            raise self._foreign(f"register() of {sorted(state['registered'])} and not of {sorted(self._registered)}")
+        for name, obj in self._registered.items():
+            obj.load_state_dict(state["registered"][name])
+        if (state["scaler"] is None) != (self.accelerator.scaler is None):
+            raise self._foreign("a gradient scaler" if state["scaler"] is not None else "no gradient scaler")
+        if state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.accelerator.step = state["micro_step"]
+        self._load_loaders(state["loaders"])
+
+    def _load(self, kind: str, objects: list[Any], states: list[Any]) -> None:
+        if len(objects) != len(states):
+            raise self._foreign(f"{len(states)} {kind}(s) and not {len(objects)}")
+        for each, held in zip(objects, states, strict=True):
+            each.load_state_dict(held)
+
+    def _load_loaders(self, states: list[Any]) -> None:
+        if len(states) != len(self._followers):
+            raise self._foreign(f"{len(states)} prepared loader(s) and not {len(self._followers)}")
+        for follower, state in zip(self._followers, states, strict=True):
+            follower.hold(state)
+
+    def _foreign(self, expected: str) -> ForeignStateError:
+        return ForeignStateError(
+            f"expected {expected}, as in the run that is continued; prepare the same objects in both runs, or start "
+            'over with resume="never"'
+        )
+
+    def _restore_rng(self) -> None:
+        """Once, by the first loader that gets there: what it draws from then on is new."""
+        if self._rng_pending:
+            self._rng_pending = False
+            self._attached_session("the loop").restore_rng()
+
+    def _attached_session(self, what: str) -> memckpt.Session:
+        if self._session is None:
+            state = "the plugin is closed" if self._closed else "prepare() has not been called"
+            raise UsageError(
+                f"{what}: {state}; call model, optimizer, loader, scheduler = ckpt.prepare(model, optimizer, loader, "
+                "scheduler) first"
+            )
+        return self._session
+
+    # What is said
+
+    def _inform(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            _log.info("memckpt: %s", line)
+
+    def _look_at_loaders(self) -> None:
+        for line in filter(None, (each.unreplayable() for each in self._followers)):
+            if line not in self._said and self.accelerator.is_main_process:
+                _log.warning("memckpt: not exact after a restart: %s", line)
+            self._said.add(line)
+
+    # The end
+
+    def close(self, finished: bool = True) -> None:
+        """Leave; nothing stays on loaders and optimizers. With `finished` nothing needs to be held any more: the agent
+        brings the last step to storage and goes. Without it holds on.
+
+        Raises:
+            UsageError: the training has stepped its optimizer and never committed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.remove()
+        for follower in self._followers:
+            follower.release()
+        self._followers = []
+        session, self._session = self._session, None
+        if session is not None:
+            # A run whose loop was never entered has not finished what is held for it.
+            session.close(finished=finished and (self._begun or session.held is None))
+        if finished:
+            self._watch.check_end()
+
+    def __enter__(self) -> MemCheckpointPlugin:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(finished=kind is None)

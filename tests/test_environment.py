@@ -1,0 +1,104 @@
+"""Settings from environment variables: every field has one, and a wrong value is an error that names it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
+from memckpt.environment import (
+    config_from_environment,
+    resume_from_environment,
+    run_dir_from_environment,
+    variables,
+)
+from memckpt.errors import ConfigurationError
+
+
+def test_nothing_set_is_the_default() -> None:
+    assert config_from_environment({}) == MemckptConfig()
+    assert run_dir_from_environment({}) is None
+    assert resume_from_environment({}) is None
+
+
+def test_every_part_can_be_set() -> None:
+    found = config_from_environment(
+        {
+            "MEMCKPT_REDO": "lazy",
+            "MEMCKPT_ANCHOR_PERIOD_STEPS": "16",
+            "MEMCKPT_SLOTS": "4",
+            "MEMCKPT_AGENT_LINGER_SECONDS": "3600.5",
+            "MEMCKPT_AGENT_MEMORY_BUDGET_BYTES": "none",
+            "MEMCKPT_STORAGE_URL": "s3://bucket/run",
+            "MEMCKPT_STORAGE_EVERY_STEPS": "100",
+            "MEMCKPT_STORAGE_OVERHEAD": "0.05",
+            "HOME": "/somewhere",
+        }
+    )
+    assert found == MemckptConfig(
+        redo="lazy",
+        anchor_period_steps=16,
+        slots=4,
+        agent=AgentConfig(linger_seconds=3600.5),
+        storage=StorageConfig(url="s3://bucket/run", every_steps=100, overhead=0.05),
+    )
+
+
+def test_storage_can_be_left_out() -> None:
+    assert config_from_environment({"MEMCKPT_STORAGE": "none"}).storage is None
+    assert config_from_environment({"MEMCKPT_ANCHOR_PERIOD_STEPS": "None"}).anchor_period_steps is None
+
+
+def test_every_variable_sets_something() -> None:
+    samples = {"'auto'": "auto", "'none'": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
+    for name, expected in variables().items():
+        value = next(sample for words, sample in samples.items() if words in expected)
+        assert isinstance(config_from_environment({name: value}), MemckptConfig), name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MEMCKPT_REDO", "fast", "MEMCKPT_REDO: expected 'auto', 'eager' or 'lazy', found 'fast'"),
+        ("MEMCKPT_SLOTS", "three", "MEMCKPT_SLOTS: expected a whole number, found 'three'"),
+        ("MEMCKPT_SLOTS", "1", "MEMCKPT_SLOTS: expected 2 to 64, found 1"),
+        ("MEMCKPT_SLOTS", "none", "MEMCKPT_SLOTS: expected a whole number, found 'none'"),
+        ("MEMCKPT_SLOTS", "", "MEMCKPT_SLOTS: expected a whole number, found ''"),
+        ("MEMCKPT_ANCHOR_PERIOD_STEPS", "x", "expected a whole number or 'none', found 'x'"),
+        ("MEMCKPT_AGENT_THREADS", "0", "MEMCKPT_AGENT_THREADS: expected 1 or more, found 0"),
+        ("MEMCKPT_STORAGE_URL", "", "MEMCKPT_STORAGE_URL: expected a text or 'none', found ''"),
+        ("MEMCKPT_STORAGE_OVERHEAD", "2", "MEMCKPT_STORAGE_OVERHEAD: expected more than 0, at most 1, found 2.0"),
+        ("MEMCKPT_STORAGE", "s3://b", "MEMCKPT_STORAGE: expected 'none', found 's3://b'"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        config_from_environment({name: value})
+    assert message in str(raised.value)
+    assert name in str(raised.value)
+
+
+def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "memckpt"):
+        config_from_environment({"MEMCKPT_REDOO": "lazy", "MEMCKPT_NODE": "a", "MEMCKPT_RUNTIME_DIR": "b"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "memckpt: the environment variable MEMCKPT_REDOO names no setting and is ignored"
+    ]
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("require", "require"), ("never", "never"), ("12", 12)])
+def test_resume_as_text(text: str, value: object) -> None:
+    assert parse_resume(text) == value
+    assert resume_from_environment({"MEMCKPT_RESUME": text}) == value
+
+
+@pytest.mark.parametrize("text", ["", "always", "-1", "1.5", "１２"])
+def test_a_wrong_resume_is_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="MEMCKPT_RESUME: expected 'auto', 'require', 'never' or a step"):
+        resume_from_environment({"MEMCKPT_RESUME": text})
+
+
+def test_an_empty_run_directory_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="MEMCKPT_RUN_DIR: expected a directory, found ''"):
+        run_dir_from_environment({"MEMCKPT_RUN_DIR": ""})
