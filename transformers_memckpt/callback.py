@@ -95,11 +95,6 @@ class MemCheckpointTrainerCallback(TrainerCallback):
             )
         self._protection.begin()
 
-    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Between two epochs a resumed training is put back here."""
-        if self._protection is not None:
-            self._protection.begin_epoch()
-
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """The steps before this one are done: commit them; in a resumed epoch, put everything back first."""
         if self._protection is not None:

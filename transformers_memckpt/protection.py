@@ -10,8 +10,8 @@ A resumed training goes through three moments:
    decides with which epoch the Trainer begins, and the loader learns where it goes on.
 2. `_run_epoch` of a resumed epoch is told that the epoch has fewer batches, those that are left. Its own bookkeeping
    of accumulations then comes out as it did.
-3. The first step, behind all hooks that a fresh start has run before: tensors, scheduler, counters, callbacks and last
-   of all the generators.
+3. The first step, or between two epochs the beginning of the next, behind all hooks that a fresh start has run before:
+   tensors, scheduler, counters, callbacks and last of all the generators.
 """
 
 from __future__ import annotations
@@ -37,16 +37,13 @@ _LOOK_EVERY_COMMITS = 64
 
 
 class _Later:
-    """An int that is known when it is used: `range()` asks for it after `on_train_begin`."""
+    """An int that is known when it is used: `range()` asks for it behind all that precedes the first epoch."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
 
     def __index__(self) -> int:
         return self._ask()
-
-    def __str__(self) -> str:
-        return str(self._ask())
 
 
 class Protection:
@@ -105,7 +102,7 @@ class Protection:
             self._first_epoch = first
             if resume_from_checkpoint is not None:
                 self._file = (resume_from_checkpoint, self._trainer.state.global_step, batches)
-            return _Later(lambda: self._first_epoch), batches
+            return _Later(self._enter_epochs), batches
 
         return init_training_state
 
@@ -221,14 +218,14 @@ class Protection:
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
         if ended or state["stopped"]:
             self._first_epoch = sys.maxsize  # no epoch is left
-            self._restore()
 
     # --- moment 3 -------------------------------------------------------------------------------------------
 
-    def begin_epoch(self) -> None:
-        """In `on_epoch_begin`, before other callbacks."""
-        if self._pending is not None and self._pending["loader"]["now"] is None:
+    def _enter_epochs(self) -> int:
+        """The epoch to begin with; a training that is between two epochs, or at its end, is put back here."""
+        if self._pending is not None and (self._pending["loader"]["now"] is None or self._first_epoch == sys.maxsize):
             self._restore()
+        return self._first_epoch
 
     def begin_step(self) -> None:
         """In `on_step_begin`, before other callbacks: a whole number of steps is done, and all that they owed."""
