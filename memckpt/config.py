@@ -127,6 +127,13 @@ class MemckptConfig:
         return self.anchor_period_steps or DEFAULT_ANCHOR_PERIOD[mode]
 
 
+def parse_resume(text: object) -> ResumeChoice | int:
+    """What a command line or a file gives as ``resume``: as `check_resume`, and digits are a step number."""
+    if isinstance(text, str) and text.isascii() and text.isdigit():
+        return int(text)
+    return check_resume(text)
+
+
 def check_resume(resume: object) -> ResumeChoice | int:
     """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number."""
     if resume == "auto" or resume == "require" or resume == "never":

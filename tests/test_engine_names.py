@@ -23,10 +23,13 @@ def test_the_public_names() -> None:
         "HeldState",
         "MemckptConfig",
         "MemckptError",
+        "ProtectionArguments",
         "RestoreReport",
         "Session",
         "StorageConfig",
+        "add_arguments",
         "attach",
+        "from_args",
         "unencodable_paths",
     ]
     for name in memckpt.__all__:
