@@ -245,9 +245,7 @@ class Protection:
         session.restore_rng()
         if report is not None:
             lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-            self._messages.inform(
-                f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}"
-            )
+            self._messages.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
 
     def _active(self) -> tuple[memckpt.Session, Lookahead]:
         assert self._session is not None, "begin() is called before the first epoch"
