@@ -31,9 +31,7 @@ def protection(cfg: DictConfig) -> ProtectionArguments:
         raise ConfigurationError(
             "expected the group memckpt in the configuration, found none; add `- memckpt: default` to its defaults list"
         )
-    values = OmegaConf.to_container(
-        cfg.memckpt, resolve=True, enum_to_str=True, structured_config_mode=SCMode.DICT
-    )
+    values = OmegaConf.to_container(cfg.memckpt, resolve=True, enum_to_str=True, structured_config_mode=SCMode.DICT)
     if not isinstance(values, dict):
         raise ConfigurationError(f"memckpt: expected a mapping, found {values!r}")
     run_dir = cfg.get("run_dir")

@@ -115,12 +115,23 @@ def test_nothing_fails_and_nothing_changes(trainings: Trainings) -> None:
     trainings.survives(Case("plain"), settings(), [])
 
 
+def test_killed_in_a_step_in_an_evaluation_and_between_two_epochs(trainings: Trainings) -> None:
+    kills: list[Kill] = [("pre_optimizer", 3), ("micro", 6), ("prediction", 2), ("epoch_begin", 1), ("step_end", 2)]
+    trainings.survives(Case("plain"), settings(), kills)
+
+
+def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
+    trainings.survives(ACCUMULATED, settings(), [("micro", 9), ("prediction", 2), ("substep_end", 4)])
+
+
+@pytest.mark.slow
 def test_one_training_killed_all_along(trainings: Trainings) -> None:
     attempts = trainings.survives(Case("plain"), settings(), ALL_ALONG)
     assert sum(len(each.events(0, "killed")) for each in attempts) == len(ALL_ALONG)
 
 
-def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
+@pytest.mark.slow
+def test_accumulations_killed_all_along(trainings: Trainings) -> None:
     trainings.survives(ACCUMULATED, settings(), IN_ACCUMULATION)
 
 
@@ -162,6 +173,7 @@ def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainin
     assert read_catalog(LocalStore(lab.run_dir / "storage")).complete[0].step == 33
 
 
+@pytest.mark.slow
 def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Trainings) -> None:
     config = settings(StorageConfig(min_seconds=3600))
     case = Case("plain", {"lr_scheduler_type": "constant", "num_train_epochs": 2})
