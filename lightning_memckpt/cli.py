@@ -30,7 +30,8 @@ class MemCheckpointCLI(LightningCLI):
     """
 
     def __init__(self, *args: Any, save_config_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, save_config_kwargs={"overwrite": True, **(save_config_kwargs or {})}, **kwargs)
+        kwargs["save_config_kwargs"] = {"overwrite": True, **(save_config_kwargs or {})}
+        super().__init__(*args, **kwargs)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add our flags to those that every sub-command has."""

@@ -74,7 +74,7 @@ def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[
         if dataclasses.is_dataclass(inner):
             if optional:
                 yield Setting(path, None, ("on", "off"), True, "on", texts[each.name])
-            yield from describe_settings(inner, path + ".")
+            yield from describe_settings(typing.cast(type, inner), path + ".")
         elif typing.get_origin(inner) is Literal:
             yield Setting(path, str, typing.get_args(inner), optional, default, texts[each.name])
         else:

@@ -46,7 +46,8 @@ def _in_output_directory() -> str:
     if not HydraConfig.initialized():
         raise ConfigurationError("run_dir: expected a directory outside a Hydra application, found none")
     hydra: Any = HydraConfig.get()
-    raw = OmegaConf.to_container(OmegaConf.masked_copy(HydraConfig.instance().cfg.hydra, ["run", "sweep"]))
+    unresolved: Any = HydraConfig.instance().cfg
+    raw = OmegaConf.to_container(OmegaConf.masked_copy(unresolved.hydra, ["run", "sweep"]))
     assert isinstance(raw, dict)
     places = [raw["sweep"]["dir"], raw["sweep"]["subdir"]] if hydra.mode.name == "MULTIRUN" else [raw["run"]["dir"]]
     if any("${now:" in place for place in places):

@@ -94,9 +94,8 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], message: str) -> None:
-    with pytest.raises(argparse.ArgumentError, match=re.escape(message.split(": ", 1)[1])) as caught:
+    with pytest.raises(argparse.ArgumentError, match=re.escape(message)):
         parse("--run-dir", "x", *arguments)
-    assert message in str(caught.value)
 
 
 def test_a_value_out_of_range_is_the_dataclass_s_error() -> None:
@@ -148,11 +147,14 @@ def test_an_application_is_killed_and_resumes_as_its_flag_says(scripts: Scripts)
     logs = scripts.survives(APP, *arguments, "--resume", "auto", kills=["step 12"])
     assert "lazy redo (as configured)" in logs[0]
     scripts.killed("step 12", APP, *arguments)
-    step = int(re.findall(r"resumed at step (\d+)", scripts.killed("step 17", APP, *arguments, "--resume", "12"))[0])
-    assert step == 12
-    anew = scripts.run(APP, *arguments, "--resume", "never")
-    assert "\nstep 1: loss" in anew
+    # The line comes before the commit of its step: 9 to 11 are held, or 10 to 12.
+    chosen = scripts.killed("step 12", APP, *arguments, "--resume", "10")
+    assert "resumed at step 10 from local memory" in chosen
+    anew = scripts.killed("step 2", APP, *arguments, "--resume", "never")
+    assert re.search(r"^step 1: loss", anew, re.MULTILINE)
+    scripts.lab.stop(scripts.directory / "run")
     assert "NothingHeldError" in _fails(scripts, *arguments, "--resume", "require")
+    scripts.lab.stop(scripts.directory / "run")
 
 
 def test_a_callback_in_a_configuration_file_is_given_the_flag(scripts: Scripts) -> None:
@@ -164,6 +166,7 @@ def test_a_callback_in_a_configuration_file_is_given_the_flag(scripts: Scripts) 
     )
     arguments = ("fit", "--config", "config.yaml", *FIT[1:])
     assert "NothingHeldError" in _fails(scripts, *arguments, "--resume", "require")
+    scripts.lab.stop(scripts.directory / "run")
     assert "expected none beside a MemCheckpoint in trainer.callbacks" in _fails(scripts, *arguments, "--run_dir", "x")
 
 

@@ -153,7 +153,7 @@ def test_each_job_of_a_multirun_has_a_run_of_its_own_and_is_found_again(scripts:
     assert re.findall(r"^done at .*$", final, re.MULTILINE) == words
     assert len(re.findall(r"resumed at step 1[12] from local memory", final)) == 1
     for name in ("model.width=4", "model.width=8"):
-        assert (scripts.directory / "runs" / "digits_cnn" / f"{name},trainer.max_epochs=1" / "memckpt").is_dir()
+        assert len(list((scripts.directory / "runs" / "digits_cnn").glob(f"*{name}*/memckpt"))) == 1
 
 
 def test_a_directory_with_a_timestamp_is_warned_of(scripts: Scripts) -> None:

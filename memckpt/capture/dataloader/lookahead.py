@@ -7,7 +7,7 @@ trained on, and fetches again what had been fetched, each batch under the genera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -129,7 +129,7 @@ _followers: WeakKeyDictionary[DataLoader[Any], Lookahead] = WeakKeyDictionary()
 
 
 def _iterate(loader: Any) -> Iterator[Any]:
-    iterate: Callable[[Any], Iterator[Any]] = type(loader).__mro__[1].__iter__
+    base: Any = type(loader).__mro__[1]
     follower = _followers.get(loader)
-    iterator = iterate(loader)
+    iterator: Iterator[Any] = base.__iter__(loader)
     return iterator if follower is None else follower.iterate(iterator)
