@@ -125,6 +125,22 @@ def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("left_out", "differs"),
+    [
+        ("generators", "losses differ"),
+        ("generators of fetches", "losses differ"),
+        ("trainer", "training loss"),
+        ("epoch", "history"),
+    ],
+)
+def test_the_comparison_notices_what_is_left_out(trainings: Trainings, left_out: str, differs: str) -> None:
+    with pytest.raises(AssertionError, match=differs):
+        trainings.survives(Case("plain"), settings(), [("pre_optimizer", 6)], sabotage=left_out)
+    assert not trainings.lab.agent_answers()  # the training came to its end all the same
+
+
+@pytest.mark.slow
 def test_one_training_killed_all_along(trainings: Trainings) -> None:
     attempts = trainings.survives(Case("plain"), settings(), ALL_ALONG)
     assert sum(len(each.events(0, "killed")) for each in attempts) == len(ALL_ALONG)

@@ -32,11 +32,15 @@ from transformers import (
     TrainingArguments,
 )
 
+from memckpt import Session
+from memckpt.capture.dataloader import Lookahead
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
 from tests.engine_harness import Journal, Lab, differences, freeze
 from transformers_memckpt import protect
+from transformers_memckpt.protection import Protection
+from transformers_memckpt.trainer_state import TrainerStates
 
 Kill = tuple[str, int]
 """A hook, and at which of its calls in that process the process dies."""
@@ -177,6 +181,7 @@ class Attempt:
     resume: Any = "auto"
     changed: dict[str, Any] = field(default_factory=dict)
     checkpoint: Any = None
+    sabotage: str | None = None
 
 
 def settings(storage: StorageConfig | None = None, **changed: Any) -> MemckptConfig:
@@ -227,6 +232,8 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
 
 def train(attempt: Attempt) -> None:
     """The body of a training child."""
+    if attempt.sabotage is not None:
+        sabotage(attempt.sabotage)
     trainer = make_trainer(attempt)
     result = trainer.train(resume_from_checkpoint=attempt.checkpoint)
     early = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
@@ -251,6 +258,37 @@ def train(attempt: Attempt) -> None:
     (attempt.report / f"outcome-{rank}").write_bytes(pickle.dumps(found))
     if torch.distributed.is_initialized():
         os._exit(0)  # gloo's teardown may hang
+
+
+def sabotage(what: str) -> None:
+    """Leave one part of a resume out, to see that the comparison notices."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    match what:
+        case "generators":
+            Session.restore_rng = nothing  # type: ignore[method-assign]
+        case "generators of fetches":
+            Lookahead.resume = _resume_without_fetches  # type: ignore[method-assign]
+        case "trainer":
+            TrainerStates.restore = TrainerStates.restore_counters  # type: ignore[method-assign]
+        case "epoch":
+            Protection.end_batch = _end_batch_without_epoch  # type: ignore[method-assign]
+        case _:
+            raise KeyError(what)
+
+
+_resume = Lookahead.resume
+
+
+def _resume_without_fetches(self: Lookahead, held: dict[str, Any]) -> None:
+    _resume(self, held)
+    self._replay.clear()
+
+
+def _end_batch_without_epoch(self: Protection, *, stepped: bool) -> None:
+    self._taken += 1
 
 
 def _without_times(entry: dict[str, Any]) -> dict[str, Any]:
@@ -358,7 +396,9 @@ def compare(expected: Ended, attempts: list[Ended], rank: int = 0) -> None:
         if not found:
             continue
         starts = [index for index, each in enumerate(right) if each == found[0]]
-        assert any(right[start : start + len(found)] == found for start in starts), attempt.log[-3000:]
+        assert any(right[start : start + len(found)] == found for start in starts), (
+            f"losses differ: {attempt.log[-3000:]}"
+        )
     different = differences(expected.outcome(rank), attempts[-1].outcome(rank))
     assert not different, "\n".join(different[:10]) + attempts[-1].log[-3000:]
 
