@@ -56,6 +56,15 @@ def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
     return (typing.Optional[inner] if optional else inner), value  # noqa: UP045 - a type that is known at run time
 
 
+def __getattr__(name: str) -> Any:
+    """For pickle, in a process that has composed nothing: what it asks for is made by `node`."""
+    if not name.startswith("__"):
+        node(MemckptConfig)
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def register() -> None:
     """Put the schema into Hydra's ConfigStore; the search-path plugin does so for every application."""
     ConfigStore.instance().store(group=GROUP, name=SCHEMA, node=node(MemckptConfig), provider="memckpt")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,8 +115,12 @@ def test_what_composes_and_cannot_be_is_an_error_of_ours(overrides: list[str], m
 
 
 def test_a_configuration_can_be_sent_to_another_process() -> None:
-    found = compose("+memckpt=durable")
-    assert pickle.loads(pickle.dumps(found)) == found
+    found = compose("+memckpt=durable", "memckpt.redo=lazy")
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).memckpt)"
+    there = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(found), capture_output=True, timeout=60, check=True
+    )
+    assert there.stdout.decode().strip() == str(found.memckpt)
 
 
 def test_the_tree_has_every_field_of_the_dataclasses() -> None:

@@ -14,7 +14,7 @@ import random
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -59,6 +59,7 @@ class Case:
         samples: in the training data; batches have four.
         augmented: whether the data draw random numbers.
         patience: of EarlyStoppingCallback; None goes without.
+        stream: whether the training data are an IterableDataset.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Case:
     samples: int = 44
     augmented: bool = True
     patience: int | None = None
+    stream: bool = False
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -85,6 +87,17 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         if self.augmented and random.random() < 0.5:
             tokens[int(torch.randint(0, 8, ()))] = int(np.random.randint(50))
         return {"input_ids": tokens, "labels": tokens}
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """The same, one after the other, each time."""
+
+    def __init__(self, samples: int, augmented: bool) -> None:
+        self.windows = Windows(samples, augmented)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(len(self.windows)):
+            yield self.windows[index]
 
 
 class Probe(TrainerCallback):
@@ -220,7 +233,7 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
     trainer = JournalingTrainer(
         model=model,
         args=TrainingArguments(output_dir=str(attempt.directory / "files"), **arguments),
-        train_dataset=Windows(case.samples, case.augmented),
+        train_dataset=(Stream if case.stream else Windows)(case.samples, case.augmented),
         eval_dataset=Windows(12, False) if arguments["eval_strategy"] != "no" else None,
         callbacks=callbacks,
     )
