@@ -30,9 +30,10 @@ def node(kind: type) -> type:
         factory = each.default_factory
         fields.append((each.name, *_field(each.name, hints[each.name], each.default, factory)))
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
-    globals()[kind.__name__] = made  # where pickle looks for it: launchers send configurations to other processes
     # OmegaConf's message about an unknown key shows the class's name, and so the keys that there are.
     made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
+    # Where pickle looks for it, by either name: launchers send configurations to other processes.
+    globals()[kind.__name__] = globals()[made.__name__] = made
     return made
 
 

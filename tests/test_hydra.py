@@ -118,8 +118,9 @@ def test_a_configuration_can_be_sent_to_another_process() -> None:
     found = compose("+memckpt=durable", "memckpt.redo=lazy")
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).memckpt)"
     there = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(found), capture_output=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(found), capture_output=True, timeout=60
     )
+    assert there.returncode == 0, there.stderr.decode()
     assert there.stdout.decode().strip() == str(found.memckpt)
 
 
