@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from memckpt.arguments import ProtectionArguments, add_arguments, from_args
     from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
     from memckpt.errors import MemckptError
     from memckpt.session import HeldState, RestoreReport, Session, attach
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "ProtectionArguments": ("memckpt.arguments", "ProtectionArguments"),
+    "add_arguments": ("memckpt.arguments", "add_arguments"),
+    "from_args": ("memckpt.arguments", "from_args"),
     "ExportedState": ("memckpt.storage.export", "ExportedState"),
     "StorageConfig": ("memckpt.config", "StorageConfig"),
     "HeldState": ("memckpt.session", "HeldState"),
@@ -37,10 +41,13 @@ __all__ = [
     "HeldState",
     "MemckptConfig",
     "MemckptError",
+    "ProtectionArguments",
     "RestoreReport",
     "Session",
     "StorageConfig",
+    "add_arguments",
     "attach",
+    "from_args",
     "unencodable_paths",
 ]
 

@@ -16,7 +16,6 @@ TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
-_RESUME_CHOICES: tuple[ResumeChoice, ...] = ("auto", "require", "never")
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
@@ -139,26 +138,23 @@ class MemckptConfig:
         return self.anchor_period_steps or DEFAULT_ANCHOR_PERIOD[mode]
 
 
-def check_resume(resume: object) -> ResumeChoice | int:
-    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number."""
+def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
+    """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number.
+
+    Raises:
+        ConfigurationError: it is none of these; `name` says whose it is.
+    """
     if resume == "auto" or resume == "require" or resume == "never":
         return resume
     if isinstance(resume, int) and not isinstance(resume, bool) and resume >= 0:
         return resume
     raise ConfigurationError(
-        f"resume: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
+        f"{name}: expected 'auto', 'require', 'never' or a step number of 0 or more, found {resume!r}"
     )
 
 
-def parse_resume(text: str, *, name: str = "resume") -> ResumeChoice | int:
-    """A ``resume`` argument as it is written on a command line or in the environment: ``auto|require|never|STEP``.
-
-    Raises:
-        ConfigurationError: it is none of these; `name` says whose it is.
-    """
-    for choice in _RESUME_CHOICES:
-        if text == choice:
-            return choice
-    if text.isascii() and text.isdecimal():
+def parse_resume(text: object, *, name: str = "resume") -> ResumeChoice | int:
+    """The same as a command line, a file or the environment gives it: digits are a step number."""
+    if isinstance(text, str) and text.isascii() and text.isdigit():
         return int(text)
-    raise ConfigurationError(f"{name}: expected 'auto', 'require', 'never' or a step number, found {text!r}")
+    return check_resume(text, name=name)

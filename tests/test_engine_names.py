@@ -23,10 +23,13 @@ def test_the_public_names() -> None:
         "HeldState",
         "MemckptConfig",
         "MemckptError",
+        "ProtectionArguments",
         "RestoreReport",
         "Session",
         "StorageConfig",
+        "add_arguments",
         "attach",
+        "from_args",
         "unencodable_paths",
     ]
     for name in memckpt.__all__:
@@ -35,7 +38,17 @@ def test_the_public_names() -> None:
         memckpt.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["memckpt", "memckpt.config", "memckpt.agent.server", "memckpt.agent.__main__"])
+LIGHT = [
+    "memckpt",
+    "memckpt.config",
+    "memckpt.arguments",
+    "memckpt.agent.server",
+    "memckpt.agent.__main__",
+    "hydra_plugins.memckpt_searchpath",  # every Hydra application imports it
+]
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_importing_the_agent_does_not_import_torch(module: str) -> None:
     code = f"import {module}, sys; print([name for name in ('torch', 'numpy', 'lightning') if name in sys.modules])"
     found = subprocess.run(

@@ -1,0 +1,31 @@
+"""What the examples share: a digest to compare runs by, and lines that tell where a training is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+
+
+def digest(model: nn.Module) -> str:
+    """Of all parameters and buffers: two runs with the same one ended alike, bit for bit."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class PrintSteps(pl.Callback):
+    """A line for each step, so that there is something to see, and a moment to kill it in."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print(f"pid {os.getpid()}: training begins", flush=True)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        print(f"step {trainer.global_step}: loss {float(outputs['loss']):.6f}", flush=True)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        print(f"done at step {trainer.global_step}: weights {digest(pl_module)}", flush=True)

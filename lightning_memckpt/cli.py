@@ -1,0 +1,75 @@
+"""LightningCLI with ``--run_dir``, ``--resume`` and ``--memckpt``, which make the MemCheckpoint callback."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from jsonargparse.typing import NonNegativeInt
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_memckpt.callback import MemCheckpoint
+from memckpt.config import MemckptConfig
+from memckpt.errors import ConfigurationError
+
+_FLAGS = ("run_dir", "resume", "memckpt")
+
+
+class MemCheckpointCLI(LightningCLI):
+    """A LightningCLI whose trainings are protected; use it in place of LightningCLI.
+
+        python train.py fit --run_dir runs/my-run                    # again: continues
+        python train.py fit --run_dir runs/my-run --resume never     # starts over
+        python train.py fit --run_dir runs/my-run --memckpt.redo lazy --memckpt.storage.every_steps 500
+
+    ``--memckpt`` is a MemckptConfig: the flags below it are its fields. Without ``--run_dir`` nothing is protected,
+    unless a MemCheckpoint stands in ``trainer.callbacks``: then ``--resume`` is given to that one.
+
+    A file that the CLI has written for an earlier attempt (``config.yaml``) is overwritten, or the second start of the
+    same command would fail; ``save_config_kwargs`` decides otherwise.
+    """
+
+    def __init__(self, *args: Any, save_config_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        kwargs["save_config_kwargs"] = {"overwrite": True, **(save_config_kwargs or {})}
+        super().__init__(*args, **kwargs)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add our flags to those that every sub-command has."""
+        super().add_default_arguments_to_parser(parser)
+        parser.add_argument(
+            "--run_dir", type=str | None, default=None, help="Names the run; the same directory continues it."
+        )
+        parser.add_argument(
+            "--resume",
+            type=Literal["auto", "require", "never"] | NonNegativeInt | None,  # type: ignore[arg-type, unused-ignore]
+            default=None,
+            help="auto (default): continue if anything is held; require: continue or fail; never: start over; a step.",
+        )
+        parser.add_argument("--memckpt", type=MemckptConfig, default=MemckptConfig(), help="How the run is protected.")
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Make the trainer, with the callback.
+
+        Raises:
+            ConfigurationError: the flags name a run, and ``trainer.callbacks`` has a MemCheckpoint already; or they
+                say how to resume, and there is neither.
+        """
+        run_dir, resume, config = (self._get(self.config_init, name) for name in _FLAGS)
+        configured = self._get(self.config_init, "trainer").get("callbacks") or []
+        listed = configured if isinstance(configured, list) else [configured]
+        ours = [each for each in listed if isinstance(each, MemCheckpoint)]
+        if ours and run_dir is not None:
+            raise ConfigurationError(
+                f"--run_dir: expected none beside a MemCheckpoint in trainer.callbacks (of {ours[0].run_dir}), found "
+                f"{run_dir!r}; remove one of them"
+            )
+        if resume is not None and not ours and run_dir is None:
+            raise ConfigurationError(
+                f"--resume {resume}: expected --run_dir, or a MemCheckpoint in trainer.callbacks, found neither"
+            )
+        if ours and resume is not None:
+            ours[0].resume = resume
+        if run_dir is not None:
+            callback = MemCheckpoint(run_dir, resume="auto" if resume is None else resume, config=config)
+            kwargs = {"callbacks": [*listed, callback], **kwargs}
+        return super().instantiate_trainer(**kwargs)

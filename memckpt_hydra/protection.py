@@ -1,0 +1,63 @@
+"""What a composed configuration asks for, as the three arguments of `memckpt.attach` and of every adapter."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, SCMode
+
+from memckpt import ProtectionArguments
+from memckpt.arguments import from_mapping
+from memckpt.config import parse_resume
+from memckpt.errors import ConfigurationError
+
+_log = logging.getLogger("memckpt")
+
+
+def protection(cfg: DictConfig) -> ProtectionArguments:
+    """Read ``memckpt``, ``resume`` and ``run_dir`` of an application's configuration.
+
+    ``run_dir``, where it is absent or null, is ``memckpt`` in Hydra's output directory. That has a timestamp in its
+    name unless ``hydra.run.dir`` (with ``--multirun`` ``hydra.sweep.dir`` and ``subdir``) says otherwise; a restart
+    would not find the run again, and a warning says so.
+
+    Raises:
+        ConfigurationError: a part is missing, or a value is out of its range.
+    """
+    if "memckpt" not in cfg:
+        raise ConfigurationError(
+            "expected the group memckpt in the configuration, found none; add `- memckpt: default` to its defaults list"
+        )
+    values = OmegaConf.to_container(cfg.memckpt, resolve=True, enum_to_str=True, structured_config_mode=SCMode.DICT)
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"memckpt: expected a mapping, found {values!r}")
+    run_dir = cfg.get("run_dir")
+    return ProtectionArguments(
+        str(run_dir) if run_dir is not None else _in_output_directory(),
+        parse_resume(cfg.get("resume", "auto")),
+        from_mapping({str(name): value for name, value in values.items()}),
+    )
+
+
+def _in_output_directory() -> str:
+    if not HydraConfig.initialized():
+        raise ConfigurationError("run_dir: expected a directory outside a Hydra application, found none")
+    hydra: Any = HydraConfig.get()
+    unresolved: Any = HydraConfig.instance().cfg
+    raw = OmegaConf.to_container(OmegaConf.masked_copy(unresolved.hydra, ["run", "sweep"]))
+    assert isinstance(raw, dict)
+    places = [raw["sweep"]["dir"], raw["sweep"]["subdir"]] if hydra.mode.name == "MULTIRUN" else [raw["run"]["dir"]]
+    if any("${now:" in place for place in places):
+        _log.warning(
+            "memckpt: Hydra's output directory has a timestamp in its name, so a restart will not find this run: set "
+            "run_dir, or hydra.run.dir (with --multirun hydra.sweep.dir) to a name that stays"
+        )
+    elif hydra.mode.name == "MULTIRUN" and "${hydra.job.num}" in places[1]:
+        _log.warning(
+            "memckpt: jobs are told apart by their number: a restart finds their runs only with the same sweep; set "
+            "hydra.sweep.subdir=${hydra.job.override_dirname}"
+        )
+    return str(Path(hydra.runtime.output_dir) / "memckpt")

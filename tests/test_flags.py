@@ -1,0 +1,186 @@
+"""Settings from a command line: argparse, and LightningCLI; one definition, every field, and a real run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import memckpt
+from memckpt.arguments import Setting, describe_settings, from_mapping
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
+from memckpt.errors import ConfigurationError
+from tests.engine_harness import Lab
+from tests.script_runs import Scripts
+
+#: For every setting another value than its default, as text and as the dataclass has it.
+OTHER_VALUES: dict[str, tuple[str, Any]] = {
+    "redo": ("lazy", "lazy"),
+    "tap": ("step", "step"),
+    "anchor_period_steps": ("5", 5),
+    "slots": ("4", 4),
+    "agent.threads": ("2", 2),
+    "agent.linger_seconds": ("60", 60.0),
+    "agent.memory_budget_bytes": ("1000000", 1_000_000),
+    "agent.start_seconds": ("5.5", 5.5),
+    "agent.niceness": ("0", 0),
+    "storage.url": ("s3://bucket/run", "s3://bucket/run"),
+    "storage.mode": ("log", "log"),
+    "storage.every_steps": ("100", 100),
+    "storage.batch_steps": ("4", 4),
+    "storage.min_seconds": ("1", 1.0),
+    "storage.overhead": ("0.5", 0.5),
+    "storage.keep_last": ("7", 7),
+    "storage.keep_every_steps": ("1000", 1000),
+    "storage.timeout_seconds": ("9", 9.0),
+    "storage.grace_seconds": ("3", 3.0),
+}
+VALUES = [each for each in describe_settings() if each.kind is not None]
+
+
+def parse(*arguments: str, **defaults: Any) -> memckpt.ProtectionArguments:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    memckpt.add_arguments(parser, **defaults)
+    return memckpt.from_args(parser.parse_args(arguments))
+
+
+def look_up(config: object, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def test_nothing_given_is_the_default() -> None:
+    assert parse(run_dir="runs/default") == ("runs/default", "auto", MemckptConfig())
+    assert parse("--run-dir", "x", run_dir="runs/default").run_dir == "x"
+
+
+def test_every_field_of_every_dataclass_is_an_option() -> None:
+    fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
+    fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
+    fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
+    assert {each.path for each in describe_settings()} == fields
+    assert OTHER_VALUES.keys() == fields - {"storage"}
+
+
+@pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
+def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
+    text, value = OTHER_VALUES[setting.path]
+    found = parse("--run-dir", "x", setting.option, text).config
+    assert look_up(found, setting.path) == value != look_up(MemckptConfig(), setting.path)
+    for other in VALUES:
+        if other.path != setting.path:
+            assert look_up(found, other.path) == other.default
+    assert setting.help.endswith(".")
+
+
+def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
+    assert (
+        parse("--run-dir", "x", "--memckpt-storage", "off", "--memckpt-storage-keep-last", "4").config.storage is None
+    )
+    assert parse("--run-dir", "x", "--memckpt-storage-every-steps", "none").config == MemckptConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memckpt-redo", "often"], "argument --memckpt-redo: expected auto or eager or lazy, found 'often'"),
+        (["--memckpt-slots", "many"], "argument --memckpt-slots: expected int, found 'many'"),
+        (["--memckpt-storage-every-steps", "x"], "every-steps: expected none or int, found 'x'"),
+        (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on or off, found 'maybe'"),
+        (["--resume", "latest"], "expected 'auto', 'require', 'never' or a step number of 0 or more, found 'latest'"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], message: str) -> None:
+    with pytest.raises(argparse.ArgumentError, match=re.escape(message)):
+        parse("--run-dir", "x", *arguments)
+
+
+def test_a_value_out_of_range_is_the_dataclass_s_error() -> None:
+    with pytest.raises(ConfigurationError, match="slots: expected 2 to 64, found 1"):
+        parse("--run-dir", "x", "--memckpt-slots", "1")
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("never", "never"), ("17", 17), (17, 17)])
+def test_how_to_resume(text: object, value: object) -> None:
+    assert parse_resume(text) == value
+    assert parse("--run-dir", "x", "--resume", str(text)).resume == value
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, agent, storage, found 'slotz'"),
+        ({"agent": {"thread": 1}}, "agent.thread: expected one of threads, linger_seconds"),
+        ({"slots": "3"}, "slots: expected int, found '3'"),
+        ({"slots": True}, "slots: expected int, found True"),
+        ({"agent": None}, "agent: expected a mapping, found None"),
+    ],
+)
+def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        from_mapping(values)
+
+
+# LightningCLI
+
+
+@pytest.fixture(scope="session")
+def _imported() -> None:
+    import torchmetrics  # noqa: F401
+
+
+@pytest.fixture
+def scripts(_imported: None, lab: Lab) -> Iterator[Scripts]:
+    return Scripts(lab)
+
+
+APP = "tests/lightning_cli_app.py"
+FIT = ("fit", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
+CONFIG = ("--memckpt.storage", "null", "--memckpt.redo", "lazy", "--memckpt.agent.linger_seconds", "60")
+
+
+def test_an_application_is_killed_and_resumes_as_its_flag_says(scripts: Scripts) -> None:
+    arguments = (*FIT, "--run_dir", "run", *CONFIG)
+    logs = scripts.survives(APP, *arguments, "--resume", "auto", kills=["step 12"])
+    assert "lazy redo (as configured)" in logs[0]
+    scripts.killed("step 12", APP, *arguments)
+    # The line comes before the commit of its step: 9 to 11 are held, or 10 to 12.
+    chosen = scripts.killed("step 12", APP, *arguments, "--resume", "10")
+    assert "resumed at step 10 from local memory" in chosen
+    anew = scripts.killed("step 2", APP, *arguments, "--resume", "never")
+    assert re.search(r"^step 1: loss", anew, re.MULTILINE)
+    scripts.lab.stop(scripts.directory / "run")
+    assert "NothingHeldError" in _fails(scripts, *arguments, "--resume", "require")
+    scripts.lab.stop(scripts.directory / "run")
+
+
+def test_a_callback_in_a_configuration_file_is_given_the_flag(scripts: Scripts) -> None:
+    (scripts.directory / "config.yaml").write_text(
+        "trainer:\n"
+        "  callbacks:\n"
+        "  - class_path: lightning_memckpt.MemCheckpoint\n"
+        "    init_args: {run_dir: run, config: {storage: null}}\n"
+    )
+    arguments = ("fit", "--config", "config.yaml", *FIT[1:])
+    assert "NothingHeldError" in _fails(scripts, *arguments, "--resume", "require")
+    scripts.lab.stop(scripts.directory / "run")
+    assert "expected none beside a MemCheckpoint in trainer.callbacks" in _fails(scripts, *arguments, "--run_dir", "x")
+
+
+def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
+    assert "--resume require: expected --run_dir, or a MemCheckpoint" in _fails(scripts, *FIT, "--resume", "require")
+    said = _fails(scripts, *FIT, "--run_dir", "run", "--resume", "latest")
+    assert "resume" in said
+    assert "auto" in said
+    assert "memckpt.redo" in _fails(scripts, *FIT, "--run_dir", "run", "--memckpt.redo", "often")
+
+
+def _fails(scripts: Scripts, *arguments: str) -> str:
+    child = scripts.start(APP, *arguments)
+    assert child.wait() == 3, child.log.read_text()
+    return child.log.read_text()

@@ -1,0 +1,124 @@
+"""What cannot be protected and is refused, and what a restart cannot make exact and is said."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+
+from memckpt.errors import UnsupportedError
+
+# What is relied upon beside the public names, and the parameters that must be there.
+_METHODS: dict[str, tuple[str, ...]] = {
+    "_inner_training_loop": ("trial",),
+    "_init_training_state": ("resume_from_checkpoint",),
+    "_run_epoch": (
+        "epoch",
+        "steps_in_epoch",
+        "num_update_steps_per_epoch",
+        "resume_from_checkpoint",
+        "epochs_trained",
+    ),
+}
+
+_CHANGED = "{name} was {old!r} when the held state was captured and is {new!r} now: training continues, not bit for bit"
+# Arguments that decide what a step is.
+_SETTINGS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_train_epochs",
+    "max_steps",
+    "learning_rate",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_steps",
+    "bf16",
+    "fp16",
+    "seed",
+    "data_seed",
+    "eval_steps",
+    "logging_steps",
+)
+
+
+def verify(trainer: Any) -> None:
+    """Look for the private names that the callback relies on.
+
+    Raises:
+        TypeError: not a transformers.Trainer.
+        UnsupportedError: this version of transformers does not have one of them.
+    """
+    if not isinstance(trainer, transformers.Trainer):
+        raise TypeError(f"expected a transformers.Trainer, found {type(trainer).__module__}.{type(trainer).__name__}")
+    for name, expected in _METHODS.items():
+        method = getattr(trainer, name, None)
+        found = inspect.signature(method).parameters if method is not None else {}
+        for parameter in expected:
+            if parameter not in found:
+                raise UnsupportedError(
+                    f"MemCheckpointTrainerCallback relies on Trainer.{name}(..., {parameter}, ...), which transformers "
+                    f"{transformers.__version__} does not have; use a version that this release was made for "
+                    "(docs/integrations.md), or a newer lightning-memckpt"
+                )
+
+
+def refuse(trainer: Any, trial: object) -> None:
+    """Raise for a training that cannot be protected.
+
+    Raises:
+        UnsupportedError: with what was found, and the remedy.
+    """
+    args = trainer.args
+    found = {
+        "fsdp": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "parallelism_config": getattr(args, "parallelism_config", None) is not None,
+        "a model that from_pretrained() has distributed": getattr(trainer, "is_distributed_loading_by_transformers", 0),
+        "a TPU": str(args.device).startswith("xla"),
+    }
+    for name, present in found.items():
+        if present:
+            raise UnsupportedError(
+                f"expected a single device or DistributedDataParallel (torchrun), found {name}; train without it, or "
+                "without memckpt"
+            )
+    if args.n_gpu > 1 or isinstance(trainer.model_wrapped, nn.DataParallel):
+        raise UnsupportedError(
+            f"expected one device for each process, found DataParallel over {args.n_gpu} devices; start with torchrun, "
+            "or set CUDA_VISIBLE_DEVICES to one device"
+        )
+    if args.auto_find_batch_size:
+        raise UnsupportedError(
+            "expected auto_find_batch_size=False, found True: it starts the training again within the process; set "
+            "per_device_train_batch_size to what it has found"
+        )
+    if trial is not None:
+        raise UnsupportedError(
+            "expected train(), found hyperparameter_search(): its trials would resume each other; protect the training "
+            "that you start with what it has found"
+        )
+
+
+def settings(args: Any) -> dict[str, Any]:
+    """The arguments that decide what a step is, as plain values."""
+    return {name: getattr(args, name, None) for name in _SETTINGS}
+
+
+def changed_settings(args: Any, held: dict[str, Any]) -> Iterator[str]:
+    """A line for each argument that is not what it was."""
+    for name, new in settings(args).items():
+        if name in held and held[name] != new:
+            yield _CHANGED.format(name=name, old=held[name], new=new)
+
+
+def inexact(trainer: Any) -> Iterator[str]:
+    """One line, with the reason, for each thing that a restart cannot repeat."""
+    args = trainer.args
+    if args.dataloader_persistent_workers and args.dataloader_num_workers and trainer.eval_dataset is not None:
+        yield (
+            "dataloader_persistent_workers: the evaluation's workers are seeded anew after a restart, and draw a "
+            "number from torch's generator for it; without it a restart is exact"
+        )

@@ -1,0 +1,344 @@
+"""What the callback does during one `Trainer.train()`.
+
+The state is captured where nothing is owed: when a step begins, so that what the step before has ordered (log,
+evaluate, save) is done, and when an epoch has ended. A process that dies in an evaluation does the step before it once
+more, and the whole evaluation.
+
+A resumed training goes through three moments:
+
+1. `on_train_begin`: model, optimizer and loader exist, and no epoch has begun. The session is attached; held state
+   decides with which epoch the Trainer begins, and the loader learns where it goes on.
+2. `_run_epoch` of a resumed epoch is told that the epoch has fewer batches, those that are left. Its own bookkeeping
+   of accumulations then comes out as it did.
+3. The first step, or between two epochs the beginning of the next, behind all hooks that a fresh start has run before:
+   tensors, scheduler, counters, callbacks and last of all the generators.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+import memckpt
+from memckpt.capture.dataloader import Lookahead
+from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
+from transformers_memckpt import notes
+from transformers_memckpt.loader import follow
+from transformers_memckpt.messages import Messages
+from transformers_memckpt.trainer_state import TrainerStates
+
+STATE = "transformers"
+_LOOK_EVERY_COMMITS = 64
+
+
+class _Later:
+    """An int that is known when it is used: `range()` asks for it behind all that precedes the first epoch."""
+
+    def __init__(self, ask: Callable[[], int]) -> None:
+        self._ask = ask
+
+    def __index__(self) -> int:
+        return self._ask()
+
+
+class Protection:
+    """One training under protection, from its beginning to its end or an exception.
+
+    Args:
+        trainer: a supported Trainer, in `train()`.
+        callback: the callback that this serves.
+        run_dir: names the run.
+        resume: what to do with held state.
+        config: the engine's configuration.
+    """
+
+    def __init__(
+        self, trainer: Any, callback: object, *, run_dir: str, resume: ResumeChoice | int, config: MemckptConfig
+    ) -> None:
+        self._trainer = trainer
+        self._run_dir = run_dir
+        self._resume = resume
+        self._config = config
+        self._messages = Messages(trainer.is_world_process_zero())
+        self._states = TrainerStates(trainer, callback)
+        self._session: memckpt.Session | None = None
+        self._lookahead: Lookahead | None = None
+        self._pending: dict[str, Any] | None = None
+        self._captured: dict[str, Any] | None = None
+        self._first_epoch = 0
+        self._behind = 0
+        self._taken = 0
+        self._epoch = 0
+        self._epoch_length = 0
+        self._committed_step = 0
+        self._commits = 0
+        self._file: tuple[str, int, int] | None = None
+
+    def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the Trainer's own loop; leaves nothing of ours on it, however it ends."""
+        with ExitStack() as stack:
+            stack.enter_context(_replaced(self._trainer, "_init_training_state", self._around_init_training_state))
+            stack.enter_context(_replaced(self._trainer, "_run_epoch", self._around_run_epoch))
+            stack.callback(self._release)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                self._close(finished=False)
+                raise
+            # State that was held and never put in use stays held.
+            self._close(finished=self._pending is None)
+            return result
+
+    def _around_init_training_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def init_training_state(
+            max_steps: int, per_epoch: int, epochs: int, resume_from_checkpoint: str | None, trial: Any
+        ) -> tuple[Any, int]:
+            first, batches = original(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
+            self._first_epoch = first
+            if resume_from_checkpoint is not None:
+                self._file = (resume_from_checkpoint, self._trainer.state.global_step, batches)
+            return _Later(self._enter_epochs), batches
+
+        return init_training_state
+
+    def _around_run_epoch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run_epoch(**kwargs: Any) -> None:
+            self._epoch = kwargs["epoch"]
+            self._epoch_length = kwargs["steps_in_epoch"]
+            self._taken = 0
+            self._behind = self._pending["batches"] if self._pending is not None else 0
+            kwargs["steps_in_epoch"] -= self._behind
+            kwargs["num_update_steps_per_epoch"] -= self._behind // self._trainer.args.gradient_accumulation_steps
+            kwargs["epochs_trained"] = self._first_epoch
+            if self._file is None:
+                kwargs["resume_from_checkpoint"] = None
+            original(**kwargs)
+            self._end_epoch()
+
+        return run_epoch
+
+    # --- moment 1 -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """In `on_train_begin`, before other callbacks."""
+        trainer = self._trainer
+        self._lookahead = follow(trainer.callback_handler.train_dataloader)
+        self._session = self._connect(self._resume)
+        held = self._session.held
+        if held is not None and not self._prefer_held(held.step):
+            # The engine has to give up what it holds, too: training goes on from another state.
+            self._session.close(finished=False)
+            self._session = self._connect("never")
+            held = None
+        self._session.provide(STATE, lambda: self._captured)
+        for line in notes.inexact(trainer):
+            self._messages.warn(line)
+        self._look_again()
+        self._messages.inform(self._session.describe().removeprefix("memckpt: "))
+        if held is None:
+            self._committed_step = trainer.state.global_step
+            self._refuse_middle_of_epoch()
+            return
+        self._file = None
+        self._prepare_resume(self._checked(held))
+
+    def _connect(self, resume: ResumeChoice | int) -> memckpt.Session:
+        trainer = self._trainer
+        wrapped = trainer.model_wrapped
+        return memckpt.attach(
+            trainer.model,
+            getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            run_dir=self._run_dir,
+            resume=resume,
+            config=self._config,
+            data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
+        )
+
+    def _prefer_held(self, held_step: int) -> bool:
+        """Decide between held state and a checkpoint that was passed to `train(resume_from_checkpoint=...)`."""
+        if self._file is None:
+            return True
+        path, step, _ = self._file
+        if self._resume == "auto" and step > held_step:
+            self._messages.warn(
+                f"training starts from {path} at step {step}: the state held in {self._run_dir!r} is older "
+                f"(step {held_step})"
+            )
+            return False
+        self._messages.warn(
+            f"training continues from held step {held_step}, and not from {path} at step {step}, which was passed as "
+            'resume_from_checkpoint; resume="never" starts from the file'
+        )
+        return True
+
+    def _refuse_middle_of_epoch(self) -> None:
+        if self._file is None or not self._file[2]:
+            return
+        raise UnsupportedError(
+            f"expected a checkpoint from the end of an epoch, found {self._file[0]}, {self._file[2]} batches into one: "
+            "the loader that skips them cannot be followed; set ignore_data_skip=True, take a checkpoint from an "
+            "epoch's end, or let memckpt's own storage bring the state back (no resume_from_checkpoint)"
+        )
+
+    def _checked(self, held: memckpt.HeldState) -> dict[str, Any]:
+        trainer = self._trainer
+        state: dict[str, Any] | None = held.rank_state.get(STATE)
+        if state is None:
+            raise ForeignStateError(
+                f"expected state of a transformers.Trainer in {self._run_dir!r}, found that of another training (it "
+                f'has {sorted(held.rank_state)}); use another run_dir, or resume="never"'
+            )
+        if held.world_size != trainer.args.world_size:
+            raise ForeignStateError(
+                f"expected {held.world_size} ranks, as in the run that is continued, found {trainer.args.world_size}; "
+                'start as many, or use resume="never"'
+            )
+        steps = trainer.args.gradient_accumulation_steps
+        if state["batches"] % steps:
+            raise ForeignStateError(
+                f"expected gradient_accumulation_steps={state['settings']['gradient_accumulation_steps']}, as in the "
+                f"run that is continued, found {steps}, of which the {state['batches']} batches behind are no multiple"
+            )
+        for line in notes.changed_settings(trainer.args, state["settings"]):
+            self._messages.warn(line)
+        return state
+
+    def _prepare_resume(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        assert self._lookahead is not None
+        self._pending = state
+        self._states.restore_counters(state["states"])
+        self._first_epoch = state["epoch"]
+        self._lookahead.resume(state["loader"])
+        ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
+        if ended or state["stopped"]:
+            self._first_epoch = sys.maxsize  # no epoch is left
+
+    # --- moment 3 -------------------------------------------------------------------------------------------
+
+    def _enter_epochs(self) -> int:
+        """The epoch to begin with; a training that is between two epochs, or at its end, is put back here."""
+        if self._pending is not None and (self._pending["loader"]["now"] is None or self._first_epoch == sys.maxsize):
+            self._restore()
+        return self._first_epoch
+
+    def begin_step(self) -> None:
+        """In `on_step_begin`, before other callbacks: a whole number of steps is done, and all that they owed."""
+        if self._pending is not None:
+            self._restore()
+        elif self._trainer.state.global_step != self._committed_step:
+            self._commit(epoch=self._epoch, batches=self._behind + self._taken, stopped=False)
+
+    def _restore(self) -> None:
+        session, lookahead = self._active()
+        assert self._pending is not None
+        state, self._pending = self._pending, None
+        report = session.restore_tensors()
+        self._states.restore(state["states"])
+        self._committed_step = self._trainer.state.global_step
+        lookahead.restore_generators(state["loader"])
+        session.restore_rng()
+        if report is not None:
+            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+            self._messages.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+
+    def _active(self) -> tuple[memckpt.Session, Lookahead]:
+        assert self._session is not None, "begin() is called before the first epoch"
+        assert self._lookahead is not None, "made together with the session"
+        return self._session, self._lookahead
+
+    # --- each step ------------------------------------------------------------------------------------------
+
+    def end_batch(self, *, stepped: bool) -> None:
+        """In `on_substep_end` and `on_step_end`, before other callbacks."""
+        self._taken += 1
+        if stepped and self._behind:
+            # The Trainer has divided by the batches that were left.
+            self._trainer.state.epoch = self._epoch + (self._behind + self._taken) / self._epoch_length
+
+    def _end_epoch(self) -> None:
+        trainer = self._trainer
+        if trainer.state.global_step == self._committed_step:
+            return
+        batches = self._behind + self._taken
+        over = batches == self._epoch_length
+        if not over and batches % trainer.args.gradient_accumulation_steps:
+            return  # broken off within an accumulation: a restart does it again
+        stopping = trainer.control.should_training_stop
+        stopped = stopping and trainer.state.global_step < trainer.state.max_steps
+        if over or not stopping:
+            self._commit(epoch=self._epoch + 1, batches=None, stopped=stopped)
+        else:
+            self._commit(epoch=self._epoch, batches=batches, stopped=stopped)
+
+    def _commit(self, *, epoch: int, batches: int | None, stopped: bool) -> None:
+        session, lookahead = self._active()
+        if self._commits % _LOOK_EVERY_COMMITS == 0:
+            self._look_again()
+        self._captured = {
+            "epoch": epoch,
+            "batches": batches or 0,
+            "stopped": stopped,
+            "settings": notes.settings(self._trainer.args),
+            "loader": lookahead.between_passes() if batches is None else lookahead.position(batches),
+            "states": self._states.capture(),
+        }
+        step = self._trainer.state.global_step
+        try:
+            session.commit(step=step, gradients_pending=False)
+        except UnsupportedStateError:
+            if not self._states.leave_out():
+                raise
+            self._look_again()
+            self._captured["states"] = self._states.capture()
+            session.commit(step=step, gradients_pending=False)
+        finally:
+            self._captured = None
+        self._committed_step = step
+        self._commits += 1
+
+    def _look_again(self) -> None:
+        """Say what is left out; some of it shows only while training runs."""
+        _, lookahead = self._active()
+        reason = lookahead.unreplayable()
+        if reason is not None:
+            self._messages.warn(f"a data loader: {reason}")
+        self._states.leave_out()
+        for name, paths in self._states.left_out.items():
+            self._messages.warn(f"not carried over a restart: the state of callback {name}: {paths}")
+
+    def metrics(self) -> dict[str, float]:
+        """The session's figures, as loggers name them; empty before it begins."""
+        if self._session is None:
+            return {}
+        return {f"memckpt/{name}": value for name, value in self._session.metrics().items()}
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def _close(self, *, finished: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(finished=finished)
+
+    def _release(self) -> None:
+        lookahead, self._lookahead = self._lookahead, None
+        if lookahead is not None:
+            lookahead.release()
+
+
+@contextmanager
+def _replaced(instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let `make(original)` stand for a method of one instance; the class stays as it is."""
+    own = vars(instance)
+    kept = {name: own[name]} if name in own else {}
+    own[name] = make(getattr(instance, name))
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(kept)

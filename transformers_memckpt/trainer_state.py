@@ -1,0 +1,151 @@
+"""What a Trainer has in memory beside tensors: read at each commit, put back at a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerControl
+from transformers.trainer_callback import ExportableState
+
+import memckpt
+from memckpt.errors import UnsupportedStateError
+
+# Of TrainerState, what training changes. The rest follows from the arguments.
+_STATE = (
+    "global_step",
+    "epoch",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+    "total_flos",
+    "num_input_tokens_seen",
+)
+_TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
+
+
+class History:
+    """`log_history` as bytes: each entry is encoded once, not again at every step."""
+
+    def __init__(self) -> None:
+        self._entries: list[Any] = []
+        self._encoded = b""
+
+    def encode(self, history: list[Any]) -> bytes:
+        """Lines of JSON, as in the Trainer's own files.
+
+        Raises:
+            UnsupportedStateError: an entry has a value that is no number, string, list or dictionary.
+        """
+        known = len(self._entries)
+        if len(history) < known or (known and history[known - 1] is not self._entries[-1]):
+            self._entries, self._encoded, known = [], b"", 0
+        for index, entry in enumerate(history[known:], known):
+            try:
+                line = json.dumps(entry, default=_plain)
+            except TypeError as error:
+                raise UnsupportedStateError(f"state.log_history[{index}]", str(error)) from error
+            self._encoded += line.encode() + b"\n"
+        self._entries = list(history)
+        return self._encoded
+
+    @staticmethod
+    def decode(encoded: bytes) -> list[Any]:
+        """The list that was encoded."""
+        return [json.loads(line) for line in encoded.splitlines()]
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy's or a tensor's as Python's."""
+    if hasattr(value, "item") and getattr(value, "size", None) in (1, None):
+        return value.item()
+    raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+class TrainerStates:
+    """The states of one trainer, its scheduler, its gradient scaler, and its callbacks.
+
+    Args:
+        skip: the callback that is ours.
+
+    Attributes:
+        left_out: callbacks whose state cannot be stored, with the reason.
+    """
+
+    def __init__(self, trainer: Any, skip: object) -> None:
+        self._trainer = trainer
+        self._skip = skip
+        self._history = History()
+        self.left_out: dict[str, str] = {}
+
+    def capture(self) -> dict[str, Any]:
+        """All of it, as values that the engine can store."""
+        trainer = self._trainer
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        return {
+            "state": {name: getattr(trainer.state, name) for name in _STATE},
+            "history": self._history.encode(trainer.state.log_history),
+            "trainer": {name: getattr(trainer, name) for name in _TRAINER},
+            "loss": trainer._tr_loss,
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            "callbacks": {
+                name: _state_of(callback) for name, callback in self._callbacks() if name not in self.left_out
+            },
+        }
+
+    def restore_counters(self, held: dict[str, Any]) -> None:
+        """What other callbacks may want to see before training starts."""
+        for name, value in held["state"].items():
+            setattr(self._trainer.state, name, value)
+        self._trainer.state.log_history = self._history.decode(held["history"])
+
+    def restore(self, held: dict[str, Any]) -> None:
+        """All of it."""
+        trainer = self._trainer
+        self.restore_counters(held)
+        for name, value in held["trainer"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss = held["loss"].to(trainer.args.device)
+        trainer.lr_scheduler.load_state_dict(held["scheduler"])
+        if held["scaler"] is not None:
+            trainer.accelerator.scaler.load_state_dict(held["scaler"])
+        for name, callback in self._callbacks():
+            if name in held["callbacks"]:
+                _load(callback, held["callbacks"][name])
+
+    def leave_out(self) -> bool:
+        """Look for callbacks whose state the engine cannot store; True if there is a new one."""
+        before = len(self.left_out)
+        for name, callback in self._callbacks():
+            if name not in self.left_out and (paths := memckpt.unencodable_paths(_state_of(callback))):
+                self.left_out[name] = ", ".join(paths[:3])
+        return len(self.left_out) > before
+
+    def _callbacks(self) -> Iterator[tuple[str, Any]]:
+        """Callbacks with a state, each by a name that restarts keep."""
+        seen: dict[str, int] = {}
+        for callback in self._trainer.callback_handler.callbacks:
+            if callback is self._skip or isinstance(callback, TrainerControl):
+                continue
+            if isinstance(callback, ExportableState) or _is_stateful(callback):
+                name = type(callback).__qualname__
+                seen[name] = seen.get(name, 0) + 1
+                yield f"{name}:{seen[name]}", callback
+
+
+def _is_stateful(callback: object) -> bool:
+    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
+
+
+def _state_of(callback: Any) -> Any:
+    return callback.state_dict() if _is_stateful(callback) else callback.state().get("attributes", {})
+
+
+def _load(callback: Any, state: Any) -> None:
+    if _is_stateful(callback):
+        callback.load_state_dict(state)
+    else:
+        for name, value in state.items():
+            setattr(callback, name, value)
