@@ -13,7 +13,7 @@ from memckpt.agent.storage_mode import Measured, Pace, choose_mode
 from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch
-from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog, superseded
+from memckpt.storage.catalog import Catalog, Checkpoint, leftovers, read_catalog, superseded
 from memckpt.storage.chain import stored_points, unneeded_batches
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part, decode_commit, encode_commit, place_of
 from memckpt.storage.store import LocalStore
@@ -248,3 +248,13 @@ def test_pace_is_known_after_enough_records() -> None:
     assert pace.seconds == 2.0
     pace.restart()
     assert pace.seconds is None
+
+
+def test_a_batch_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+    """Another process writes it, without a word to the one that looks for leftovers; an earlier attempt's is one."""
+    store = LocalStore(tmp_path)
+    for one in (checkpoint(T2, 9).parts["n"],):
+        store.write(one.commit_path, encode_commit(one))
+    for path in (batch(T2, 4, 6).log_path, batch(T1, 4, 6).log_path):
+        store.write(path, b"no commit file names it yet")
+    assert leftovers(read_catalog(store), "n", ()) == [batch(T1, 4, 6).log_path]

@@ -184,6 +184,9 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
 
 
 def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
+    if place.first is not None:
+        # The process that writes records is another one, and may be writing this very batch.
+        return place.number < newest.timeline.number
     return place.key < newest.key and (place.node == node or place.number < newest.timeline.number)
 
 
