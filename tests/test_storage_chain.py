@@ -108,6 +108,28 @@ def test_a_chain_follows_attempts_that_branch_off_in_the_middle_of_a_batch() -> 
     assert (1, 8, 2) in reached(found)
 
 
+def test_records_are_redone_with_the_gradients_of_the_attempt_that_made_them() -> None:
+    """What an attempt had logged beyond the record that the next one went back to is not on the way."""
+    old, new, newest = batch(T1, 3, 9), batch(T2, 6, 7, follows=T1), batch(T2, 8, 12)
+    found = catalog(checkpoint(T1, 2), old, new, newest)
+    point = stored_points(found)[0]
+    assert (point.timeline, point.record) == (T2, 12)
+    used = [(record, one.timeline.number) for record, one in point.gradient_batches()]
+    assert used == [(3, 1), (4, 1), (5, 1), *((record, 2) for record in range(6, 13))]
+    before = next(one for one in stored_points(found) if (one.timeline, one.record) == (T1, 9))
+    assert {one.timeline for _, one in before.gradient_batches()} == {T1}
+    last = before.last_batch_of(0)
+    assert last is not None
+    assert last.timeline == T1
+
+
+def test_a_record_that_was_logged_twice_has_its_own_states() -> None:
+    found = catalog(checkpoint(T1, 2), batch(T1, 3, 9), batch(T1, 7, 7))
+    last = stored_points(found)[0].last_batch_of(0)
+    assert last is not None
+    assert (last.first, last.last) == (3, 9)
+
+
 def test_a_batch_that_follows_what_is_not_there_is_of_no_use() -> None:
     found = catalog(checkpoint(T1, 2), batch(T1, 3, 4), batch(T2, 6, 7, follows=T1))
     assert reached(found) == [(1, 4, 2), (1, 2, 2)]

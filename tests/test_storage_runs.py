@@ -111,6 +111,16 @@ def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: L
     assert newest(lab) == PLAIN.steps
 
 
+def test_an_order_that_died_with_its_trainer_is_given_again(lab: Lab) -> None:
+    settings = stored("lazy")
+    first = lab.train(PLAIN, settings, actions={**BEFORE_5, ("forward", 4): kill_self})
+    actions: Actions = {**BEFORE_10, ("after commit", 12): until_stored(10), ("forward", 14): kill_self}
+    second = lab.train(PLAIN, settings, seed=2, actions=actions)
+    assert second.restored_step == 3
+    final = lab.train(PLAIN, settings, seed=3)
+    lab.check_same(PLAIN, first, second, final)
+
+
 @pytest.mark.slow
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:

@@ -66,6 +66,8 @@ class Generation:
         self._metas: dict[int, bytes] = {}
         self._rank_states: dict[int, dict[int, bytes]] = {}
         self._steps: dict[int, int] = {}
+        #: A record whose rank states are needed for longer: that of a snapshot.
+        self.pinned: int | None = None
 
     @property
     def regions(self) -> list[Region]:
@@ -124,7 +126,8 @@ class Generation:
         self._rank_states.setdefault(record, {})[rank] = state
         self._steps[record] = step
         newest = max(self.committed.values())
-        for old in [number for number in self._rank_states if number < newest - self.spec.slots]:
+        kept = {self.pinned}
+        for old in [number for number in self._rank_states if number < newest - self.spec.slots and number not in kept]:
             del self._rank_states[old]
             self._steps.pop(old, None)
         for old in [number for number in self._metas if number <= newest - self.layout.ring - 1]:
@@ -190,6 +193,10 @@ class Generation:
         """The records that produce `record` lazily: the window of T that closes with it."""
         first = record - self.spec.period + 1
         return tuple(self._metas[number] for number in range(first, record + 1))
+
+    def knows(self, record: int) -> bool:
+        """Whether the states of all local ranks after a record are still here."""
+        return set(self._rank_states.get(record, ())) >= set(self.spec.local_ranks)
 
     def rank_states(self, record: int) -> dict[int, bytes]:
         return dict(self._rank_states[record])

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("memckpt.agent")
 BATCH_BYTES = 64 << 20
 _BATCH_STEPS, _BATCH_SECONDS = 64, 10.0
+#: How long to wait before a process that failed is started again.
+_RETRY_SECONDS = 5.0
 
 
 def record_bytes(layout: Layout) -> int:
@@ -80,22 +82,29 @@ class RecordLog:
         self._flush = False
         self._stretch: _Stretch | None = None
         self._stretch_before: _Stretch | None = None
+        self._not_before = float("-inf")
         self.taken: int | None = None
         self.written: tuple[int, int] | None = None
         self.alarm = ""
 
     def configure(self, url: str, batch_steps: int | None, timeout_seconds: float, timeline: Timeline) -> None:
         """Where to, and for which attempt."""
-        self._url, self._asked_steps, self._timeout_seconds = url, batch_steps, timeout_seconds
         if timeline != self._timeline:
             self._timeline, self._branched = timeline, None
-            self._stretch_before, self._stretch = self._stretch, None
+            self._stretch_before, self._stretch = (self._stretch if url == self._url else None), None
             self.taken = self.written = None
+        self._url, self._asked_steps, self._timeout_seconds = url, batch_steps, timeout_seconds
 
     def branch(self, record: int, follows: Timeline) -> None:
         """The attempt goes on behind a record that memory held, of the timeline `follows`."""
-        self._branched = record, follows
+        before = self._stretch_before
+        if before is not None and before.last > record:
+            # What lies beyond has its slots filled anew under the same numbers.
+            self._pending = deque(one for one in self._pending if one[1].record <= record)
+            if self._busy_since is not None:
+                self.writer_ended("training has gone back to a step before those that are being logged")
         before, self._stretch_before = self._stretch_before, None
+        self._branched = record, follows
         if before is not None and before.first - 1 <= record <= before.last:
             reached = before.checkpoint is not None and before.checkpoint <= record
             self._stretch = _Stretch(before.first, record, before.checkpoint if reached else None)
@@ -125,6 +134,9 @@ class RecordLog:
         """Note the records that all local ranks have committed since the last call, and hand them on."""
         if not generation.complete or self._timeline is None:
             return
+        if time.monotonic() < self._not_before:
+            self._break("the process that writes records has failed")
+            return
         self._generation = generation
         newest = min(generation.committed.values())
         last = self._stretch.last if self._stretch is not None else newest - 1
@@ -149,6 +161,7 @@ class RecordLog:
 
     def pause(self) -> None:
         """Begin or stop to log: what comes next does not go on from what there is."""
+        self.close()
         self._pending.clear()
         self._stretch = self._stretch_before = None
 
@@ -171,7 +184,7 @@ class RecordLog:
     def _break(self, reason: str) -> None:
         if self._stretch is not None:
             _log.warning("the log has a hole behind record %d: %s", self._stretch.last, reason)
-        self._stretch = None
+        self._stretch = self._stretch_before = None
 
     # The process
 
@@ -249,6 +262,7 @@ class RecordLog:
         self.close()
         self._pending.clear()
         self.alarm = reason
+        self._not_before = time.monotonic() + _RETRY_SECONDS
         self._break(reason)
 
     def close(self) -> None:

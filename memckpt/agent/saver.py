@@ -88,6 +88,8 @@ class Saver:
         self._timeline: Timeline | None = None
         self._mode: StorageMode = "replica"
         self._mode_reason = ""
+        #: The generation that the mode was chosen for.
+        self._mode_of: int | None = None
         self._pace = Pace()
         self._last_began = time.monotonic()
         self._copy_seconds = self._cost_seconds = 0.0
@@ -118,7 +120,10 @@ class Saver:
             self._pace.restart()
             self._flushing = None
             self._announced = None
-        if config is not None:
+            self._mode_of = None
+        if config is None:
+            self._log.pause()
+        else:
             self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
@@ -171,17 +176,17 @@ class Saver:
     def _log_records(self, generation: Generation) -> None:
         assert self._config is not None
         self._pace.note(min(generation.committed.values()), time.monotonic())
-        if not self._mode_reason:
+        if self._mode_of != generation.number:
             self._choose_mode(generation, self._config)
         if self._mode == "log":
             self._log.collect(generation)
-            if self._at_once and self._log.based:
+            if self._at_once and self._log.based and _alone(generation):
                 self._at_once = False
                 self._log.flush()
 
     def _due_record(self, generation: Generation, ahead: int, config: StorageConfig) -> int | None:
         """After which record to take a snapshot, `ahead` or later, so that every rank learns of it in time; or None."""
-        alone = generation.spec.world_size == len(generation.spec.local_ranks)
+        alone = _alone(generation)
         # Without a checkpoint to redo it on, the log is of no use yet.
         unbased = self._mode == "log" and not self._log.based
         if config.every_steps is not None and not (alone and (self._at_once or unbased)):
@@ -225,6 +230,7 @@ class Saver:
 
     def announced(self, message: Announced) -> None:
         """The writer process has looked."""
+        self._jobs.looked()
         if message.timeline == self._timeline:
             self._announced = message.record
 
@@ -242,7 +248,14 @@ class Saver:
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
             interval_steps=steps,
         )
-        mode, reason = choose_mode(config.mode, not_loggable(generation.spec), measured)
+        impossible = not_loggable(generation.spec)
+        if config.mode == "auto" and not _alone(generation):
+            impossible = "with several nodes that has to be asked for, since each measures for itself"
+        self._mode_of = generation.number
+        known = measured.step_seconds is not None and measured.bytes_per_second is not None
+        if config.mode == "auto" and self._mode_reason and not known and not impossible:
+            return  # a new attempt goes on as the one before has found right
+        mode, reason = choose_mode(config.mode, impossible, measured)
         if mode != self._mode:
             _log.info("storage mode %s: %s", mode, reason)
             self._log.pause()
@@ -252,8 +265,8 @@ class Saver:
         try:
             if not self._snapshots.begin(generation, record, url, done):
                 self._want_again(url, done)
-        except MemckptError as error:
-            done(SaveFailed(generation.newest_step() or 0, str(error)))
+        except (MemckptError, OSError, RuntimeError) as error:
+            done(SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}"))
 
     def _again(self, snapshot: Snapshot) -> None:
         self._want_again(snapshot.url, snapshot.done)
@@ -274,6 +287,12 @@ class Saver:
 
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         generation = snapshot.generation
+        if not generation.knows(snapshot.record):
+            # So late that its rank states have been let go of.
+            snapshot.region.close()
+            self._snapshots.hurry()
+            self._again(snapshot)
+            return
         save = self._describe(
             generation,
             snapshot.record,
@@ -286,7 +305,8 @@ class Saver:
         if snapshot.done == self._checkpoint_done:
             self._copy_seconds = snapshot.seconds
         regions = _with_static(generation, [snapshot.region, snapshot.region])
-        self._jobs.submit(Job(save, regions, snapshot.region, self._limit_seconds, snapshot.done))
+        waited = snapshot.done != self._checkpoint_done
+        self._jobs.submit(Job(save, regions, snapshot.region, self._limit_seconds, snapshot.done, waited))
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -304,7 +324,7 @@ class Saver:
             generation: which holds it.
             as_checkpoint: write it as a whole, though the log could do with a few records.
         """
-        if self._config is None or self._timeline is None or self._jobs.reads_held:
+        if self._config is None or self._timeline is None or self._jobs.reads_held(self._checkpoint_done):
             return None
         self._snapshots.drop(again=True)
         records = _standing_still(generation)
@@ -314,7 +334,9 @@ class Saver:
             return self._last
         if self._mode == "log":
             self._log.collect(generation)
-            if not as_checkpoint and self._log.reaches(records[-1]) and self._flushing is None:
+            # Of several nodes each knows of its own part only: a checkpoint is the surer way.
+            enough = _alone(generation) and self._log.reaches(records[-1])
+            if not as_checkpoint and enough and self._flushing is None:
                 self._flushing = generation, records[-1]
                 self._log.flush()
                 self._end_flushing()  # where the process cannot even be started
@@ -334,7 +356,8 @@ class Saver:
         if generation.replica is None:
             save = self._describe(generation, record, "ring", url, metas=generation.metas_for(record))
             regions = _with_static(generation, [generation.slots])
-            self._jobs.submit(Job(save, regions, None, self._limit_seconds, done))
+            waited = done != self._checkpoint_done
+            self._jobs.submit(Job(save, regions, None, self._limit_seconds, done, waited))
             return
         try:
             generation.replica.advance_to(record)
@@ -348,7 +371,7 @@ class Saver:
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
         regions = _with_static(generation, [generation.replica_region, generation.slots])
-        self._jobs.submit(Job(save, regions, None, self._limit_seconds, done))
+        self._jobs.submit(Job(save, regions, None, self._limit_seconds, done, done != self._checkpoint_done))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -466,6 +489,8 @@ class Saver:
         """The process that writes records has done what it was given."""
         before = self._log.written
         self._log.appended(message)
+        if message.hole and time.monotonic() < self._preempted_until:
+            self._at_once = True  # what was to be flushed is not there
         written = self._log.written
         if written is not None and written != before and self._log.based:
             self._tell(Logged(written[1], written[0]))
@@ -493,6 +518,8 @@ class Saver:
 
     def abort(self) -> None:
         """What is held is about to change: nothing is written from it any more."""
+        self._flushing = None
+        self._snapshots.drop(again=True)  # the new trainers have not got the order
         self._jobs.give_up_held()
 
     def close(self) -> None:
@@ -542,6 +569,11 @@ class Saver:
 
 def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:
     return [*regions, generation.static] if generation.static is not None else regions
+
+
+def _alone(generation: Generation) -> bool:
+    """Whether all ranks run on this node."""
+    return generation.spec.world_size == len(generation.spec.local_ranks)
 
 
 def _standing_still(generation: Generation) -> list[int]:

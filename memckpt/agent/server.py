@@ -228,10 +228,15 @@ class Agent:
         return writer
 
     def _read_writer(self, writer: WriterProcess, ended: Callable[[str], None]) -> None:
+        if writer.channel.fileno() < 0:
+            return  # closed while this event was on its way
         try:
             received = writer.channel.poll()
         except AgentGoneError:
             ended("the writer process has ended")
+            return
+        except AgentError as error:
+            ended(str(error))
             return
         if received is None:
             return

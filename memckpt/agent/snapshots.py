@@ -75,12 +75,17 @@ class Snapshots:
         layout = generation.layout
         check_budget(layout.snapshot_bytes, 0, None, "a copy of the state on its way to storage")
         region = Region.create("snapshot", layout.snapshot_bytes)
-        region.populate_in_background()
+        try:
+            region.populate_in_background()
+        except RuntimeError:
+            region.close()
+            raise
         if generation.replica is None:
             self._order(TakeSnapshot(record), region.fd)
         elif not generation.replica.copy_at(record, region):
             region.close()
             return False
+        generation.pinned = record
         self._current = Snapshot(generation, record, region, url, done)
         return True
 
@@ -94,7 +99,7 @@ class Snapshots:
         if set(parts) < set(ranks):
             return
         if any(part.missed for part in parts.values()):
-            self.lead = min(2 * self.lead, _LONGEST_LEAD)
+            self.hurry()
             _log.info("the order for a snapshot after record %d could not be met; once more", snapshot.record)
             self.drop(again=True)
             return
@@ -102,6 +107,10 @@ class Snapshots:
         snapshot.seconds = max(part.seconds for part in parts.values())
         self._current = None
         self._complete(snapshot)
+
+    def hurry(self) -> None:
+        """An order was too late: give the next ones earlier."""
+        self.lead = min(2 * self.lead, _LONGEST_LEAD)
 
     def copied(self, message: ReplicaCopied) -> None:
         """The redo thread has copied the replica, or could not. Its time is hidden behind the slots."""

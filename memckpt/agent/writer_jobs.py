@@ -20,6 +20,8 @@ from memckpt.storage.format import Part
 if TYPE_CHECKING:
     from memckpt.agent.writer_process import WriterProcess
 
+#: How long the writer may take to look for what another node has announced.
+_LOOK_LIMIT_SECONDS = 120.0
 Done = Callable[["Saved | SaveFailed"], None]
 _log = logging.getLogger("memckpt.agent")
 
@@ -33,7 +35,8 @@ class Job:
         regions: what comes along.
         own: the region among them that is only there for this job, and is closed with it; None: it reads what is held.
         limit: how long it may take, in seconds; asked when it begins.
-        done: called once, with what has become of it; not for one that is given up because its memory is needed.
+        done: called once, with what has become of it.
+        waited_for: whether `done` is called, too, if it is given up because its memory is needed.
     """
 
     save: Save
@@ -41,6 +44,7 @@ class Job:
     own: Region | None
     limit: Callable[[], float]
     done: Done
+    waited_for: bool = False
 
 
 class WriterJobs:
@@ -56,6 +60,7 @@ class WriterJobs:
         self._waiting: deque[Job] = deque()
         self._current: Job | None = None
         self._deadline = 0.0
+        self._looking_since: float | None = None
         #: What killed writers may have left half-written, and where.
         self._abandoned: list[tuple[str, Part]] = []
 
@@ -63,15 +68,17 @@ class WriterJobs:
     def busy(self) -> bool:
         return self._current is not None or bool(self._waiting)
 
-    @property
-    def reads_held(self) -> bool:
-        """Whether what is being written is read from held memory, or will be."""
-        return any(job.own is None for job in [*self._waiting, *filter(None, [self._current])])
+    def reads_held(self, done: Done) -> bool:
+        """Whether something is being written from held memory, or will be, of which `done` is told."""
+        jobs = [*self._waiting, *filter(None, [self._current])]
+        return any(job.own is None and job.done == done for job in jobs)
 
     @property
     def deadline(self) -> float | None:
-        """Until when the current job may take (monotonic clock); None while there is none."""
-        return self._deadline if self._current is not None else None
+        """Until when the writer may take (monotonic clock); None while it does nothing."""
+        if self._current is not None:
+            return self._deadline
+        return None if self._looking_since is None else self._looking_since + _LOOK_LIMIT_SECONDS
 
     def submit(self, job: Job) -> None:
         """Have a checkpoint written once the writer is done with what it has."""
@@ -100,8 +107,13 @@ class WriterJobs:
 
     def look(self, url: str, timeline: Timeline) -> None:
         """Look for what the first rank's agent has announced; Announced comes back."""
-        if self._current is None:
+        if self._current is None and self._looking_since is None:
+            self._looking_since = time.monotonic()
             self._say(LookForAnnounced(url, timeline))
+
+    def looked(self) -> None:
+        """It has answered."""
+        self._looking_since = None
 
     def _say(self, message: Announce | LookForAnnounced) -> None:
         try:
@@ -127,22 +139,29 @@ class WriterJobs:
     def ended(self, reason: str) -> None:
         """The writer process is gone, or has to go: what it was to do fails."""
         self._end_writer()
-        failed = [job for job in [self._current, *self._waiting] if job is not None]
         if self._current is not None:
             self._abandoned.append((self._current.save.url, self._current.save.part))
-        self._close_current()
+        failed = [job for job in [self._current, *self._waiting] if job is not None]
+        self._current = None
         self._waiting.clear()
         for job in failed:
+            if job.own is not None:
+                job.own.close()
             job.done(SaveFailed(job.save.part.step, reason))
 
     def give_up_held(self) -> None:
         """Write nothing more from held memory: it is about to change. What was not committed does not count."""
+        given_up = [job for job in self._waiting if job.own is None]
         self._waiting = deque(job for job in self._waiting if job.own is not None)
         if self._current is not None and self._current.own is None:
             _log.info("the checkpoint of step %d is not needed any more", self._current.save.part.step)
             self._abandoned.append((self._current.save.url, self._current.save.part))
+            given_up.append(self._current)
             self._close_current()
             self._end_writer()
+        for job in given_up:
+            if job.waited_for:
+                job.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
         self._begin()
 
     def _close_current(self) -> None:
@@ -152,6 +171,7 @@ class WriterJobs:
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
+        self._looking_since = None
         if writer is not None:
             writer.close()
 

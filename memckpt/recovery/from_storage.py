@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.errors import DamagedStateError
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout
@@ -20,7 +19,7 @@ from memckpt.storage import batch as batches
 from memckpt.storage import dcp
 from memckpt.storage.base import by_value_name, model_name, state_name
 from memckpt.storage.chain import StoredPoint
-from memckpt.storage.format import Batch, NodeState, decode_node_state
+from memckpt.storage.format import NodeState, decode_node_state
 from memckpt.storage.store import Store
 
 
@@ -111,18 +110,6 @@ class StoredState:
 
     # The records
 
-    def _records_to_redo(self) -> list[tuple[int, Batch]]:
-        """Each record since the checkpoint, with a batch that has its gradients."""
-        found: list[tuple[int, Batch]] = []
-        record = self.point.checkpoint.record
-        for batch in self.point.batches:
-            while batch.full and batch.first <= record + 1 <= min(batch.last, self.point.record):
-                record += 1
-                found.append((record, batch))
-        if record != self.point.record:
-            raise DamagedStateError(f"expected the records up to {self.point.record}, found those up to {record}")
-        return found
-
     def _redo(self, target: RestoreTarget, build: OptimizerFactory) -> None:
         layout = target.layout
         members = []
@@ -131,7 +118,7 @@ class StoredState:
             parameter = torch.nn.Parameter(param.data, requires_grad=param.is_floating_point() or param.is_complex())
             members.append(Member(index, 0, param.numel(), parameter, states))
         groups = [RedoGroup(layout, chunk, build) for chunk in chunks(members)]
-        records = self._records_to_redo()
+        records = self.point.gradient_batches()
         with progress("redoing records", layout.numel * 4 * len(records)) as advance:
             for record, batch in records:
                 meta = decode_meta(self._records.data(batch, batches.meta_name(record)))

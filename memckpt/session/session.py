@@ -254,7 +254,7 @@ class Session:
             due = self._order_generation(record, problem)
         if due is not None and record >= due:
             self._begin_generation(point)
-        elif self._staging.ready:
+        elif problem is None and self._staging.ready:
             self._send_commit(point)
             self._obey_order(record)
             self._begin_record(record + 1)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import Catalog, Checkpoint
 from memckpt.storage.format import Batch, Part
@@ -52,7 +53,29 @@ class StoredPoint:
 
     def last_batch_of(self, rank: int) -> Batch | None:
         """The one with a rank's own state after `record`; None: the checkpoint has it."""
-        return next((batch for batch in reversed(self.batches) if rank in batch.ranks), None)
+        for batch in reversed(self.batches):
+            if rank in batch.ranks and batch.timeline == self.timeline and batch.first <= self.record <= batch.last:
+                return batch
+        return None
+
+    def gradient_batches(self) -> list[tuple[int, Batch]]:
+        """Each record to redo, oldest first, with a batch that has its gradients.
+
+        An attempt may have branched off in the middle of what an earlier one had logged: what comes later in the
+        chain replaces what the earlier one has of the same records.
+
+        Raises:
+            DamagedStateError: a record is missing.
+        """
+        found: dict[int, Batch] = {}
+        for batch in self.batches:
+            if batch.full:
+                found |= dict.fromkeys(range(batch.first, batch.last + 1), batch)
+        wanted = range(self.checkpoint.record + 1, self.record + 1)
+        missing = [record for record in wanted if record not in found]
+        if missing:
+            raise DamagedStateError(f"expected the records {wanted.start} to {self.record}, found no {missing[0]}")
+        return [(record, found[record]) for record in wanted]
 
 
 class _Log:

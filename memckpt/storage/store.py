@@ -176,10 +176,9 @@ class LocalStore(Store):
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[IO[bytes]]:
         target = self.root / path
-        self._make_directory(target.parent)
         partial = target.with_name(_partial_name(target.name))
         try:
-            with partial.open("wb") as file:
+            with self._begin(partial) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -188,6 +187,15 @@ class LocalStore(Store):
             partial.unlink(missing_ok=True)
             raise
         _sync_directory(target.parent)
+
+    def _begin(self, partial: Path) -> IO[bytes]:
+        """Open a new file; a directory that another process finds empty and removes meanwhile is made once more."""
+        try:
+            self._make_directory(partial.parent)
+            return partial.open("wb")
+        except FileNotFoundError:
+            self._make_directory(partial.parent)
+            return partial.open("wb")
 
     def _make_directory(self, directory: Path) -> None:
         missing = [one for one in (directory, *directory.parents) if not one.exists()]

@@ -30,7 +30,12 @@ def serve(channel: Channel) -> None:
     log: RecordWriter | None = None
     try:
         while True:
-            message, fds = channel.receive(None)
+            received = channel.poll(log.seconds_left() if log is not None else None)
+            if received is None:
+                if log is not None:
+                    log.write_if_due()
+                continue
+            message, fds = received
             if isinstance(message, OpenLog):
                 unwritten = log.close() if log is not None else ""
                 log = RecordWriter(message, Region.open(fds[0]), unwritten)
@@ -95,11 +100,28 @@ class RecordWriter:
             hole,
         )
 
+    def seconds_left(self) -> float | None:
+        """Until the oldest record that was taken has waited long enough; None while there is none."""
+        if not self._taken:
+            return None
+        # A timeout of zero would not wait at all, and one that is over by now is as good as due.
+        return max(0.001, self._taken[0].at + self._opened.batch_seconds - time.monotonic())
+
+    def write_if_due(self) -> None:
+        """Write a batch whose records have waited long enough; what becomes of it is in the next answer."""
+        if self._taken and time.monotonic() >= self._taken[0].at + self._opened.batch_seconds:
+            try:
+                self._write()
+            except (MemckptError, OSError, MemoryError) as error:
+                _log.exception("a batch of records was not written")
+                self._lose(f"{type(error).__name__}: {error}")
+
     def _take(self, record: LogRecord) -> int:
         """Copy one record, and write the batch if that makes it full; returns the bytes written."""
         nbytes = 0
         if self._last is not None and record.record != self._last + 1:
-            nbytes += self._write_before_hole(f"record {self._last + 1} did not come")
+            nbytes += self._write() if self._taken else 0
+            self._begin_anew()  # the agent knows: it has not sent what is missing
         ranks = self._opened.spec.local_ranks
         try:
             self._ring.check(record.record, ranks)
@@ -122,8 +144,11 @@ class RecordWriter:
 
     def _lose(self, reason: str) -> None:
         _log.warning("the log has a hole behind record %s: %s", self._last, reason)
-        self._taken.clear()
         self._hole = self._hole or reason
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._taken.clear()
         self._follows = self._opened.timeline  # what comes next does not begin where the timeline branched off
         self._last = None
 
