@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 
 from memckpt.agent import saver
+from memckpt.agent.address import AgentAddress
 from memckpt.agent.channel import Channel
+from memckpt.agent.control import ask_status
 from memckpt.agent.messages import Saved, SaveTo, Status, StatusRequest
 from memckpt.config import StorageConfig
 from memckpt.storage.catalog import read_catalog
@@ -26,7 +31,7 @@ from tests.processes import kill_and_wait
 from tests.test_storage_runs import catalog_of, until, until_ordered
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
-LONG = replace(PLAIN, name="long", steps=4000)
+LONG = replace(PLAIN, name="long", steps=8000)
 
 
 class Asker:
@@ -101,18 +106,21 @@ def test_killed_at_random_no_more_is_lost_than_status_said(lab: Lab, redo: str, 
     attempts = []
     for number in range(4):
         lab.start_agent()
-        child, report = lab.begin(LONG, settings, seed=number)
-        status: Status | None = None
-        while child.alive():
-            status = lab.status()
+        child, report = lab.begin(LONG, settings, seed=number + 1)  # the first one's is the reference's
+        address, delay, due = AgentAddress.of(lab.run_dir), chance.uniform(0.0, 1.0), None
+        while (status := ask_status(address)) is not None:
             storage_status = status.storage
             if storage_status is not None and storage_status.loses_at_most is not None and status.step is not None:
-                break
+                due = due or time.monotonic() + delay
+                if time.monotonic() >= due:
+                    break
             select.select([], [], [], 0.02)
-        assert status is not None
-        select.select([], [], [], chance.uniform(0.0, 1.0))
-        status = lab.status()
-        for pid in chance.sample([status.pid, child.pid], 2):
+        if status is None:
+            break  # training was faster, and has ended
+        pids = chance.sample([status.pid, child.pid], 2)
+        for pid in pids:  # at once: a trainer that outlives its agent starts another one
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
             kill_and_wait(pid)
         ended = collect(child, report)
         attempts.append(ended)
@@ -124,6 +132,9 @@ def test_killed_at_random_no_more_is_lost_than_status_said(lab: Lab, redo: str, 
         assert look.restored_step is not None
         assert status.step - look.restored_step <= status.storage.loses_at_most, status.storage
         kill_and_wait(lab.status().pid)
+    assert attempts
+    if child.alive():
+        child.wait()
     lab.start_agent()
     final = lab.train(LONG, settings, seed=5)
     lab.check_same(LONG, *attempts, final)

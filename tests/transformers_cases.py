@@ -37,7 +37,9 @@ from memckpt.capture.dataloader import Lookahead
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
-from tests.engine_harness import Journal, Lab, differences, freeze
+from tests.engine_child import Journal
+from tests.engine_harness import Lab
+from tests.frozen import differences, freeze
 from transformers_memckpt import protect
 from transformers_memckpt.protection import Protection
 from transformers_memckpt.trainer_state import TrainerStates
