@@ -240,7 +240,7 @@ GOOD = Measured(1 << 20, 100 << 20, 0.5, 200e6, 60)
     ("change", "mode", "why"),
     [
         ({}, "log", "1.0% of what this storage takes"),
-        ({"step_seconds": 0.01}, "replica", "at 10 ms a step would take 52% of the"),
+        ({"step_seconds": 0.01}, "replica", "at 10 ms a step would take 52.4% of the"),
         ({"interval_steps": 200}, "replica", "more than a checkpoint"),
         ({"bytes_per_second": None}, "replica", "nothing is measured"),
         ({"step_seconds": None}, "replica", "nothing is measured"),

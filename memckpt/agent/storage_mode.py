@@ -50,7 +50,7 @@ def choose_mode(asked: StorageChoice, impossible: str, measured: Measured) -> tu
     share = needed / max(measured.bytes_per_second, 1.0)
     if share > _SHARE:
         return "replica", (
-            f"{size}, which at {measured.step_seconds * 1e3:.3g} ms a step would take {share:.0%} of the "
+            f"{size}, which at {measured.step_seconds * 1e3:.3g} ms a step would take {share:.1%} of the "
             f"{_text(measured.bytes_per_second)}/s that this storage takes (at most {_SHARE:.0%})"
         )
     between = measured.record_bytes * measured.interval_steps
