@@ -31,7 +31,7 @@ from tests.processes import kill_and_wait
 from tests.test_storage_runs import catalog_of, until, until_ordered
 
 REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
-LONG = replace(PLAIN, name="long", steps=8000)
+LONG = replace(PLAIN, name="long", steps=3000)
 
 
 class Asker:
