@@ -144,6 +144,7 @@ FIT = ("fit", "--trainer.max_epochs", "1", "--trainer.accelerator", "cpu")
 CONFIG = ("--memckpt.storage", "null", "--memckpt.redo", "lazy", "--memckpt.agent.linger_seconds", "60")
 
 
+@pytest.mark.slow
 def test_an_application_is_killed_and_resumes_as_its_flag_says(scripts: Scripts) -> None:
     arguments = (*FIT, "--run_dir", "run", *CONFIG)
     logs = scripts.survives(APP, *arguments, "--resume", "auto", kills=["step 12"])

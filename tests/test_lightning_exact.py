@@ -248,7 +248,7 @@ def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> 
 PLAIN = Case("plain")
 
 
-@pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
+@pytest.mark.parametrize("engine", [pytest.param(STAND_IN, marks=pytest.mark.slow), ENGINE], ids=["stand-in", "engine"])
 def test_one_run_killed_at_every_point(
     engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path
 ) -> None:
@@ -256,7 +256,9 @@ def test_one_run_killed_at_every_point(
     assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
 
 
-@pytest.mark.parametrize("case", [PLAIN, *CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [PLAIN, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)], ids=lambda case: case.name
+)
 def test_nothing_fails_and_nothing_changes(
     case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -59,8 +59,12 @@ class Asker:
         self._channel.close()
 
 
-@REDO
-@pytest.mark.parametrize("storage", [None, StorageConfig(every_steps=1000)], ids=["memory-only", "with-storage"])
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "storage",
+    [None, pytest.param(StorageConfig(every_steps=1000), marks=pytest.mark.slow)],
+    ids=["memory-only", "with-storage"],
+)
 def test_a_training_run_gives_its_state_away_and_goes_on(
     lab: Lab, tmp_path: Path, redo: str, storage: StorageConfig | None
 ) -> None:

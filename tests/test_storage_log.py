@@ -96,7 +96,7 @@ def test_a_node_dies_and_training_goes_on_behind_the_last_batch(lab: Lab, redo: 
     assert stored_points(catalog)[0].step == PLAIN.steps
 
 
-@REDO
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab: Lab, redo: str) -> None:
     """Killed, resumed from memory, killed again: the part batch is flushed, and the chain crosses both attempts."""
     settings = logged(redo, batch_steps=4)

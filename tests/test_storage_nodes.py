@@ -79,6 +79,7 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
     same_as_undisturbed(lab, last)
 
 
+@pytest.mark.slow
 @REDO
 def test_what_dead_trainers_left_on_two_nodes_goes_to_storage(lab: Lab, redo: str) -> None:
     """Neither agent knows how far the other one is: they save what the other may need, and agree by what is there."""
