@@ -101,11 +101,15 @@ def test_what_a_dead_trainer_left_is_exported_from_memory(lab: Lab, tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["replica", "log"])
+@pytest.mark.parametrize("place", ["disk", "bucket"])
 @REDO
-def test_killed_at_random_no_more_is_lost_than_status_said(lab: Lab, redo: str, mode: str) -> None:
+def test_killed_at_random_no_more_is_lost_than_status_said(
+    lab: Lab, redo: str, place: str, mode: str, request: pytest.FixtureRequest
+) -> None:
     """The node dies again and again, at any instant; the last attempt ends with the reference's bits."""
-    chance = random.Random(f"{redo} {mode}")
-    storage = StorageConfig(every_steps=40, mode=mode)  # type: ignore[arg-type]
+    chance = random.Random(f"{redo} {mode} {place}")
+    url = request.getfixturevalue("bucket").url if place == "bucket" else None
+    storage = StorageConfig(every_steps=40, mode=mode, url=url)  # type: ignore[arg-type]
     settings = config(redo, storage=storage)
     attempts = []
     for number in range(4):
