@@ -67,6 +67,7 @@ def test_nothing_fails_and_nothing_changes(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), [], references)
 
 
+@pytest.mark.slow
 def test_agent_and_trainer_die_and_storage_serves(lab: Lab, references: Path) -> None:
     settings = config(storage=StorageConfig(every_steps=4))
     run = Run(PLAIN, lab.directory / "job", config=settings, kill=("committed", 9))

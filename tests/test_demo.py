@@ -30,6 +30,7 @@ def test_demo_sees_one_changed_weight(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Different" in said, said
 
 
+@pytest.mark.slow
 def test_a_child_that_fails_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--size", "no such size", "--steps", "24", "--kills", "1"]) == 1
     assert "invalid choice: 'no such size'" in capsys.readouterr().out.replace("\n", " ")

@@ -29,12 +29,14 @@ def test_lightning_gpt(scripts: Scripts) -> None:
     scripts.survives("examples/lightning_gpt.py", *arguments, kills=["step 7"])
 
 
+@pytest.mark.slow
 def test_digits_cnn(scripts: Scripts) -> None:
     arguments = ("--run-dir", "run", "--epochs", "2", *LOCAL)
     logs = scripts.survives("examples/digits_cnn.py", *arguments, kills=["epoch 0"])
     assert "epoch 1: accuracy 0." in logs[-1]
 
 
+@pytest.mark.slow
 def test_transformers_trainer(scripts: Scripts) -> None:
     arguments = ("--run-dir", "run", "--steps", "12", *LOCAL)
     scripts.survives("examples/transformers_trainer.py", *arguments, kills=["step 7"])

@@ -96,6 +96,7 @@ def test_a_node_dies_and_training_goes_on_behind_the_last_batch(lab: Lab, redo: 
     assert stored_points(catalog)[0].step == PLAIN.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab: Lab, redo: str) -> None:
     """Killed, resumed from memory, killed again: the part batch is flushed, and the chain crosses both attempts."""
@@ -125,6 +126,7 @@ def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> No
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.slow
 def test_a_step_inside_a_batch_can_be_resumed(lab: Lab) -> None:
     settings = logged("lazy")
     first = lab.train(PLAIN, settings, actions={**paced(2, 11, based_at=4), ("backward", 12): kill_both})
@@ -167,6 +169,7 @@ def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> N
     assert catalog.complete[0].step == PLAIN.steps
 
 
+@pytest.mark.slow
 def test_a_hole_is_followed_by_a_checkpoint_and_training_never_waits(lab: Lab) -> None:
     """These steps take a millisecond, and nobody waits: records are missed while the processes start."""
     done = lab.train(PLAIN, logged("eager"))

@@ -55,6 +55,7 @@ def same_as_undisturbed(lab: Lab, job: Job) -> None:
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 
+@pytest.mark.slow
 @REDO
 def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, redo: str

@@ -123,6 +123,7 @@ def test_killed_in_a_step_in_an_evaluation_and_between_two_epochs(trainings: Tra
     trainings.survives(Case("plain"), settings(), kills)
 
 
+@pytest.mark.slow
 def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
     trainings.survives(ACCUMULATED, settings(), [("micro", 9), ("prediction", 2), ("substep_end", 4)])
 
@@ -221,6 +222,7 @@ def test_the_user_says_how_to_resume(trainings: Trainings) -> None:
     trainings.lab.stop()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_file_and_held_state(trainings: Trainings) -> None:
     """The newer of them wins, and which it is, is said."""
     case = Case("plain", {"save_strategy": "epoch"})
