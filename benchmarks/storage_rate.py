@@ -18,6 +18,7 @@ from benchmarks.command import Options, run
 from benchmarks.report import Report
 from benchmarks.workloads import Trainee, scratch_directory
 from memckpt import MemckptConfig, Session, StorageConfig
+from memckpt.config import StorageMode
 from memckpt.recovery.from_storage import StoredState
 from memckpt.storage import dcp as ours
 from memckpt.storage.base import model_name, state_name
@@ -25,6 +26,7 @@ from memckpt.storage.catalog import read_catalog, verify_files
 from memckpt.storage.chain import stored_points
 from memckpt.storage.store import LocalStore, Store
 
+MODES: tuple[StorageMode, ...] = ("replica", "log")
 TITLE = "The storage tier: writing, resuming, and what a checkpoint takes of the training thread"
 METHOD = """\
 The state of a GPT with fused AdamW, 12 bytes a parameter. *write*: a base as the writer process makes it, checksums
@@ -208,8 +210,8 @@ def measure_intervals(report: Report, size: str, steps: int) -> None:
     )  # fmt: skip
     for every in (1, 2, 5, 10, 20):
         plain = train_with(size, None, steps)
-        for mode in ("replica", "log"):
-            found = train_with(size, StorageConfig(every_steps=every, mode=mode), steps)  # type: ignore[arg-type]
+        for mode in MODES:
+            found = train_with(size, StorageConfig(every_steps=every, mode=mode), steps)
             taken = found["checkpoints"]
             ratio = found["step_ms"] / plain["step_ms"]
             table.add(

@@ -232,7 +232,9 @@ class Training:
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=self.run.config)
         prepared = self.plugin.prepare(*objects)
         self.plugin.register("probe", Probe(self))
-        self.journal.note("attached", step=self.plugin.step, agent=self.plugin._session.agent_pid)  # type: ignore[union-attr]
+        session = self.plugin._session
+        assert session is not None
+        self.journal.note("attached", step=self.plugin.step, agent=session.agent_pid)
         return list(prepared)
 
     def train(self) -> None:

@@ -179,8 +179,8 @@ class Resumption:
         if plan is None or regions is None:
             return None
         started = time.perf_counter()
-        self._resumable = None
         self._restore_groups()
+        self._resumable = None  # the writer owns the regions from here on
         writer = self._staging.open(regions)
         try:
             self._restore_held(plan.record, regions, writer)

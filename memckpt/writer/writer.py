@@ -80,7 +80,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
     _clear(store, job.part.node, job.abandoned)  # before anything is written: the room may be needed
     try:
         part = write_base(store, job.part, state, tensors)
-    except Exception:
+    except Exception:  # raised again; first what was written gives its room back
         with _only_logged("what was written of step %d is left where it is", job.part.step):
             _clear(store, job.part.node, [job.part])
         raise
