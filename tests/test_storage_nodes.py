@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from memckpt.agent import saver
+from memckpt.agent import schedule
 from memckpt.agent.address import NODE_VARIABLE
 from memckpt.config import StorageConfig
 from tests.ddp_cases import Death, Job, fresh_directory, results, run, train
@@ -61,8 +61,8 @@ def test_nodes_take_the_checkpoint_that_the_first_one_s_agent_announces(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, redo: str
 ) -> None:
     """By time, not by steps, and with nodes of different speed: nobody could choose the record alone."""
-    monkeypatch.setattr(saver, "_ANNOUNCE_SECONDS", 0.5)
-    monkeypatch.setattr(saver, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(schedule, "_ANNOUNCE_SECONDS", 0.5)
+    monkeypatch.setattr(schedule, "_LOOK_SECONDS", 0.05)
     job = replace(job_of(lab, redo, min_seconds=0.2, overhead=1.0), die_when_stored=True, slow_rank=1, last_step=20_000)
     both = agents(lab)
     codes = run(lab, job)

@@ -54,6 +54,11 @@ class Attempt:
         return set(self.members) == set(self.local_ranks)
 
     @property
+    def newest_record(self) -> int:
+        """The newest that a rank has committed; no rank is in a later one than the next."""
+        return max(member.next_record for member in self.members.values()) - 1
+
+    @property
     def all_finished(self) -> bool:
         return self.all_here and all(member.finished for member in self.members.values())
 

@@ -11,16 +11,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import Append, Appended, LogRecord, OpenLog
+from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
-
-if TYPE_CHECKING:
-    from memckpt.agent.writer_process import WriterProcess
 
 _log = logging.getLogger("memckpt.agent")
 BATCH_BYTES = 64 << 20

@@ -8,12 +8,10 @@ records between checkpoints are written, too (:mod:`memckpt.agent.record_log`).
 from __future__ import annotations
 
 import logging
-import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
@@ -30,9 +28,11 @@ from memckpt.agent.messages import (
     StorageStatus,
 )
 from memckpt.agent.record_log import RecordLog, record_bytes
+from memckpt.agent.schedule import Schedule, alone
 from memckpt.agent.snapshots import Snapshot, Snapshots
-from memckpt.agent.storage_mode import Measured, Pace, choose_mode
+from memckpt.agent.storage_mode import Measured, choose_mode
 from memckpt.agent.writer_jobs import Done, Job, WriterJobs
+from memckpt.agent.writer_process import WriterProcess
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.region import Region
@@ -40,18 +40,17 @@ from memckpt.state.records import Timeline
 from memckpt.storage.batch import not_loggable
 from memckpt.storage.format import FORMAT_VERSION, Part
 
-if TYPE_CHECKING:
-    from memckpt.agent.writer_process import WriterProcess
-
 _log = logging.getLogger("memckpt.agent")
 #: A trainer that died may be back at once; then memory serves, and nothing need be written.
 _RETURN_SECONDS = 3.0
 #: What is held with no trainer could not be saved: a disk may have room again after so long.
 _RETRY_SECONDS = 60.0
-#: How many records before a snapshot its memory is taken and its order given, where steps decide.
-_ORDER_RECORDS = 16
-#: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
-_ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
+
+
+#: Starts a process that writes; what it answers goes to the first function, the reason of its end to the second.
+StartWriter = Callable[
+    [Literal["checkpoints", "records"], Callable[[Message], None], Callable[[str], None]], WriterProcess
+]
 
 
 class Saver:
@@ -62,8 +61,7 @@ class Saver:
         node: this node's name.
         order: sends a message, with a descriptor, to all trainers of the attempt.
         tell: sends them one without.
-        open_writer: starts the process that writes checkpoints.
-        open_record_writer: starts the one that writes records.
+        start_writer: starts a process that writes.
         failed: called when a checkpoint could not be written.
     """
 
@@ -72,16 +70,16 @@ class Saver:
         node: str,
         order: Callable[[Message, int], None],
         tell: Callable[[Message], None],
-        open_writer: Callable[[], WriterProcess],
-        open_record_writer: Callable[[], WriterProcess],
+        start_writer: StartWriter,
         failed: Callable[[], None],
     ) -> None:
         self._node = node
         self._failed = failed
         self._tell = tell
-        self._jobs = WriterJobs(open_writer)
+        self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
         self._snapshots = Snapshots(order, self._save_snapshot, self._again)
-        self._log = RecordLog(node, open_record_writer)
+        self._log = RecordLog(node, lambda: start_writer("records", self._records_said, self._records_ended))
+        self._schedule = Schedule(self._announce, self._look)
         self._config: StorageConfig | None = None
         self._url = ""
         self._threads = 1
@@ -90,36 +88,26 @@ class Saver:
         self._mode_reason = ""
         #: The generation that the mode was chosen for.
         self._mode_of: int | None = None
-        self._pace = Pace()
-        self._last_began = time.monotonic()
-        self._copy_seconds = self._cost_seconds = 0.0
         self._last: Saved | None = None
         self._saved_record: tuple[Timeline, int] | None = None
         self._alarm = ""
-        self._preempted_until = float("-inf")
         self._retry_at = float("-inf")
-        self._at_once = False
         #: Where, and for whom, somebody wants a checkpoint of their own.
         self._asked: tuple[str, Done] | None = None
         #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
-        #: With several nodes: the record that the first rank's has announced, and when it was asked for last.
-        self._announced: int | None = None
-        self._looked_at = float("-inf")
 
     def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
         """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
         self._config = config
+        self._schedule.configure(config)
         self._url = (config.url if config is not None else None) or str(run_dir / "storage")
         self._threads = threads
         if timeline != self._timeline:
             self._timeline = timeline
-            self._preempted_until, self._at_once = float("-inf"), False
-            self._last_began = time.monotonic()
+            self._schedule.restart()
             self._retry_at = float("-inf")
-            self._pace.restart()
             self._flushing = None
-            self._announced = None
             self._mode_of = None
         if config is None:
             self._log.pause()
@@ -140,20 +128,11 @@ class Saver:
         return self._jobs.busy or self._flushing is not None
 
     def preempt(self) -> None:
-        """Somebody got SIGTERM: the machine may be about to go. Save at once, and take no longer than the grace period.
-
-        It may also be an ordinary restart, so that is all.
-        """
+        """Somebody got SIGTERM: save at once, and take no longer than the grace period."""
         if self._config is not None:
-            self._preempted_until = time.monotonic() + self._config.grace_seconds
-            self._at_once = True
+            self._schedule.preempt(self._config.grace_seconds)
 
     # While training runs
-
-    def interval_seconds(self) -> float:
-        """The least time from one checkpoint to the next: what one costs is then the configured share of it."""
-        assert self._config is not None
-        return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
 
     def after_commit(self, generation: Generation, attempt: Attempt) -> None:
         """A record was committed: log it, and begin with a checkpoint if one is due."""
@@ -163,93 +142,50 @@ class Saver:
             self._log_records(generation)
         if self._snapshots.busy or self._jobs.busy:
             return
-        ahead = max(member.next_record for member in attempt.members.values()) - 1 + self._snapshots.lead
         if self._asked is not None:
             (url, done), self._asked = self._asked, None
-            self._begin_snapshot(generation, ahead, url, done)
-        elif self._config is not None and (record := self._due_record(generation, ahead, self._config)) is not None:
-            self._at_once = False
+            self._begin_snapshot(generation, attempt.newest_record + self._snapshots.lead, url, done)
+            return
+        # Without a checkpoint to redo it on, the log is of no use yet.
+        unbased = self._mode == "log" and not self._log.based
+        record = self._schedule.due_record(generation, attempt, self._snapshots.lead, unbased)
+        if self._config is not None and record is not None:
             self._choose_mode(generation, self._config)
-            self._last_began = time.monotonic()
+            self._schedule.began()
             self._begin_snapshot(generation, record, self._url, self._checkpoint_done)
 
     def _log_records(self, generation: Generation) -> None:
         assert self._config is not None
-        self._pace.note(min(generation.committed.values()), time.monotonic())
+        self._schedule.pace.note(min(generation.committed.values()), time.monotonic())
         if self._mode_of != generation.number:
             self._choose_mode(generation, self._config)
         if self._mode == "log":
             self._log.collect(generation)
-            if self._at_once and self._log.based and _alone(generation):
-                self._at_once = False
+            if self._schedule.at_once and self._log.based and alone(generation):
+                self._schedule.at_once = False
                 self._log.flush()
 
-    def _due_record(self, generation: Generation, ahead: int, config: StorageConfig) -> int | None:
-        """After which record to take a snapshot, `ahead` or later, so that every rank learns of it in time; or None."""
-        alone = _alone(generation)
-        # Without a checkpoint to redo it on, the log is of no use yet.
-        unbased = self._mode == "log" and not self._log.based
-        if config.every_steps is not None and not (alone and (self._at_once or unbased)):
-            # A record's number may differ from the framework's step; the difference stays while training runs.
-            newest = max(generation.committed.values())
-            step = generation.step_of(newest)
-            offset = step - newest if step is not None else 0
-            record = ahead + (-(ahead + offset)) % config.every_steps
-            # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
-            return record if record - ahead <= _ORDER_RECORDS + self._snapshots.lead else None
-        if not alone and 0 not in generation.spec.local_ranks:
-            return self._announced_record(ahead)
-        now = time.monotonic()
-        wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
-        if not self._at_once and now - self._last_began < wait:
-            return None
-        return ahead if alone else self._announce(ahead)
-
-    # Several nodes: the first rank's agent says which record, long before
-
-    def _announce(self, ahead: int) -> int | None:
+    def _announce(self, record: int) -> None:
         assert self._timeline is not None
-        seconds = self._pace.seconds
-        if seconds is None:
-            return None
-        record = ahead + math.ceil(_ANNOUNCE_SECONDS / max(seconds, 1e-6))
         self._jobs.announce(self._url, self._timeline, record)
-        return record
 
-    def _announced_record(self, ahead: int) -> int | None:
-        """What has been announced, if it can still be done; looks for news now and then."""
+    def _look(self) -> None:
         assert self._timeline is not None
-        record, self._announced = self._announced, None
-        now = time.monotonic()
-        if record is not None and record >= ahead:
-            return record
-        if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            self._jobs.look(self._url, self._timeline)
-        return None
-
-    def announced(self, message: Announced) -> None:
-        """The writer process has looked."""
-        self._jobs.looked()
-        if message.timeline == self._timeline:
-            self._announced = message.record
+        self._jobs.look(self._url, self._timeline)
 
     # Snapshots
 
     def _choose_mode(self, generation: Generation, config: StorageConfig) -> None:
-        layout, last, step_seconds = generation.layout, self._last, self._pace.seconds
-        steps: float | None = config.every_steps
-        if steps is None and step_seconds is not None:
-            steps = self.interval_seconds() / max(step_seconds, 1e-9)
+        layout, last = generation.layout, self._last
         measured = Measured(
             record_bytes=record_bytes(layout),
             checkpoint_bytes=layout.snapshot_bytes + layout.static_bytes,
-            step_seconds=step_seconds,
+            step_seconds=self._schedule.pace.seconds,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
-            interval_steps=steps,
+            interval_steps=self._schedule.interval_steps(),
         )
         impossible = not_loggable(generation.spec)
-        if config.mode == "auto" and not _alone(generation):
+        if config.mode == "auto" and not alone(generation):
             impossible = "with several nodes that has to be asked for, since each measures for itself"
         self._mode_of = generation.number
         known = measured.step_seconds is not None and measured.bytes_per_second is not None
@@ -273,7 +209,7 @@ class Saver:
 
     def _want_again(self, url: str, done: Done) -> None:
         if done == self._checkpoint_done:
-            self._last_began = float("-inf")
+            self._schedule.again()
         else:
             self._asked = url, done
 
@@ -303,10 +239,10 @@ class Saver:
             plain=snapshot.plain,
         )
         if snapshot.done == self._checkpoint_done:
-            self._copy_seconds = snapshot.seconds
+            self._schedule.copied(snapshot.seconds)
         regions = _with_static(generation, [snapshot.region, snapshot.region])
         waited = snapshot.done != self._checkpoint_done
-        self._jobs.submit(Job(save, regions, snapshot.region, self._limit_seconds, snapshot.done, waited))
+        self._jobs.submit(Job(save, regions, snapshot.region, self._schedule.limit_seconds, snapshot.done, waited))
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -335,7 +271,7 @@ class Saver:
         if self._mode == "log":
             self._log.collect(generation)
             # Of several nodes each knows of its own part only: a checkpoint is the surer way.
-            enough = _alone(generation) and self._log.reaches(records[-1])
+            enough = alone(generation) and self._log.reaches(records[-1])
             if not as_checkpoint and enough and self._flushing is None:
                 self._flushing = generation, records[-1]
                 self._log.flush()
@@ -348,7 +284,7 @@ class Saver:
         for record in reversed(records):
             save = self._describe(generation, record, "ring", self._url)
             regions = _with_static(generation, [generation.slots])
-            self._jobs.submit(Job(save, regions, None, self._limit_seconds, self._checkpoint_done))
+            self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, self._checkpoint_done))
         return None
 
     def _save_still(self, generation: Generation, record: int, url: str, done: Done) -> None:
@@ -357,7 +293,7 @@ class Saver:
             save = self._describe(generation, record, "ring", url, metas=generation.metas_for(record))
             regions = _with_static(generation, [generation.slots])
             waited = done != self._checkpoint_done
-            self._jobs.submit(Job(save, regions, None, self._limit_seconds, done, waited))
+            self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, done, waited))
             return
         try:
             generation.replica.advance_to(record)
@@ -371,7 +307,7 @@ class Saver:
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
         regions = _with_static(generation, [generation.replica_region, generation.slots])
-        self._jobs.submit(Job(save, regions, None, self._limit_seconds, done, done != self._checkpoint_done))
+        self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, done, done != self._checkpoint_done))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -408,9 +344,8 @@ class Saver:
 
     def patience(self, lonely_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
-        now = time.monotonic()
-        due = lonely_since + (_RETURN_SECONDS if now > self._preempted_until else 0.0)
-        return max(due, self._retry_at) - now
+        due = lonely_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS)
+        return max(due, self._retry_at) - time.monotonic()
 
     # The processes that write
 
@@ -457,15 +392,18 @@ class Saver:
             threads=self._threads,
         )
 
-    def _limit_seconds(self) -> float:
-        config = self._config or StorageConfig()
-        return config.timeout_seconds if time.monotonic() > self._preempted_until else config.grace_seconds
+    def _checkpoints_said(self, message: Message) -> None:
+        match message:
+            case Saved() | SaveFailed():
+                self._jobs.finished(message)
+            case Announced():
+                self._jobs.looked()
+                if message.timeline == self._timeline:
+                    self._schedule.announced(message.record)
+            case _:
+                raise AgentError(f"it sent an unexpected {type(message).__name__}")
 
-    def writer_done(self, message: Saved | SaveFailed) -> None:
-        """The writer process has done what it was given, or could not."""
-        self._jobs.finished(message)
-
-    def writer_ended(self, reason: str) -> None:
+    def _checkpoints_ended(self, reason: str) -> None:
         """The writer process is gone."""
         self._jobs.ended(reason)
 
@@ -481,22 +419,23 @@ class Saver:
         if message.timeline is not None and message.timeline == self._timeline:
             self._saved_record = message.timeline, message.record
             self._log.checkpoint_saved(message.record)
-        self._cost_seconds = self._copy_seconds + message.cpu_seconds / len(os.sched_getaffinity(0))
+        self._schedule.wrote(message)
         _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
         self._tell(message)
 
-    def appended(self, message: Appended) -> None:
-        """The process that writes records has done what it was given."""
+    def _records_said(self, message: Message) -> None:
+        if not isinstance(message, Appended):
+            raise AgentError(f"it sent an unexpected {type(message).__name__}")
         before = self._log.written
         self._log.appended(message)
-        if message.hole and time.monotonic() < self._preempted_until:
-            self._at_once = True  # what was to be flushed is not there
+        if message.hole and self._schedule.preempted:
+            self._schedule.at_once = True  # what was to be flushed is not there
         written = self._log.written
         if written is not None and written != before and self._log.based:
             self._tell(Logged(written[1], written[0]))
         self._end_flushing()
 
-    def record_writer_ended(self, reason: str) -> None:
+    def _records_ended(self, reason: str) -> None:
         """That process is gone."""
         _log.error("records are not logged: %s", reason)
         self._log.writer_ended(reason)
@@ -504,17 +443,17 @@ class Saver:
 
     def deadline(self) -> float | None:
         """Until when the writing may take (monotonic clock); None while nothing is written."""
-        limits = (self._jobs.deadline, self._log.deadline(self._preempted_until))
+        limits = (self._jobs.deadline, self._log.deadline(self._schedule.preempted_until))
         return min((limit for limit in limits if limit is not None), default=None)
 
     def look_at_clock(self) -> None:
         """Give up what has taken too long."""
         now = time.monotonic()
-        checkpoint, log = self._jobs.deadline, self._log.deadline(self._preempted_until)
+        checkpoint, log = self._jobs.deadline, self._log.deadline(self._schedule.preempted_until)
         if checkpoint is not None and now >= checkpoint:
-            self.writer_ended("the storage took too long")
+            self._checkpoints_ended("the storage took too long")
         if log is not None and now >= log:
-            self.record_writer_ended("the storage took too long")
+            self._records_ended("the storage took too long")
 
     def abort(self) -> None:
         """What is held is about to change: nothing is written from it any more."""
@@ -536,13 +475,16 @@ class Saver:
         if self._log.based and self._log.written is not None:
             steps.append(self._log.written[1])
         stored = max(steps, default=None)
-        at_most = self._loses_at_most(config)
+        if self._mode == "log" and self._log.based:
+            at_most = self._log.unwritten_at_most
+        else:
+            at_most = self._schedule.loses_at_most(last, self._snapshots.lead)
         if at_most is not None and stored is not None and newest_step is not None:
             at_most = max(at_most, newest_step - stored)
         return StorageStatus(
             url=self._url,
             step=stored,
-            interval_seconds=None if config.every_steps is not None else self.interval_seconds(),
+            interval_seconds=None if config.every_steps is not None else self._schedule.interval_seconds(),
             every_steps=config.every_steps,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
             saving=self.saving,
@@ -554,26 +496,9 @@ class Saver:
             loses_at_most=at_most,
         )
 
-    def _loses_at_most(self, config: StorageConfig) -> int | None:
-        """Steps that are gone with this node's memory, at most: an interval, and what passes until one is written."""
-        if self._mode == "log" and self._log.based:
-            return self._log.unwritten_at_most
-        last, seconds = self._last, self._pace.seconds
-        if last is None or seconds is None:
-            return None
-        # Twice the last time: storage is not always as fast.
-        writing = math.ceil((self._copy_seconds + 2 * last.seconds) / max(seconds, 1e-6)) + self._snapshots.lead
-        interval = config.every_steps or math.ceil(self.interval_seconds() / max(seconds, 1e-6))
-        return interval + writing
-
 
 def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:
     return [*regions, generation.static] if generation.static is not None else regions
-
-
-def _alone(generation: Generation) -> bool:
-    """Whether all ranks run on this node."""
-    return generation.spec.world_size == len(generation.spec.local_ranks)
 
 
 def _standing_still(generation: Generation) -> list[int]:

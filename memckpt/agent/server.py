@@ -12,20 +12,16 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
-from typing import Literal
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.attempt import Attempt, Member
-from memckpt.agent.channel import Channel
+from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
     Alarm,
-    Announced,
-    Appended,
     Begin,
     Commit,
     Configure,
@@ -42,10 +38,8 @@ from memckpt.agent.messages import (
     Prepare,
     Prepared,
     Protected,
-    Refused,
     ReplicaCopied,
     Resume,
-    Saved,
     SaveFailed,
     SaveTo,
     SnapshotTaken,
@@ -54,10 +48,9 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
-from memckpt.agent.processes import ProcessHandle
 from memckpt.agent.saver import Saver
 from memckpt.agent.writer_process import WriterProcess
-from memckpt.errors import AgentError, AgentGoneError, MemckptError, RunBusyError
+from memckpt.errors import AgentError, MemckptError, RunBusyError
 from memckpt.state.layout import first_difference
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
@@ -65,16 +58,6 @@ _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
 #: Of a new value in the moving average of stalls.
 _STALL_WEIGHT = 0.05
-
-
-class _Connection:
-    """An accepted connection: a trainer rank once it has said Hello, before that and otherwise a visitor."""
-
-    def __init__(self, channel: Channel, process: ProcessHandle) -> None:
-        self.channel = channel
-        self.process = process
-        self.member: Member | None = None
-        self.nonce = ""
 
 
 class Agent:
@@ -92,7 +75,7 @@ class Agent:
         self._address = address
         self._linger_seconds = linger_seconds
         self._selector = selectors.DefaultSelector()
-        self._connections: dict[int, _Connection] = {}
+        self._connections = Connections(address, self._selector, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
         self._past_nonces: set[str] = set()
         self._held: Generation | None = None
@@ -108,14 +91,11 @@ class Agent:
         self._lonely_since: float | None = self._started
         self._inbox: collections.deque[Message] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._listener: socket.socket | None = None
-        self._socket_inode = 0
         self._saver = Saver(
             address.node,
-            self._tell_members_with,
+            lambda message, fd: self._tell_members(message, fd=fd),
             self._tell_members,
-            self._open_writer,
-            self._open_record_writer,
+            lambda what, received, ended: WriterProcess(what, self._selector, received, ended),
             self._checkpoint_failed,
         )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
@@ -126,16 +106,7 @@ class Agent:
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
-        path = self._address.socket_path
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(path))
-        path.chmod(0o600)
-        self._socket_inode = path.stat().st_ino
-        listener.listen(64)
-        listener.setblocking(False)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._connections.listen()
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_inbox)
 
     def run(self) -> None:
@@ -193,13 +164,13 @@ class Agent:
         if self._held is not None:
             self._saver.save_held(self._held, as_checkpoint)
 
-    def _save_to(self, connection: _Connection, url: str) -> None:
+    def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
         if self._held is None or not self._held.complete:
-            self._answer(connection, SaveFailed(0, "nothing is held in memory"))
+            self._connections.answer(connection, SaveFailed(0, "nothing is held in memory"))
             return
         self._saver.save_to(
-            url, lambda answer: self._answer(connection, answer), self._held, self._lonely_since is None
+            url, lambda answer: self._connections.answer(connection, answer), self._held, self._lonely_since is None
         )
 
     def _checkpoint_failed(self) -> None:
@@ -211,155 +182,32 @@ class Agent:
         self._leaving_when_saved = reason
         self._save_held(as_checkpoint)
 
-    # The writer process
-
-    def _open_writer(self) -> WriterProcess:
-        return self._start_writer("checkpoints", self._saver.writer_ended)
-
-    def _open_record_writer(self) -> WriterProcess:
-        return self._start_writer("records", self._saver.record_writer_ended)
-
-    def _start_writer(self, what: Literal["checkpoints", "records"], ended: Callable[[str], None]) -> WriterProcess:
-        def release(released: WriterProcess) -> None:
-            self._selector.unregister(released.channel.sock)
-
-        writer = WriterProcess(what, release)
-        self._selector.register(writer.channel.sock, selectors.EVENT_READ, lambda: self._read_writer(writer, ended))
-        return writer
-
-    def _read_writer(self, writer: WriterProcess, ended: Callable[[str], None]) -> None:
-        if writer.channel.fileno() < 0:
-            return  # closed while this event was on its way
-        try:
-            received = writer.channel.poll()
-        except AgentGoneError:
-            ended("the writer process has ended")
-            return
-        except AgentError as error:
-            ended(str(error))
-            return
-        if received is None:
-            return
-        message = received[0]
-        match message:
-            case Appended():
-                self._saver.appended(message)
-            case Saved() | SaveFailed():
-                self._saver.writer_done(message)
-            case Announced():
-                self._saver.announced(message)
-            case _:
-                ended(f"it sent an unexpected {type(message).__name__}")
-
-    def _stop_listening(self) -> None:
-        """From here on a trainer that looks for an agent starts another one."""
-        if self._listener is None:
-            return
-        with self._address.starting():
-            path = self._address.socket_path
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == self._socket_inode:
-                    path.unlink()
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
-
     def _close(self) -> None:
-        self._stop_listening()
+        self._connections.stop_listening()
         self._saver.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         for generation in (self._held, self._building):
             if generation is not None:
                 generation.close()
-        for connection in list(self._connections.values()):
-            self._answer(connection, Leaving())
-            self._drop(connection)
+        self._connections.close(Leaving())
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    # Connections
+    # Trainers
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            sock, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        pid, uid = peer(sock)
-        if uid != os.getuid() or pid == 0:
-            _log.warning(
-                "refused a connection of uid %d, pid %d: expected this user's process, in this PID namespace", uid, pid
-            )
-            sock.close()
-            return
-        try:
-            process = ProcessHandle.of_peer(sock, pid)
-        except ProcessLookupError:
-            sock.close()
-            return
-        connection = _Connection(Channel(sock), process)
-        self._connections[sock.fileno()] = connection
-        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(connection))
-        # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
-        self._selector.register(process, selectors.EVENT_READ, lambda: self._died(connection))
-
-    def _drop(self, connection: _Connection) -> None:
-        if self._connections.pop(connection.channel.fileno(), None) is None:
-            return
-        for source in (connection.channel.sock, connection.process):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(source)
-        connection.channel.close()
-        connection.process.close() if connection.member is None else None
-        member = connection.member
-        if member is not None and self._attempt is not None and self._attempt.nonce == connection.nonce:
-            member.left = True
+    def _trainer_left(self, connection: Connection) -> None:
+        assert connection.member is not None
+        if self._attempt is not None and self._attempt.nonce == connection.nonce:
+            connection.member.left = True
             if not self._attempt.living():
                 self._lonely_since = time.monotonic()
 
-    def _died(self, connection: _Connection) -> None:
-        """The trainer is dead: read what it had sent (no end of file may come), then let go of it."""
-        self._read(connection)
-        self._drop(connection)
-
-    def _read(self, connection: _Connection) -> None:
-        """Handle everything that has arrived on a connection."""
-        while connection.channel.fileno() in self._connections:
-            try:
-                received = connection.channel.poll()
-                if received is None:
-                    return
-                message, fds = received
-                for fd in fds:
-                    os.close(fd)
-                self._handle(connection, message)
-            except AgentGoneError:
-                self._drop(connection)
-            except MemckptError as error:
-                self._answer(connection, Refused(type(error).__name__, str(error)))
-                if isinstance(error, AgentError):
-                    self._drop(connection)
-
-    def _answer(self, connection: _Connection, message: Message, fds: list[int] | None = None) -> None:
-        try:
-            connection.channel.send(message, fds or (), timeout=5.0)
-        except AgentGoneError as error:
-            _log.info("pid %d: %s", connection.process.pid, error)
-            self._drop(connection)
-
-    def _tell_members(self, message: Message, besides: _Connection | None = None) -> None:
-        for connection in list(self._connections.values()):
-            current = self._attempt is not None and connection.nonce == self._attempt.nonce
-            if connection.member is not None and current and connection is not besides:
-                self._answer(connection, message)
-
-    def _tell_members_with(self, message: Message, fd: int) -> None:
+    def _tell_members(self, message: Message, besides: Connection | None = None, fd: int | None = None) -> None:
         """To all trainers of the attempt, with a descriptor."""
-        for connection in list(self._connections.values()):
-            current = self._attempt is not None and connection.nonce == self._attempt.nonce
-            if connection.member is not None and current:
-                self._answer(connection, message, [fd])
+        for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
+            if connection is not besides:
+                self._connections.answer(connection, message, [fd] if fd is not None else None)
 
     # From the redo thread and from signal handlers
 
@@ -379,7 +227,7 @@ class Agent:
                 self._saver.replica_copied(message)
                 continue
             if isinstance(message, StopRequest):
-                self._stop_listening()
+                self._connections.stop_listening()
                 self._saver.preempt()
                 self._tell_members(Leaving())
                 self._leave_when_saved(message.reason)
@@ -400,13 +248,13 @@ class Agent:
 
     # Messages
 
-    def _handle(self, connection: _Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: Message) -> None:
         match message:
             case Hello():
                 self._hello(connection, message)
                 return
             case StatusRequest():
-                self._answer(connection, self._status())
+                self._connections.answer(connection, self._status())
                 return
             case SaveTo():
                 self._save_to(connection, message.url)
@@ -459,7 +307,7 @@ class Agent:
                     # Its connection ends when everything is gone.
                     self._leave_when_saved("training finished", as_checkpoint=True)
                 else:
-                    self._drop(connection)
+                    self._connections.drop(connection)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
@@ -469,7 +317,7 @@ class Agent:
                 return generation
         return None
 
-    def _hello(self, connection: _Connection, hello: Hello) -> None:
+    def _hello(self, connection: Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise AgentError(
                 f"expected protocol {PROTOCOL_VERSION}, found {hello.version}: trainer and agent differ in version; "
@@ -486,25 +334,25 @@ class Agent:
         )
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
-        self._answer(connection, Inventory(self._inventory(hello), os.getpid()))
+        self._connections.answer(connection, Inventory(self._inventory(hello), os.getpid()))
         if self._held is not None and self._held.spec.world_size != hello.world_size:
             # Another number of ranks resumes from storage.
             saved = self._saver.save_held(self._held, as_checkpoint=True)
             if saved is not None:
-                self._answer(connection, saved)
+                self._connections.answer(connection, saved)
         if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
 
-    def _new_attempt(self, connection: _Connection, hello: Hello) -> None:
+    def _new_attempt(self, connection: Connection, hello: Hello) -> None:
         if self._attempt is not None:
             killed = self._attempt.fence(hello, connection.process.pid)
             if killed:
                 _log.warning("killed %d trainers of an earlier attempt", killed)
             # Commits that the dead ones had sent count: read them before anything else is decided.
-            for old in [c for c in self._connections.values() if c.nonce == self._attempt.nonce]:
-                self._read(old)
-                self._drop(old)
+            for old in self._connections.of_attempt(self._attempt.nonce):
+                self._connections.read(old)
+                self._connections.drop(old)
             for member in self._attempt.members.values():
                 member.process.close()
             self._past_nonces.add(self._attempt.nonce)
@@ -527,7 +375,7 @@ class Agent:
             return HeldRecords(node=self._address.node, problem=difference)
         return self._held.inventory(self._address.node, self._history)
 
-    def _prepare(self, connection: _Connection, message: Prepare) -> None:
+    def _prepare(self, connection: Connection, message: Prepare) -> None:
         if message.discard:
             self._let_go_of_held()
         building = self._building
@@ -568,10 +416,10 @@ class Agent:
             self._tell_members(Gap(str(error)))
             return make(0)
 
-    def _send_regions(self, connection: _Connection, message: Prepared, generation: Generation) -> None:
-        self._answer(connection, message, [region.fd for region in generation.regions])
+    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
+        self._connections.answer(connection, message, [region.fd for region in generation.regions])
 
-    def _resume(self, connection: _Connection, message: Resume) -> None:
+    def _resume(self, connection: Connection, message: Resume) -> None:
         if self._held is None or message.record not in self._held.reachable():
             raise AgentError(f"record {message.record} was to be resumed, but it cannot be produced here")
         if self._resumed_to is None:
@@ -613,13 +461,13 @@ class Agent:
             _log.info("generation %d is complete after record %d", generation.number, message.record)
             self._tell_members(Protected(generation.number, message.record))
 
-    def _order_generation(self, record: int, reason: str, asker: _Connection) -> None:
+    def _order_generation(self, record: int, reason: str, asker: Connection) -> None:
         _log.info("a new generation begins after record %d: %s", record, reason)
         order = Begin(record, reason)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
         # pass the record without a backward that needs the asker.
         self._tell_members(order, besides=asker)
-        self._answer(asker, order)
+        self._connections.answer(asker, order)
 
     def _status(self) -> Status:
         held = self._held

@@ -7,18 +7,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from memckpt.agent.messages import Announce, LookForAnnounced, Save, Saved, SaveFailed
+from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
-
-if TYPE_CHECKING:
-    from memckpt.agent.writer_process import WriterProcess
 
 #: How long the writer may take to look for what another node has announced.
 _LOOK_LIMIT_SECONDS = 120.0

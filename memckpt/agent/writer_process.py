@@ -1,9 +1,10 @@
-"""The agent's end of the writer process."""
+"""The agent's end of a process that writes."""
 
 from __future__ import annotations
 
 import logging
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Literal
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
+from memckpt.errors import AgentError, AgentGoneError
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
@@ -23,11 +25,21 @@ class WriterProcess:
 
     Args:
         what: it writes.
-        released: called first of all by :meth:`close`, while the connection is still open.
+        selector: of the agent's loop, which reads its answers.
+        received: called with each of them; an AgentError from it says that the process is not in its right mind.
+        ended: called with the reason once it is gone, or not to be trusted.
     """
 
-    def __init__(self, what: Literal["checkpoints", "records"], released: Callable[[WriterProcess], None]) -> None:
-        self._released = released
+    def __init__(
+        self,
+        what: Literal["checkpoints", "records"],
+        selector: selectors.BaseSelector,
+        received: Callable[[Message], None],
+        ended: Callable[[str], None],
+    ) -> None:
+        self._selector = selector
+        self._received = received
+        self._ended = ended
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
@@ -44,21 +56,34 @@ class WriterProcess:
             raise
         finally:
             theirs.close()
-        self.channel = Channel(ours)
+        self._channel = Channel(ours)
+        selector.register(ours, selectors.EVENT_READ, self._read)
+
+    def _read(self) -> None:
+        if self._channel.fileno() < 0:
+            return  # closed while this event was on its way
+        try:
+            answer = self._channel.poll()
+            if answer is not None:
+                self._received(answer[0])
+        except AgentGoneError:
+            self._ended("the writer process has ended")
+        except AgentError as error:
+            self._ended(str(error))
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
         """Hand over a job. Raises AgentGoneError if the process is gone."""
-        self.channel.send(message, fds, timeout=5.0)
+        self._channel.send(message, fds, timeout=5.0)
 
     def close(self) -> None:
         """Kill it, wait for its end a while, and close the connection. Idempotent."""
-        if self.channel.fileno() < 0:
+        if self._channel.fileno() < 0:
             return
-        self._released(self)
+        self._selector.unregister(self._channel.sock)
         self._process.kill()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             # In a system call that the storage does not let end. It dies when that does, and writes nothing more.
             _log.warning("writer pid %d is killed but hangs in the storage", self._process.pid)
-        self.channel.close()
+        self._channel.close()

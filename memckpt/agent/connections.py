@@ -1,0 +1,163 @@
+"""Who is connected to the agent: accepts, reads, answers, and notices death. Belongs to the agent's event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+
+from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.attempt import Member
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Message, Refused
+from memckpt.agent.processes import ProcessHandle
+from memckpt.errors import AgentError, AgentGoneError, MemckptError
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class Connection:
+    """An accepted connection: a trainer rank once it has said Hello, before that and otherwise a visitor."""
+
+    def __init__(self, channel: Channel, process: ProcessHandle) -> None:
+        self.channel = channel
+        self.process = process
+        self.member: Member | None = None
+        self.nonce = ""
+
+
+class Connections:
+    """All of one agent's.
+
+    Args:
+        address: where it listens.
+        selector: of the agent's loop; its data are functions without arguments.
+        handle: called with each message that arrives. A MemckptError from it is sent back as a refusal; after an
+            AgentError the connection ends, too.
+        left: called with each trainer whose connection has ended.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        selector: selectors.BaseSelector,
+        handle: Callable[[Connection, Message], None],
+        left: Callable[[Connection], None],
+    ) -> None:
+        self._address = address
+        self._selector = selector
+        self._handle = handle
+        self._left = left
+        self._open: dict[int, Connection] = {}
+        self._listener: socket.socket | None = None
+        self._socket_inode = 0
+
+    def listen(self) -> None:
+        """Begin to answer. The caller holds the address's starting lock."""
+        path = self._address.socket_path
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(path))
+        path.chmod(0o600)
+        self._socket_inode = path.stat().st_ino
+        listener.listen(64)
+        listener.setblocking(False)
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def stop_listening(self) -> None:
+        """From here on a trainer that looks for an agent starts another one."""
+        if self._listener is None:
+            return
+        with self._address.starting():
+            path = self._address.socket_path
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_ino == self._socket_inode:
+                    path.unlink()
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def close(self, last_words: Message) -> None:
+        """End all of them."""
+        self.stop_listening()
+        for connection in list(self._open.values()):
+            self.answer(connection, last_words)
+            self.drop(connection)
+
+    def of_attempt(self, nonce: str) -> Iterator[Connection]:
+        """The trainers of an attempt; they may be dropped meanwhile."""
+        for connection in list(self._open.values()):
+            if connection.member is not None and connection.nonce == nonce:
+                yield connection
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        pid, uid = peer(sock)
+        if uid != os.getuid() or pid == 0:
+            _log.warning(
+                "refused a connection of uid %d, pid %d: expected this user's process, in this PID namespace", uid, pid
+            )
+            sock.close()
+            return
+        try:
+            process = ProcessHandle.of_peer(sock, pid)
+        except ProcessLookupError:
+            sock.close()
+            return
+        connection = Connection(Channel(sock), process)
+        self._open[sock.fileno()] = connection
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self.read(connection))
+        # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
+        self._selector.register(process, selectors.EVENT_READ, lambda: self._died(connection))
+
+    def drop(self, connection: Connection) -> None:
+        """End one of them, if it has not ended yet."""
+        if self._open.pop(connection.channel.fileno(), None) is None:
+            return
+        for source in (connection.channel.sock, connection.process):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(source)
+        connection.channel.close()
+        if connection.member is None:
+            connection.process.close()
+        else:
+            self._left(connection)
+
+    def _died(self, connection: Connection) -> None:
+        """The trainer is dead: read what it had sent (no end of file may come), then let go of it."""
+        self.read(connection)
+        self.drop(connection)
+
+    def read(self, connection: Connection) -> None:
+        """Handle everything that has arrived on a connection."""
+        while connection.channel.fileno() in self._open:
+            try:
+                received = connection.channel.poll()
+                if received is None:
+                    return
+                message, fds = received
+                for fd in fds:
+                    os.close(fd)
+                self._handle(connection, message)
+            except AgentGoneError:
+                self.drop(connection)
+            except MemckptError as error:
+                self.answer(connection, Refused(type(error).__name__, str(error)))
+                if isinstance(error, AgentError):
+                    self.drop(connection)
+
+    def answer(self, connection: Connection, message: Message, fds: list[int] | None = None) -> None:
+        """Send a message, with descriptors; a receiver that is gone or does not read is dropped."""
+        try:
+            connection.channel.send(message, fds or (), timeout=5.0)
+        except AgentGoneError as error:
+            _log.info("pid %d: %s", connection.process.pid, error)
+            self.drop(connection)

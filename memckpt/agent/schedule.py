@@ -1,0 +1,179 @@
+"""When a checkpoint is due, and after which record; how many steps may be lost until it is there.
+
+With several nodes the first rank's agent announces the record in the storage, long before; the others look there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from memckpt.agent.attempt import Attempt
+from memckpt.agent.generation import Generation
+from memckpt.agent.messages import Saved
+from memckpt.agent.storage_mode import Pace
+from memckpt.config import StorageConfig
+
+#: How many records before a snapshot its memory is taken and its order given, where steps decide.
+_ORDER_RECORDS = 16
+#: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
+_ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
+
+
+def alone(generation: Generation) -> bool:
+    """Whether all ranks run on this node."""
+    return generation.spec.world_size == len(generation.spec.local_ranks)
+
+
+class Schedule:
+    """Of one run's checkpoints.
+
+    Args:
+        announce: writes down, where other nodes' agents look, that a checkpoint is taken after a record.
+        look: asks what has been announced there; the answer goes to :meth:`announced`.
+    """
+
+    def __init__(self, announce: Callable[[int], None], look: Callable[[], None]) -> None:
+        self._announce_record = announce
+        self._look = look
+        self._config: StorageConfig | None = None
+        self.pace = Pace()
+        #: A checkpoint, or what is in the log's buffers, is wanted as soon as possible.
+        self.at_once = False
+        self._began = time.monotonic()
+        self._copy_seconds = self._cost_seconds = 0.0
+        self._preempted_until = float("-inf")
+        self._announced: int | None = None
+        self._looked_at = float("-inf")
+
+    def configure(self, config: StorageConfig | None) -> None:
+        self._config = config
+
+    def restart(self) -> None:
+        """A new attempt begins."""
+        self.pace.restart()
+        self._began = time.monotonic()
+        self._preempted_until, self.at_once = float("-inf"), False
+        self._announced = None
+
+    def preempt(self, grace_seconds: float) -> None:
+        """The machine may be gone after this time. It may also be an ordinary restart, so that is all."""
+        self._preempted_until = time.monotonic() + grace_seconds
+        self.at_once = True
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a grace period runs."""
+        return time.monotonic() < self._preempted_until
+
+    @property
+    def preempted_until(self) -> float:
+        """When it ends, or has ended (monotonic clock)."""
+        return self._preempted_until
+
+    def limit_seconds(self) -> float:
+        """How long writing a checkpoint may take."""
+        config = self._config or StorageConfig()
+        return config.grace_seconds if self.preempted else config.timeout_seconds
+
+    # When, after which record
+
+    def interval_seconds(self) -> float:
+        """The least time from one checkpoint to the next: what one costs is then the configured share of it."""
+        assert self._config is not None
+        return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
+
+    def interval_steps(self) -> float | None:
+        """About how many records lie between two checkpoints; None before that can be told."""
+        assert self._config is not None
+        if self._config.every_steps is not None:
+            return self._config.every_steps
+        seconds = self.pace.seconds
+        return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
+
+    def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
+        """After which record to take a snapshot, so that every rank learns of it in time; None: not now.
+
+        Args:
+            generation: which is held and complete.
+            attempt: whose ranks are to copy.
+            lead: how many records ahead an order must be.
+            unbased: whether a log is kept that has no checkpoint yet, without which it is of no use.
+        """
+        config = self._config
+        if config is None:
+            return None
+        ahead = attempt.newest_record + lead
+        here = alone(generation)
+        if config.every_steps is not None and not (here and (self.at_once or unbased)):
+            # A record's number may differ from the framework's step; the difference stays while training runs.
+            newest = max(generation.committed.values())
+            step = generation.step_of(newest)
+            offset = step - newest if step is not None else 0
+            record = ahead + (-(ahead + offset)) % config.every_steps
+            # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
+            return record if record - ahead <= _ORDER_RECORDS + lead else None
+        if not here and 0 not in generation.spec.local_ranks:
+            return self._announced_record(ahead)
+        wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
+        if not self.at_once and time.monotonic() - self._began < wait:
+            return None
+        return ahead if here else self._announce(ahead)
+
+    def _announce(self, ahead: int) -> int | None:
+        seconds = self.pace.seconds
+        if seconds is None:
+            return None
+        record = ahead + math.ceil(_ANNOUNCE_SECONDS / max(seconds, 1e-6))
+        self._announce_record(record)
+        return record
+
+    def _announced_record(self, ahead: int) -> int | None:
+        """What has been announced, if it can still be done; looks for news now and then."""
+        record, self._announced = self._announced, None
+        if record is not None and record >= ahead:
+            return record
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            self._look()
+        return None
+
+    def announced(self, record: int | None) -> None:
+        """What the first rank's agent has announced on this attempt's timeline."""
+        self._announced = record
+
+    # What became of it
+
+    def began(self) -> None:
+        """The checkpoint that was due has begun."""
+        self.at_once = False
+        self._began = time.monotonic()
+
+    def again(self) -> None:
+        """It came to nothing: the next one is due at once."""
+        self._began = float("-inf")
+
+    def copied(self, seconds: float) -> None:
+        """A snapshot took the trainers so long."""
+        self._copy_seconds = seconds
+
+    def wrote(self, saved: Saved) -> None:
+        """A checkpoint is in storage."""
+        self._cost_seconds = self._copy_seconds + saved.cpu_seconds / len(os.sched_getaffinity(0))
+
+    def loses_at_most(self, last: Saved | None, lead: int) -> int | None:
+        """Steps from one checkpoint until the next is written; None before that can be told.
+
+        Args:
+            last: the newest checkpoint.
+            lead: as for :meth:`due_record`.
+        """
+        steps, seconds = self.interval_steps(), self.pace.seconds
+        if last is None or steps is None or seconds is None:
+            return None
+        # Twice the last time: storage is not always as fast.
+        writing = math.ceil((self._copy_seconds + 2 * last.seconds) / max(seconds, 1e-6)) + lead
+        return math.ceil(steps) + writing
