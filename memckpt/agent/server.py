@@ -68,10 +68,18 @@ class Agent:
         linger_seconds: how long it holds the state with no trainer.
         by_operator: started by a person or a supervisor, beside the job: then it waits for the first trainer as long
             as that takes, and keeps its own linger time whatever the trainers' configuration says.
+        stopping: called once, right before it stops to answer.
     """
 
-    def __init__(self, address: AgentAddress, linger_seconds: float, by_operator: bool = False) -> None:
+    def __init__(
+        self,
+        address: AgentAddress,
+        linger_seconds: float,
+        by_operator: bool = False,
+        stopping: Callable[[], None] = lambda: None,
+    ) -> None:
         self._by_operator = by_operator
+        self._stopping: Callable[[], None] | None = stopping
         self._address = address
         self._linger_seconds = linger_seconds
         self._selector = selectors.DefaultSelector()
@@ -182,8 +190,15 @@ class Agent:
         self._leaving_when_saved = reason
         self._save_held(as_checkpoint)
 
-    def _close(self) -> None:
+    def _stop_answering(self) -> None:
+        """From here on a trainer that looks for an agent starts another one."""
+        stopping, self._stopping = self._stopping, None
+        if stopping is not None:
+            stopping()
         self._connections.stop_listening()
+
+    def _close(self) -> None:
+        self._stop_answering()
         self._saver.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         for generation in (self._held, self._building):
@@ -227,7 +242,7 @@ class Agent:
                 self._saver.replica_copied(message)
                 continue
             if isinstance(message, StopRequest):
-                self._connections.stop_listening()
+                self._stop_answering()
                 self._saver.preempt()
                 self._tell_members(Leaving())
                 self._leave_when_saved(message.reason)
@@ -497,7 +512,13 @@ class Agent:
         )
 
 
-def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None], by_operator: bool = False) -> None:
+def serve(
+    address: AgentAddress,
+    linger_seconds: float,
+    ready: Callable[[], None],
+    by_operator: bool = False,
+    stopping: Callable[[], None] = lambda: None,
+) -> None:
     """Run an agent in this process until it is told to leave. Called in the process's main thread.
 
     Args:
@@ -505,11 +526,12 @@ def serve(address: AgentAddress, linger_seconds: float, ready: Callable[[], None
         linger_seconds: how long to hold the state with no trainer.
         ready: called once it answers.
         by_operator: as for :class:`Agent`.
+        stopping: as for :class:`Agent`.
 
     Raises:
         RunBusyError: another agent serves this run on this node.
     """
-    agent = Agent(address, linger_seconds, by_operator)
+    agent = Agent(address, linger_seconds, by_operator, stopping)
     with address.starting():
         other = address.connect()
         if other is not None:

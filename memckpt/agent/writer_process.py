@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,19 @@ from memckpt.errors import AgentError, AgentGoneError
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """A process that is started in here holds SIGINT and SIGTERM back until it has said that it ignores them.
+
+    Schedulers signal every process of a job at once, and the first of them makes the agent start this one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class WriterProcess:
@@ -45,12 +60,13 @@ class WriterProcess:
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
             arguments = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid()), "--what", what]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "memckpt.writer", *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-            )
+            with _signals_held_back():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "memckpt.writer", *arguments],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": path},
+                )
         except BaseException:
             ours.close()
             raise

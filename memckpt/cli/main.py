@@ -43,14 +43,23 @@ def _root(
 def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS) -> None:
     """Run the agent in the foreground, beside a job whose own processes may not outlive it.
 
-    For systemd, Slurm, or a container of its own. Exit status 7 if an agent of this run is here already.
+    For systemd, Slurm, or a container of its own. Tells a service manager that set NOTIFY_SOCKET when it answers and
+    when it leaves. Exit status 0 when training has finished, 7 if an agent of this run is here already.
     """
+    from memckpt.agent.sd_notify import READY, STOPPING, ServiceManager
     from memckpt.agent.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     address = AgentAddress.of(run, node)
     address.run_dir.mkdir(parents=True, exist_ok=True)
-    serve(address, linger_seconds, ready=lambda: None, by_operator=True)
+    manager = ServiceManager()
+    serve(
+        address,
+        linger_seconds,
+        ready=lambda: manager.notify(READY),
+        by_operator=True,
+        stopping=lambda: manager.notify(STOPPING),
+    )
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {

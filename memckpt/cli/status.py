@@ -34,12 +34,13 @@ from memckpt.cli.common import (
     seconds_text,
     time_text,
 )
-from memckpt.errors import AgentGoneError, AgentNotFoundError, MemckptError, StorageError
+from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, MemckptError, StorageError
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.store import LocalStore, Store, open_store
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
+MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent alone, and leave storage alone: for probes.")]
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
 #: How long storage may take to say what it has.
 _STORAGE_SECONDS = 10.0
@@ -73,18 +74,22 @@ class Stored:
 
 @dataclass(frozen=True)
 class View:
-    """A run as seen from here at one moment. `agent_problem` says why its agent could not be asked."""
+    """A run as seen from here at one moment. `agent_problem` says why its agent could not be asked.
+
+    `stored` is None where nobody wanted to know.
+    """
 
     address: AgentAddress
     agent: Status | None
     agent_problem: str
-    stored: Stored
+    stored: Stored | None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing at all, and nothing that could not be looked at."""
-        found = self.agent is not None or self.agent_problem
-        return not found and not self.stored.checkpoints and not self.stored.damaged and not self.stored.problem
+        stored = self.stored
+        nothing_stored = stored is None or not (stored.checkpoints or stored.damaged or stored.problem)
+        return self.agent is None and not self.agent_problem and nothing_stored
 
     @property
     def lag_records(self) -> int | None:
@@ -97,7 +102,7 @@ class View:
     @property
     def steps_behind(self) -> int | None:
         """How many steps storage is behind memory: what goes with the machine."""
-        if self.agent is None or self.agent.step is None or self.stored.step is None:
+        if self.agent is None or self.agent.step is None or self.stored is None or self.stored.step is None:
             return None
         return max(0, self.agent.step - self.stored.step)
 
@@ -114,11 +119,18 @@ class View:
 
 
 class Looker:
-    """Looks at a run, once or often. An object store is listed again only when something has changed in it."""
+    """Looks at a run, once or often. An object store is listed again only when something has changed in it.
 
-    def __init__(self, address: AgentAddress, url: str | None) -> None:
+    Args:
+        address: of its agent.
+        url: of its storage; None: where the agent says, or in the run.
+        memory_only: whether storage is left alone.
+    """
+
+    def __init__(self, address: AgentAddress, url: str | None, memory_only: bool = False) -> None:
         self._address = address
         self._url = url
+        self._memory_only = memory_only
         self._seen: tuple[object, Stored] | None = None
         #: Why storage could not be looked at the last time.
         self.storage_error: MemckptError | None = None
@@ -130,7 +142,7 @@ class Looker:
             agent = ask_status(self._address)
         except AgentGoneError as error:
             problem = str(error)
-        return View(self._address, agent, problem, self._look_into_storage(agent))
+        return View(self._address, agent, problem, None if self._memory_only else self._look_into_storage(agent))
 
     def _look_into_storage(self, agent: Status | None) -> Stored:
         tier = agent.storage if agent is not None else None
@@ -179,6 +191,7 @@ def status(
     run: Run,
     node: Node = None,
     url: Url = None,
+    memory: MemoryOnly = False,
     watch: Watch = False,
     interval: Interval = 2.0,
     as_json: AsJson = False,
@@ -186,15 +199,19 @@ def status(
 ) -> None:
     """Show what a run has in this node's memory and in storage.
 
-    Exit status 11 if no agent answers and storage has nothing. With --watch --json: one line for each look.
+    Exit status 11 if no agent answers and storage has nothing; with --memory, if no agent answers. 9 if one is there
+    that does not answer in time. With --watch --json: one line for each look.
     """
-    looker = Looker(AgentAddress.of(run, node), url)
+    if memory and url is not None:
+        raise ConfigurationError(f"--url {url}: expected no place with --memory, which does not look into storage")
+    looker = Looker(AgentAddress.of(run, node), url, memory)
     if watch:
         _watch(looker, interval, as_json, refreshes)
         return
     view = looker.look()
     if view.empty:
-        raise AgentNotFoundError(f"{no_agent(view.address)}, and there are no checkpoints in {view.stored.url}")
+        stored = "" if view.stored is None else f", and there are no checkpoints in {view.stored.url}"
+        raise AgentNotFoundError(no_agent(view.address) + stored)
     if view.agent is None and not view.agent_problem and looker.storage_error is not None:
         raise looker.storage_error
     _show(view, as_json)
@@ -237,8 +254,9 @@ def render(view: View) -> Group:
         _show_memory(table, view.agent, view)
     else:
         table.add_row("memory", f"[yellow]{escape(view.agent_problem or no_agent(view.address))}[/]")
-    table.add_section()
-    _show_storage(table, view.stored, view)
+    if view.stored is not None:
+        table.add_section()
+        _show_storage(table, view.stored, view)
     return Group(title, table)
 
 

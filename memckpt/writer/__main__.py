@@ -32,6 +32,7 @@ def main() -> int:
         return 0  # it died before we asked to die with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
     os.nice(5)
     if arguments.what == "records":
         from memckpt.writer.records import serve
