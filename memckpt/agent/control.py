@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import time
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Leaving, Saved, SaveFailed, SaveTo, Status, StatusRequest, StopRequest
+from memckpt.agent.processes import ProcessHandle
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
+
+_log = logging.getLogger("memckpt.agent")
 
 
 def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
@@ -85,3 +90,46 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
         channel.close()
         os.close(process)
     return pid
+
+
+def relieve(address: AgentAddress, timeout: float = 10.0) -> None:
+    """Have an agent leave that living trainers have started: it may not outlive them, and the caller's would.
+
+    It stops to answer at once and brings what it holds to storage before it ends; the trainers write their state anew
+    to whoever answers then. An agent without trainers is left alone: it holds what they will resume from.
+
+    Raises:
+        AgentError: it still answers after `timeout` seconds.
+    """
+    status = ask_status(address)
+    sock = address.connect()
+    if status is None or sock is None:
+        return
+    pid = peer(sock)[0]
+    if status.by_operator or not status.trainers or pid != status.pid:
+        sock.close()
+        return
+    try:
+        process = ProcessHandle.of_peer(sock, pid)
+    except ProcessLookupError:
+        return  # it has just ended
+    finally:
+        sock.close()
+    _log.info("taking over from agent pid %d, which a trainer has started", pid)
+    deadline = time.monotonic() + timeout
+    try:
+        process.terminate()
+        while _answers(address, pid):
+            if time.monotonic() > deadline:
+                raise AgentError(f"agent pid {pid} was told to leave but still answers after {timeout:.0f} s")
+            process.wait(0.005)
+    finally:
+        process.close()
+
+
+def _answers(address: AgentAddress, pid: int) -> bool:
+    sock = address.connect()
+    if sock is None:
+        return False
+    with sock:
+        return peer(sock)[0] == pid

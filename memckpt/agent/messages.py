@@ -412,6 +412,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         seconds_since_commit: how long ago the newest record came; None before the first.
         uptime_seconds: how long the agent has been here.
         stall_ms: how long protection keeps a rank from training at a step, a moving average; None before the first.
+        by_operator: whether it was started beside the job, and not by a trainer.
     """
 
     pid: int
@@ -431,6 +432,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     seconds_since_commit: float | None = None
     uptime_seconds: float = 0.0
     stall_ms: float | None = None
+    by_operator: bool = False
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

@@ -53,6 +53,11 @@ class ProcessHandle:
         if self.alive():
             signal.pidfd_send_signal(self.fd, signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.alive():
+            signal.pidfd_send_signal(self.fd, signal.SIGTERM)
+
     def wait(self, timeout: float) -> bool:
         """True once the process is dead; False after `timeout` seconds."""
         return bool(select.select([self.fd], [], [], timeout)[0])

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.control import relieve
 from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
@@ -509,6 +510,7 @@ class Agent:
             seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
             uptime_seconds=now - self._started,
             stall_ms=self._stall_ms,
+            by_operator=self._by_operator,
         )
 
 
@@ -529,9 +531,12 @@ def serve(
         stopping: as for :class:`Agent`.
 
     Raises:
-        RunBusyError: another agent serves this run on this node.
+        RunBusyError: another agent serves this run on this node. One that runs by operator takes over from one that
+            living trainers have started.
     """
     agent = Agent(address, linger_seconds, by_operator, stopping)
+    if by_operator:
+        relieve(address)
     with address.starting():
         other = address.connect()
         if other is not None:
