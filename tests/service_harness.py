@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,9 +73,18 @@ class Home:
     def run_dir(self) -> Path:
         return self.path / "runs" / self.run
 
-    def plan(self, *kills: tuple[str, int] | None) -> None:
-        """Where each attempt of the training dies."""
-        (self.path / "project" / "plan.json").write_text(json.dumps(kills))
+    def plan(self, *attempts: Sequence[tuple[str, str, int]]) -> None:
+        """What each attempt of the training does, at which point and step: see ``tests/service_job.py``."""
+        (self.path / "project" / "plan.json").write_text(json.dumps(attempts))
+
+    def go(self) -> None:
+        """Attempts that wait go on."""
+        (self.path / "project" / "go").touch()
+
+    def waits(self, number: int) -> bool:
+        """Whether an attempt has reached what it was told to do."""
+        journal = self.path / "project" / f"report-{number}" / "journal"
+        return journal.exists() and '"event": "action"' in journal.read_text()
 
     def attempt(self, number: int, code: int, log: str) -> Ended:
         """What an attempt has left."""

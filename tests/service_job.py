@@ -1,7 +1,7 @@
 """A training for a service manager: dies where it is told to, once in each attempt.
 
-Takes memckpt's own flags. The directory that it is started in has ``plan.json``, the point and step at which each
-attempt dies (null: it does not), and gets a ``report-N`` from each.
+Takes memckpt's own flags. The directory that it is started in has ``plan.json``: for each attempt what it does at which
+points and steps, "kill" itself or "wait" until there is a file ``go``. It gets a ``report-N`` from each attempt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import select
+import time
 from pathlib import Path
 
 import torch
@@ -16,10 +18,23 @@ import torch
 import memckpt
 from memckpt.config import StorageConfig
 from tests.engine_cases import PLAIN
-from tests.engine_child import REFERENCE_SEED, Attempt, config, kill_self, train
+from tests.engine_child import REFERENCE_SEED, Attempt, Control, config, kill_self, train
 
+LIMIT_SECONDS = 120.0
 #: Nothing is stored while training runs: what is in storage came there because somebody was told to go.
 SETTINGS = config("lazy", storage=StorageConfig(min_seconds=3600))
+
+
+def wait_for_go(control: Control) -> None:
+    """The trainer waits here until it is told to go on, or is killed."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not Path("go").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody said go")
+        select.select([], [], [], 0.02)
+
+
+ACTIONS = {"kill": kill_self, "wait": wait_for_go}
 
 
 def main() -> None:
@@ -31,7 +46,7 @@ def main() -> None:
     number = len(list(Path().glob("report-*")))
     report = Path(f"report-{number}").resolve()
     report.mkdir()
-    kill = json.loads(Path("plan.json").read_text())[number]
+    plan = json.loads(Path("plan.json").read_text())[number]
     train(
         Attempt(
             PLAIN,
@@ -40,7 +55,7 @@ def main() -> None:
             SETTINGS,
             seed=REFERENCE_SEED + number,
             resume=resume,
-            actions={} if kill is None else {(kill[0], kill[1]): kill_self},
+            actions={(point, step): ACTIONS[what] for what, point, step in plan},
         )
     )
 

@@ -19,6 +19,7 @@ from tests.engine_child import Control, config, kill_self
 from tests.engine_harness import Lab, collect
 from tests.service_harness import Home, Service
 from tests.service_job import SETTINGS
+from tests.systemd_manager import UserManager
 from tests.test_storage_runs import until
 
 AGENT, TRAIN = "memckpt-agent@.service", "train@.service"
@@ -154,7 +155,7 @@ def test_an_agent_beside_the_job_takes_over_from_one_that_would_die_with_it(
 def test_both_shipped_units(lab: Lab, home: Home, agent: Service) -> None:
     """New processes all along, as under a manager."""
     train = Service(TRAIN, home)
-    home.plan(("backward", 9), ("after commit", 14), ("in commit", 17), None)
+    home.plan([("kill", "backward", 9)], [("kill", "after commit", 14)], [("kill", "in commit", 17)], [])
     agent.start()
     agent.until_said("READY=1")
     attempts = []
@@ -177,3 +178,48 @@ def test_both_shipped_units(lab: Lab, home: Home, agent: Service) -> None:
         lab.check_same(PLAIN, *attempts)
     finally:
         train.close()
+
+
+@pytest.mark.slow
+def test_both_shipped_units_under_systemd_itself(lab: Lab, home: Home) -> None:
+    """Its control groups, its restarts, its order of starts."""
+    manager = UserManager(home)
+    agent, train = "memckpt-agent@my-run.service", "train@my-run.service"
+    try:
+        home.plan(
+            [("kill", "backward", 9)],
+            [("wait", "after commit", 14)],
+            [("wait", "after commit", 17), ("kill", "backward", 21)],
+            [],
+        )
+        manager.do("start", train)
+        # The first attempt's end is the unit's end, and everything in its control group dies.
+        until(lambda: home.waits(1))
+        assert manager.show(train, "NRestarts") == "1"
+        pid = lab.status().pid
+        assert str(pid) == manager.show(agent, "MainPID"), "the trainer has started an agent of its own"
+        # An operator stops the training: it stays in memory.
+        manager.do("stop", train)
+        assert manager.show(train, "ActiveState") == "inactive"
+        assert lab.status().pid == pid
+        # And then the agent: it is in storage. To start the training starts the agent first.
+        manager.do("stop", agent)
+        assert not lab.agent_answers()
+        assert stored_step(home.run_dir) == 14
+        manager.do("start", train)
+        until(lambda: home.waits(2))
+        assert str(lab.status().pid) == manager.show(agent, "MainPID")
+        # The agent dies, and is started again; whoever is faster, in the end the unit's agent serves.
+        manager.do("kill", "--signal=KILL", "--kill-whom=main", agent)
+        until(lambda: manager.show(agent, "NRestarts") == "1" and manager.show(agent, "SubState") == "running")
+        home.go()
+        until(lambda: manager.show(train, "SubState") == "dead")
+        assert manager.show(train, "Result") == "success"
+        until(lambda: manager.show(agent, "SubState") == "dead")
+        assert manager.show(agent, "Result") == "success"
+    finally:
+        manager.close()
+    log = manager.log.read_text()
+    attempts = [home.attempt(number, 0, log) for number in range(4)]
+    assert [one.restored_step for one in attempts] == [None, 8, 14, 20]
+    lab.check_same(PLAIN, *attempts)
