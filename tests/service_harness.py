@@ -77,14 +77,18 @@ class Home:
         """What each attempt of the training does, at which point and step: see ``tests/service_job.py``."""
         (self.path / "project" / "plan.json").write_text(json.dumps(attempts))
 
-    def go(self) -> None:
-        """Attempts that wait go on."""
-        (self.path / "project" / "go").touch()
+    def go(self, number: int) -> None:
+        """An attempt that waits goes on."""
+        (self.path / "project" / f"go-{number}").touch()
 
     def waits(self, number: int) -> bool:
         """Whether an attempt has reached what it was told to do."""
         journal = self.path / "project" / f"report-{number}" / "journal"
         return journal.exists() and '"event": "action"' in journal.read_text()
+
+    def ended(self, number: int) -> bool:
+        """Whether an attempt has come to the end of the training."""
+        return (self.path / "project" / f"report-{number}" / "outcome").exists()
 
     def attempt(self, number: int, code: int, log: str) -> Ended:
         """What an attempt has left."""

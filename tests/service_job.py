@@ -1,7 +1,7 @@
 """A training for a service manager: dies where it is told to, once in each attempt.
 
 Takes memckpt's own flags. The directory that it is started in has ``plan.json``: for each attempt what it does at which
-points and steps, "kill" itself or "wait" until there is a file ``go``. It gets a ``report-N`` from each attempt.
+points and steps, "kill" itself or "wait" until there is a file ``go-N``. It gets a ``report-N`` from each attempt.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import torch
 import memckpt
 from memckpt.config import StorageConfig
 from tests.engine_cases import PLAIN
-from tests.engine_child import REFERENCE_SEED, Attempt, Control, config, kill_self, train
+from tests.engine_child import REFERENCE_SEED, Action, Attempt, Control, config, kill_self, train
 
 LIMIT_SECONDS = 120.0
 #: Nothing is stored while training runs: what is in storage came there because somebody was told to go.
 SETTINGS = config("lazy", storage=StorageConfig(min_seconds=3600))
 
 
-def wait_for_go(control: Control) -> None:
+def wait_for(go: Path) -> Action:
     """The trainer waits here until it is told to go on, or is killed."""
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not Path("go").exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nobody said go")
-        select.select([], [], [], 0.02)
 
+    def wait(control: Control) -> None:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not go.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody said go")
+            select.select([], [], [], 0.02)
 
-ACTIONS = {"kill": kill_self, "wait": wait_for_go}
+    return wait
 
 
 def main() -> None:
@@ -47,6 +48,7 @@ def main() -> None:
     report = Path(f"report-{number}").resolve()
     report.mkdir()
     plan = json.loads(Path("plan.json").read_text())[number]
+    does = {"kill": kill_self, "wait": wait_for(Path(f"go-{number}").resolve())}
     train(
         Attempt(
             PLAIN,
@@ -55,7 +57,7 @@ def main() -> None:
             SETTINGS,
             seed=REFERENCE_SEED + number,
             resume=resume,
-            actions={(point, step): ACTIONS[what] for what, point, step in plan},
+            actions={(point, step): does[what] for what, point, step in plan},
         )
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
+import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from memckpt.agent.channel import INLINE_BYTES, Channel
 from memckpt.agent.messages import Commit, Credit, Goodbye
 from memckpt.agent.processes import ProcessHandle, start_ticks
 from memckpt.agent.replica import ulp_distance
+from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
 from memckpt.memory.region import Region
@@ -26,6 +29,7 @@ from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.state.layout import Layout
 from tests.engine_harness import Lab
 from tests.test_layout import large_spec
+from tests.test_storage_runs import until
 
 Pair = tuple[Channel, Channel]
 
@@ -195,6 +199,31 @@ def test_a_process_handle_kills_and_sees_the_end(lab: Lab) -> None:
     assert child.wait() == -9
     os.close(read_fd)
     os.close(write_fd)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number: signal.Signals) -> None:
+    """The agent starts it when it is told to end, and a scheduler may not be done with its list of processes yet."""
+    ended: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        writer = WriterProcess("records", selector, lambda message: None, ended.append)
+        process = writer._process
+        try:
+            process.send_signal(number)
+            status = Path(f"/proc/{process.pid}/status")
+
+            def ignores() -> bool:
+                assert process.poll() is None, f"it died of {process.returncode}"
+                sets = dict(line.split(":\t") for line in status.read_text().splitlines() if line.startswith("Sig"))
+                bit = 1 << (number - 1)
+                return bool(int(sets["SigIgn"], 16) & bit) and not int(sets["SigBlk"], 16) & bit
+
+            until(ignores)
+        finally:
+            writer.close()
+    assert process.returncode == -signal.SIGKILL
+    assert ended == []
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 # Memory

@@ -142,6 +142,25 @@ def test_storage_is_shown_where_no_agent_answers(run: Path) -> None:
     assert invoke_json("status", elsewhere, "--url", run / "storage")[1]["stored"]["step"] == 2
 
 
+def test_a_probe_asks_the_agent_alone(run: Path, lab: Lab) -> None:
+    """Checkpoints of an earlier attempt do not make an agent that is not there yet ready."""
+    with pytest.raises(AgentNotFoundError, match="no agent answers") as none:
+        invoke("status", run, "--memory")
+    assert "checkpoints" not in str(none.value)
+    with pytest.raises(ConfigurationError, match="expected no place with --memory"):
+        invoke("status", run, "--memory", "--url", run / "storage")
+    lab.start_agent(run)
+    code, found = invoke_json("status", run, "--memory")
+    assert code == 0
+    assert found["stored"] is None
+    assert found["steps_behind"] is None
+    assert found["agent"]["by_operator"] is False
+    text = invoke("status", run, "--memory")[1]
+    assert "nothing is held yet" in text
+    assert "storage" not in text.replace("this run writes no checkpoints to storage", "")
+    lab.stop(run)
+
+
 def test_storage_that_cannot_be_opened_is_an_error_without_an_agent_and_a_line_with_one(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

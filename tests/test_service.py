@@ -190,6 +190,7 @@ def test_both_shipped_units_under_systemd_itself(lab: Lab, home: Home) -> None:
             [("kill", "backward", 9)],
             [("wait", "after commit", 14)],
             [("wait", "after commit", 17), ("kill", "backward", 21)],
+            [("wait", "after commit", 22)],
             [],
         )
         manager.do("start", train)
@@ -212,14 +213,23 @@ def test_both_shipped_units_under_systemd_itself(lab: Lab, home: Home) -> None:
         # The agent dies, and is started again; whoever is faster, in the end the unit's agent serves.
         manager.do("kill", "--signal=KILL", "--kill-whom=main", agent)
         until(lambda: manager.show(agent, "NRestarts") == "1" and manager.show(agent, "SubState") == "running")
-        home.go()
+        home.go(2)
+        until(lambda: home.waits(3))
+        # The agent has left when the training is started again by itself: it is started, too, and first.
+        manager.do("stop", agent)
+        before = manager.show(agent, "InvocationID")
+        manager.do("kill", "--signal=KILL", train)
+        until(lambda: home.ended(4))
         until(lambda: manager.show(train, "SubState") == "dead")
+        assert manager.show(agent, "InvocationID") != before
         assert manager.show(train, "Result") == "success"
         until(lambda: manager.show(agent, "SubState") == "dead")
         assert manager.show(agent, "Result") == "success"
     finally:
         manager.close()
     log = manager.log.read_text()
-    attempts = [home.attempt(number, 0, log) for number in range(4)]
-    assert [one.restored_step for one in attempts] == [None, 8, 14, 20]
+    attempts = [home.attempt(number, 0, log) for number in range(5)]
+    assert [one.restored_step for one in attempts] == [None, 8, 14, 20, 22]
+    # Stopped, killed, stopped: from storage where both were gone.
+    assert log.count("resuming from storage") == 2
     lab.check_same(PLAIN, *attempts)
