@@ -190,7 +190,7 @@ def volume(lab: Lab) -> Iterator[Path]:
     """What an emptyDir is: all may enter it."""
     path = lab.runtime / "volume"
     path.mkdir()
-    path.chmod(0o777)
+    path.chmod(0o2777)  # with fsGroup
     yield path
     shutil.rmtree(path)
 
