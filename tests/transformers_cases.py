@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from memckpt import Session
-from memckpt.capture.dataloader import Lookahead
+from memckpt.capture import dataloader
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
@@ -285,7 +285,7 @@ def sabotage(what: str) -> None:
         case "generators":
             Session.restore_rng = nothing  # type: ignore[method-assign]
         case "generators of fetches":
-            Lookahead.resume = _resume_without_fetches  # type: ignore[method-assign]
+            dataloader.resume = _resume_without_fetches
         case "trainer":
             TrainerStates.restore = TrainerStates.restore_counters  # type: ignore[method-assign]
         case "epoch":
@@ -294,12 +294,11 @@ def sabotage(what: str) -> None:
             raise KeyError(what)
 
 
-_resume = Lookahead.resume
+_resume = dataloader.resume
 
 
-def _resume_without_fetches(self: Lookahead, held: dict[str, Any]) -> None:
-    _resume(self, held)
-    self._replay.clear()
+def _resume_without_fetches(loader: DataLoader[Any], position: dict[str, Any]) -> None:
+    _resume(loader, {**position, "pass": {**position["pass"], "fetches": []}})
 
 
 def _end_batch_without_epoch(self: Protection, *, stepped: bool) -> None:
