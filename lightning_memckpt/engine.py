@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memckpt
-from memckpt.config import MemckptConfig
+from memckpt.config import MemckptConfig, ResumeChoice
 
-Resume = str | int
+Resume = ResumeChoice | int
 
 
 class Held(Protocol):

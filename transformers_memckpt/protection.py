@@ -16,6 +16,7 @@ A resumed training goes through three moments:
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,12 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 import memckpt
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
+from memckpt.messages import Messages
+from memckpt.user_file import UserFile, connect
 from transformers_memckpt import notes
 from transformers_memckpt.loader import Follower
-from transformers_memckpt.messages import Messages
 from transformers_memckpt.trainer_state import TrainerStates
 
 STATE = "transformers"
+_log = logging.getLogger("transformers_memckpt")
 _LOOK_EVERY_COMMITS = 64
 
 
@@ -63,7 +66,7 @@ class Protection:
         self._run_dir = run_dir
         self._resume = resume
         self._config = config
-        self._messages = Messages(trainer.is_world_process_zero())
+        self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
         self._session: memckpt.Session | None = None
         self._loader: Follower | None = None
@@ -128,13 +131,9 @@ class Protection:
         trainer = self._trainer
         train_loader = trainer.callback_handler.train_dataloader
         self._loader = Follower(train_loader, trainer.args.gradient_accumulation_steps)
-        self._session = self._connect(self._resume)
+        file = UserFile(self._file[0], self._file[1], "resume_from_checkpoint") if self._file is not None else None
+        self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
-        if held is not None and not self._prefer_held(held.step):
-            # The engine has to give up what it holds, too: training goes on from another state.
-            self._session.close(finished=False)
-            self._session = self._connect("never")
-            held = None
         self._session.provide(STATE, lambda: self._captured)
         for line in notes.inexact(trainer):
             self._messages.warn(line)
@@ -158,23 +157,6 @@ class Protection:
             config=self._config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
         )
-
-    def _prefer_held(self, held_step: int) -> bool:
-        """Decide between held state and a checkpoint that was passed to `train(resume_from_checkpoint=...)`."""
-        if self._file is None:
-            return True
-        path, step, _ = self._file
-        if self._resume == "auto" and step > held_step:
-            self._messages.warn(
-                f"training starts from {path} at step {step}: the state held in {self._run_dir!r} is older "
-                f"(step {held_step})"
-            )
-            return False
-        self._messages.warn(
-            f"training continues from held step {held_step}, and not from {path} at step {step}, which was passed as "
-            'resume_from_checkpoint; resume="never" starts from the file'
-        )
-        return True
 
     def _refuse_middle_of_epoch(self) -> None:
         if self._file is None or not self._file[2]:
@@ -244,8 +226,7 @@ class Protection:
         loader.go_live()
         session.restore_rng()
         if report is not None:
-            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-            self._messages.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+            self._messages.resumed(report)
 
     def _active(self) -> tuple[memckpt.Session, Follower]:
         assert self._session is not None, "begin() is called before the first epoch"
