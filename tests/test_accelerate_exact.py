@@ -25,18 +25,8 @@ from tests.accelerate_cases import (
     RANKED,
     RANKED_KILLS,
 )
-from tests.accelerate_runs import (
-    Case,
-    Kill,
-    Run,
-    attempt,
-    check_same,
-    entries,
-    kill_agent,
-    reference,
-    survives,
-    wait_until_stored,
-)
+from tests.accelerate_runs import attempt, check_same, entries, reference, survives
+from tests.accelerate_training import Case, Kill, Run, kill_agent, wait_until_stored
 from tests.engine_child import config
 from tests.engine_harness import Lab
 
