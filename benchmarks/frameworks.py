@@ -27,10 +27,11 @@ from benchmarks.turns import Gate, Task
 from benchmarks.workloads import BATCH, OPTIMIZERS, redo_config
 from examples.gpt import GPT, SIZES, Corpus
 from lightning_memckpt import MemCheckpoint
+from memckpt import AgentConfig
 from transformers_memckpt import protect
 
-#: The protection that is measured.
-MODE = "lazy T=8"
+#: The protection that is measured. Its agent soon goes by itself where the one who measures is killed.
+PROTECTION = replace(redo_config("lazy T=8"), agent=AgentConfig(linger_seconds=5.0))
 #: Beside the usual sizes one in which a step is little else than the calls that make it.
 SHAPES = {**SIZES, "minimal": replace(SIZES["tiny"], layers=1, width=16, heads=1, context=16)}
 _WINDOWS = 40_000
@@ -72,7 +73,7 @@ def plain_loop(task: Task, directory: Path, gate: Gate) -> None:
     with ExitStack() as stack:
         session: memckpt.Session | None = None
         if task.side == "memckpt":
-            session = memckpt.attach(model, optimizer, run_dir=directory, config=redo_config(MODE))
+            session = memckpt.attach(model, optimizer, run_dir=directory, config=PROTECTION)
             stack.enter_context(session)
             session.register("scheduler", scheduler)
             session.restore()
@@ -107,7 +108,7 @@ def lightning(task: Task, directory: Path, gate: Gate) -> None:
     gate.model = module
     callbacks: list[pl.Callback] = []
     if task.side == "memckpt":
-        ours = MemCheckpoint(directory, config=redo_config(MODE))
+        ours = MemCheckpoint(directory, config=PROTECTION)
         callbacks.append(ours)
         gate.session = lambda: _session_of(ours)
     if task.side == "own":
@@ -133,7 +134,7 @@ def accelerate(task: Task, directory: Path, gate: Gate) -> None:
         plugin: MemCheckpointPlugin | None = None
         epochs: Iterable[int] = range(_STEPS)
         if task.side == "memckpt":
-            ours = plugin = MemCheckpointPlugin(accelerator, directory, config=redo_config(MODE))
+            ours = plugin = MemCheckpointPlugin(accelerator, directory, config=PROTECTION)
             stack.enter_context(ours)
             objects = ours.prepare(*objects)
             epochs = ours.epochs(_STEPS)
@@ -197,7 +198,7 @@ def transformers(task: Task, directory: Path, gate: Gate) -> None:
     )
     trainer.remove_callback(PrinterCallback)
     if task.side == "memckpt":
-        ours = protect(trainer, directory / "memckpt", config=redo_config(MODE))
+        ours = protect(trainer, directory / "memckpt", config=PROTECTION)
         gate.session = lambda: _session_of(ours)
     trainer.train()
 
