@@ -58,7 +58,7 @@ class Scale:
     minimal_steps: int
 
 
-FULL = Scale("30M", rounds=6, steps=3, own_rounds=3, own_steps=2, minimal_rounds=24, minimal_steps=50)
+FULL = Scale("30M", rounds=6, steps=3, own_rounds=2, own_steps=2, minimal_rounds=24, minimal_steps=50)
 QUICK = Scale("demo", rounds=2, steps=3, own_rounds=1, own_steps=2, minimal_rounds=6, minimal_steps=20)
 
 
