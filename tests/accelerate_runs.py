@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import random
 import select
 import signal
 from collections.abc import Callable
@@ -22,13 +23,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.accelerate_training import Case, Kill, Run, Training
+from tests.accelerate_training import INSTANT, Case, Kill, Run, Training
 from tests.engine_harness import Child, Lab
 from tests.frozen import differences
 from tests.processes import children, kill_and_wait
 
 NO_PROCESS_GROUP = 77
 TRIES = 4
+DEATHS = (-signal.SIGKILL, -signal.SIGALRM)
 _PROCESS_GROUP_SECONDS = 20
 
 
@@ -76,7 +78,7 @@ def attempt(lab: Lab, run: Run) -> list[int]:
         codes = _wait(ranks)
         if NO_PROCESS_GROUP not in codes:
             break
-    if run.kill is None or codes[run.victim] != -signal.SIGKILL:  # what the others make of its death is no matter
+    if run.kill is None or codes[run.victim] not in DEATHS:  # what the others make of its death is no matter
         logs = [rank.log.read_text()[-4000:] for rank, code in zip(ranks, codes, strict=True) if code]
         assert not logs, "\n".join(logs)
     return codes
@@ -186,3 +188,24 @@ def _survive(lab: Lab, run: Run, kills: list[Kill]) -> None:
         last = max(before, default=0)
         # With several ranks one may have committed a step that another has not; it is done again.
         assert resumed == last or (run.ranks > 1 and resumed == last - 1), f"resumed at {resumed}, expected {last}"
+
+
+def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path) -> int:
+    """Kill a run at random instants, let the last attempt end, and compare; returns the kills."""
+    kills = 0
+    try:
+        while True:
+            before = max((each["step"] for each in entries(run, 0) if each["event"] == "committed"), default=0)
+            seen = len(entries(run, run.victim))
+            codes = attempt(lab, replace(run, kill=(INSTANT, chance.randrange(1, 20)) if kills < 8 else None))
+            new = entries(run, run.victim)[seen:]
+            resumed = next(each["step"] for each in new if each["event"] == "attached")
+            # It may have died between a commit and its note of it; with several ranks another one may be ahead.
+            assert before - (run.ranks > 1) <= resumed <= before + 1, f"resumed at {resumed}, had noted {before}"
+            if codes == [0] * run.ranks:
+                break
+            kills += 1
+    finally:
+        end_workers(run)
+    check_same(reference(lab, run.case, run.ranks, references), run)
+    return kills

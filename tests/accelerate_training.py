@@ -24,11 +24,13 @@ from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import MemckptConfig
 from tests.engine_child import Journal, config
 from tests.frozen import freeze
-from tests.processes import kill_and_wait
+from tests.processes import die_after, kill_and_wait, live_on
 
 EPOCHS = 3
 #: Where a process dies: a place in the training, and the how-manieth time that this process comes by.
 Kill = tuple[str, int]
+#: In the place of a place: so many milliseconds after the first batch.
+INSTANT = "instant"
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ class Training:
     def at(self, place: str) -> None:
         """Training comes by a named place: die here, or do what is planned for it."""
         visit = self._visits[place] = self._visits.get(place, 0) + 1
+        if self._dies is not None and self._dies[0] == INSTANT and (place, visit) == ("batch", 1):
+            die_after(self._dies[1] / 1000)
         hook = self.run.hooks.get((place, visit))
         if hook is not None:
             hook(self)
@@ -245,6 +249,7 @@ class Training:
             self._evaluate((epoch,))
             self.at("evaluated")
         self.at("end")
+        live_on()  # whoever dies behind the end has nothing to continue
         self.report("result")
         if plugin is not None:
             plugin.close()
