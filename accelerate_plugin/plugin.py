@@ -23,15 +23,10 @@ import memckpt
 from accelerate_plugin.loaders import Follower, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch
 from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
-from memckpt.config import MemckptConfig, ResumeChoice, check_resume
-from memckpt.environment import (
-    RUN_DIR,
-    config_from_environment,
-    resume_from_environment,
-    run_dir_from_environment,
-)
+from memckpt.arguments import with_environment
+from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
-from memckpt.messages import show_by_default
+from memckpt.messages import Messages
 
 STATE = "accelerate"
 _log = logging.getLogger("accelerate_plugin")
@@ -67,16 +62,9 @@ class MemCheckpointPlugin:
         config: MemckptConfig | None = None,
         log_every: int | None = 50,
     ) -> None:
-        directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
-        if directory is None:
-            raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
         if log_every is not None and log_every < 1:
             raise ConfigurationError(f"log_every: expected None or 1 or more, found {log_every!r}")
-        if resume is None:
-            resume = resume_from_environment()
-        self.run_dir = directory
-        self.resume: ResumeChoice | int = check_resume("auto" if resume is None else resume)
-        self.config = config_from_environment() if config is None else config
+        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self.accelerator: Any = accelerator
         self._log_every = log_every
         self._prepared: Prepared | None = None
@@ -84,7 +72,7 @@ class MemCheckpointPlugin:
         self._followers: list[Follower] = []
         self._registered: dict[str, Any] = {}
         self._watch = LoopWatch()
-        self._said: set[str] = set()
+        self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
         self._rng_pending = False
         self._closed = False
@@ -114,8 +102,6 @@ class MemCheckpointPlugin:
             )
         refuse(self.accelerator)
         require_training(objects)
-        if self.accelerator.is_main_process:
-            show_by_default(_log)
         with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):
             result = self.accelerator.prepare(*objects, device_placement=device_placement)
         self._prepared = prepared = sort_prepared(self.accelerator, result if len(objects) > 1 else [result])
@@ -144,7 +130,7 @@ class MemCheckpointPlugin:
         self._watch.install(prepared.torch_optimizers)
         for number, loader in enumerate(prepared.loaders):
             self._followers.append(Follower(loader, f"loader {number}", begin=self._begin, on_live=self._restore_rng))
-        self._inform(session.describe().removeprefix("memckpt: "))
+        self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
 
     def _check_held(self, held: memckpt.HeldState) -> None:
@@ -301,8 +287,7 @@ class MemCheckpointPlugin:
         self._rng_pending = True
         session.restore_rng()
         if report is not None:
-            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-            self._inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+            self._messages.resumed(report)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         assert self._prepared is not None
@@ -352,17 +337,9 @@ class MemCheckpointPlugin:
             )
         return self._session
 
-    # What is said
-
-    def _inform(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            _log.info("memckpt: %s", line)
-
     def _look_at_loaders(self) -> None:
         for line in filter(None, (each.unreplayable() for each in self._followers)):
-            if line not in self._said and self.accelerator.is_main_process:
-                _log.warning("memckpt: not exact after a restart: %s", line)
-            self._said.add(line)
+            self._messages.warn(f"not exact after a restart: {line}")
 
     # The end
 

@@ -72,11 +72,16 @@ class TraineeProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self.agent_pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                agent = os.pidfd_open(self.agent_pid)
-                signal.pidfd_send_signal(agent, signal.SIGTERM)
-                select.select([agent], [], [], _PATIENCE_SECONDS)  # its memory is free before the next case begins
-                os.close(agent)
+            end_agent(self.agent_pid)
+
+
+def end_agent(pid: int) -> None:
+    """End an agent, and wait until its memory is free: the next case begins then."""
+    with contextlib.suppress(ProcessLookupError):
+        agent = os.pidfd_open(pid)
+        signal.pidfd_send_signal(agent, signal.SIGTERM)
+        select.select([agent], [], [], _PATIENCE_SECONDS)
+        os.close(agent)
 
 
 @contextlib.contextmanager

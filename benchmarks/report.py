@@ -113,6 +113,12 @@ class Report:
         print(text, flush=True)
 
 
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and half the distance between the quartiles."""
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [0.0, 0.0, 0.0]
+    return statistics.median(values), (quartiles[2] - quartiles[0]) / 2
+
+
 @dataclass(frozen=True)
 class Ratio:
     """Paired measurements: the median ratio, and how far it can be trusted.
@@ -133,11 +139,10 @@ class Ratio:
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
         """From pairs of (seconds with, seconds without)."""
-        ratios = [one / other for one, other in pairs]
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [0.0, 0.0, 0.0]
+        ratio, spread = median_and_spread([one / other for one, other in pairs])
         return cls(
-            ratio=statistics.median(ratios),
-            spread=(quartiles[2] - quartiles[0]) / 2,
+            ratio=ratio,
+            spread=spread,
             with_ms=statistics.median(one for one, _ in pairs) * 1e3,
             without_ms=statistics.median(other for _, other in pairs) * 1e3,
             pairs=len(pairs),

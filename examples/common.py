@@ -1,21 +1,13 @@
-"""What the examples share: a digest to compare runs by, and lines that tell where a training is."""
+"""What the Lightning examples share: lines that tell where a training is."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import nn
 
-
-def digest(model: nn.Module) -> str:
-    """Of all parameters and buffers: two runs with the same one ended alike, bit for bit."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()[:16]
+from examples.digest import digest
 
 
 class PrintSteps(pl.Callback):

@@ -17,6 +17,7 @@ import torch
 import memckpt  # (*)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/gpt.py is beside us
+from examples.digest import digest
 from examples.gpt import GPT, SIZES, Corpus
 
 
@@ -53,6 +54,7 @@ def main() -> None:
         session.commit()  # (*)
         print(f"step {step}: loss {loss:.6f}", flush=True)
     session.close()  # (*)
+    print(f"done at step {args.steps}: weights {digest(model)}")
 
 
 if __name__ == "__main__":

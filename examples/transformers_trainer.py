@@ -20,7 +20,7 @@ import memckpt  # (*)
 from transformers_memckpt import protect  # (*)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/ is beside us
-from examples.common import digest
+from examples.digest import digest
 from examples.gpt import BYTES, Corpus
 
 CONTEXT = 64

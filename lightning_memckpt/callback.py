@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
@@ -10,12 +11,13 @@ import lightning.pytorch as pl
 from lightning_memckpt import engine
 from lightning_memckpt.engine import Resume
 from lightning_memckpt.internals import check_version
-from lightning_memckpt.messages import inform, logger
 from lightning_memckpt.notes import refuse
 from lightning_memckpt.protection import Protection
-from memckpt.config import MemckptConfig, check_resume
-from memckpt.messages import show_by_default
+from memckpt.arguments import with_environment
+from memckpt.config import MemckptConfig
+from memckpt.messages import Messages
 
+_log = logging.getLogger("lightning_memckpt")
 # Tests put a stand-in for the engine here.
 _attach: engine.Attach = engine.attach
 _is_encodable = engine.is_encodable
@@ -32,21 +34,23 @@ class MemCheckpoint(pl.Callback):
     Works on a single device and with DDP. It does not replace ModelCheckpoint: files to keep are still its work.
 
     Args:
-        run_dir: names the run; a directory for what has to be on disk, the same at every start.
+        run_dir: names the run; a directory for what has to be on disk, the same at every start. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"``
-            starts anew; an int continues at that `global_step`.
-        config: how the run is protected.
+            starts anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
 
     Raises:
-        ValueError: `resume` is none of these.
+        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike[str], *, resume: Resume = "auto", config: MemckptConfig | None = None
+        self,
+        run_dir: str | os.PathLike[str] | None = None,
+        *,
+        resume: Resume | None = None,
+        config: MemckptConfig | None = None,
     ) -> None:
-        self.run_dir = os.fspath(run_dir)
-        self.resume: Resume = check_resume(resume)
-        self.config = config if config is not None else MemckptConfig()
+        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self._protection: Protection | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -55,10 +59,10 @@ class MemCheckpoint(pl.Callback):
             return
         check_version()
         refuse(trainer, MemCheckpoint)
-        show_by_default(logger)
+        messages = Messages(_log, trainer.is_global_zero)
         untyped: Any = trainer  # fast_dev_run is a dynamic attribute that type checkers do not see
         if untyped.fast_dev_run:
-            inform("not active: fast_dev_run neither saves nor resumes")
+            messages.inform("not active: fast_dev_run neither saves nor resumes")
             return
         protection = Protection(
             trainer,
@@ -69,6 +73,7 @@ class MemCheckpoint(pl.Callback):
             run_dir=self.run_dir,
             resume=self.resume,
             config=self.config,
+            messages=messages,
         )
         protection.install()
         self._protection = protection

@@ -9,6 +9,7 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_memckpt.callback import MemCheckpoint
+from memckpt.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
 from memckpt.config import MemckptConfig
 from memckpt.errors import ConfigurationError
 
@@ -45,7 +46,9 @@ class MemCheckpointCLI(LightningCLI):
             default=None,
             help="auto (default): continue if anything is held; require: continue or fail; never: start over; a step.",
         )
-        parser.add_argument("--memckpt", type=MemckptConfig, default=MemckptConfig(), help="How the run is protected.")
+        parser.add_argument(
+            "--memckpt", type=MemckptConfig, default=config_from_environment(), help="How the run is protected."
+        )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with the callback.
@@ -63,13 +66,15 @@ class MemCheckpointCLI(LightningCLI):
                 f"--run_dir: expected none beside a MemCheckpoint in trainer.callbacks (of {ours[0].run_dir}), found "
                 f"{run_dir!r}; remove one of them"
             )
+        if not ours and run_dir is None:
+            run_dir = run_dir_from_environment()
         if resume is not None and not ours and run_dir is None:
             raise ConfigurationError(
-                f"--resume {resume}: expected --run_dir, or a MemCheckpoint in trainer.callbacks, found neither"
+                f"--resume {resume}: expected --run_dir, {RUN_DIR} or a MemCheckpoint in trainer.callbacks, found none"
             )
         if ours and resume is not None:
             ours[0].resume = resume
         if run_dir is not None:
-            callback = MemCheckpoint(run_dir, resume="auto" if resume is None else resume, config=config)
+            callback = MemCheckpoint(run_dir, resume=resume, config=config)
             kwargs = {"callbacks": [*listed, callback], **kwargs}
         return super().instantiate_trainer(**kwargs)

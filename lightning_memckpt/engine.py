@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memckpt
-from memckpt.config import MemckptConfig
+from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.messages import Report
 
-Resume = str | int
+Resume = ResumeChoice | int
 
 
 class Held(Protocol):
@@ -32,26 +33,13 @@ class Held(Protocol):
     def world_size(self) -> int: ...
 
 
-class RestoreReport(Protocol):
-    """How a restore went."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def tier(self) -> str: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def steps_lost(self) -> int: ...
-
-
 class Session(Protocol):
     """One rank's connection to the engine, for one fit."""
 
     @property
     def held(self) -> Held | None: ...
     def provide(self, name: str, capture: Callable[[], Any]) -> None: ...
-    def restore_tensors(self) -> RestoreReport | None: ...
+    def restore_tensors(self) -> Report | None: ...
     def restore_rng(self) -> None: ...
     def commit(self, *, step: int, gradients_pending: bool | None) -> bool: ...
     def metrics(self) -> dict[str, float]: ...

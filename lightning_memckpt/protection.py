@@ -31,7 +31,6 @@ from lightning_memckpt.engine import Attach, Resume, Session
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
 from lightning_memckpt.loops import batches_behind, behind_batch, with_batches_behind
-from lightning_memckpt.messages import inform, warn
 from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
@@ -39,6 +38,8 @@ from lightning_memckpt.shadowing import Shadows
 from lightning_memckpt.user_state import Encodable, UserState, modules_beside
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
+from memckpt.messages import Messages
+from memckpt.user_file import UserFile, connect
 
 STATE = "lightning"
 
@@ -65,6 +66,7 @@ class Protection:
         run_dir: names the run.
         resume: what to do with held state.
         config: the engine's configuration.
+        messages: what the user reads.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Protection:
         run_dir: str,
         resume: Resume,
         config: MemckptConfig,
+        messages: Messages,
     ) -> None:
         self._trainer: Any = trainer
         self._pl_module = pl_module
@@ -88,6 +91,7 @@ class Protection:
         self._resume = resume
         self._config = config
 
+        self._messages = messages
         self._internals = TrainerInternals(trainer)
         self._internals.verify()
         self._shadows = Shadows()
@@ -101,7 +105,6 @@ class Protection:
         self._reentry: Reentry | None = None
         self._orphans: OverwriteOrphans | None = None
         self._silenced: Any = None
-        self._said: set[str] = set()
         self._commits = 0
         self._dropped: set[str] = set()
 
@@ -147,17 +150,15 @@ class Protection:
     def _begin(self) -> None:
         trainer = self._trainer
         self._beside = modules_beside(trainer, self._pl_module)
-        self._session = self._connect(self._resume)
+        file = self._user_file()
+        self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
-        if held is not None and not self._prefer_held(held.step):
-            # The engine has to give up what it holds, too: training goes on from another state.
-            self._session.close(finished=False)
-            self._session = self._connect("never")
-            held = None
+        if held is not None and file is not None:
+            self._internals.forget_user_checkpoint()
         self._session.provide(STATE, lambda: self._captured)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
-            self._warn_once(line)
+            self._messages.warn(line)
         if held is None:
             return
         state = held.rank_state.get(STATE)
@@ -167,7 +168,7 @@ class Protection:
                 f'{sorted(held.rank_state)}); use another run_dir, or MemCheckpoint(resume="never")'
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
-            self._warn_once(line)
+            self._messages.warn(line)
         if held.world_size != trainer.world_size:
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
@@ -192,7 +193,7 @@ class Protection:
         """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
         before, now = batches_behind(state["loops"]), self._trainer.world_size
         batches = before * world_size // now
-        self._warn_once(
+        self._messages.warn(
             f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks go on behind {batches}. "
             "Generators, sample order within a batch and logged averages are not those of an uninterrupted run"
         )
@@ -210,24 +211,11 @@ class Protection:
             extra_modules=self._beside,
         )
 
-    def _prefer_held(self, held_step: int) -> bool:
-        """Decide between held state and a checkpoint that the user passed to `fit(ckpt_path=...)`."""
+    def _user_file(self) -> UserFile | None:
         checkpoint = self._internals.user_checkpoint()
         if not checkpoint:
-            return True
-        path, step = self._trainer.ckpt_path, checkpoint.get("global_step", 0)
-        if self._resume == "auto" and step > held_step:
-            self._warn_once(
-                f"training starts from {path} at step {step}: the state held in {self._run_dir!r} is older "
-                f"(step {held_step})"
-            )
-            return False
-        self._warn_once(
-            f"training continues from held step {held_step}, and not from {path} at step {step}, which was "
-            'passed as ckpt_path; use MemCheckpoint(resume="never") to start from the file'
-        )
-        self._internals.forget_user_checkpoint()
-        return True
+            return None
+        return UserFile(str(self._trainer.ckpt_path), checkpoint.get("global_step", 0), "ckpt_path")
 
     # --- moment 3 -------------------------------------------------------------------------------------------
 
@@ -235,10 +223,10 @@ class Protection:
         session, user = self._active()
         self._shadows.put(self._pl_module, "on_train_batch_end", self._around_on_train_batch_end)
         for name in modules_beside(self._trainer, self._pl_module).keys() - self._beside.keys():
-            self._warn_once(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
+            self._messages.warn(f"{name} was made after setup() and is not carried over a restart; make it in setup()")
         for line in self._loaders.look_again():
-            self._warn_once(line)
-        inform(session.describe().removeprefix("memckpt: "))
+            self._messages.warn(line)
+        self._messages.inform(session.describe().removeprefix("memckpt: "))
         if self._pending is None:
             return
         state, self._pending = self._pending, None
@@ -254,8 +242,7 @@ class Protection:
         self._silence()
         session.restore_rng()
         if report is not None:
-            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-            inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+            self._messages.resumed(report)
 
     def _active(self) -> tuple[Session, UserState]:
         assert self._session is not None, "the strategy is set up before training starts"
@@ -335,7 +322,7 @@ class Protection:
         for name, states, index in self._foreign(state):
             if name not in self._dropped and (paths := self._encodable(states[index])):
                 self._dropped.add(name)
-                self._warn_once(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
+                self._messages.warn(f"not carried over a restart: {name}: {', '.join(paths[:3])}")
                 found = True
         return found
 
@@ -359,25 +346,20 @@ class Protection:
         """Say what is left out, and what costs more than it should; each once."""
         _, user = self._active()
         for line in (*user.left_out, *sorted(self._logging.left_out)):
-            self._warn_once(f"not carried over a restart: {line}")
+            self._messages.warn(f"not carried over a restart: {line}")
         for line in self._loaders.look_again():
-            self._warn_once(line)
+            self._messages.warn(line)
         if self._commits and user.hook_seconds > _SLOW_HOOK_SECONDS:
-            self._warn_once(
+            self._messages.warn(
                 "state_dict() and on_save_checkpoint() hooks of callbacks and module are called at every step; "
                 f"here they take more than {_SLOW_HOOK_SECONDS * 1000:.0f} ms each time"
             )
         for name, size in accumulated_bytes(state["logging"]["metrics"]).items():
             if size > _LARGE_METRIC_BYTES:
-                self._warn_once(
+                self._messages.warn(
                     f"the metric {name!r} accumulates more than {_LARGE_METRIC_BYTES >> 20} MiB in an epoch, which "
                     "is copied at every step"
                 )
-
-    def _warn_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
-            warn(line)
 
     def _log_metrics(self, session: Session) -> None:
         """Straight to the loggers: self.log() would change callback_metrics, which training may depend on."""

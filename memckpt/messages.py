@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol
+
+
+class Report(Protocol):
+    """How a restore went: a `memckpt.RestoreReport`."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def steps_lost(self) -> int: ...
 
 
 def show_by_default(logger: logging.Logger) -> None:
@@ -12,3 +26,35 @@ def show_by_default(logger: logging.Logger) -> None:
     if not logging.getLogger().hasHandlers() and not logger.handlers:
         logger.addHandler(logging.StreamHandler())
         logger.propagate = False
+
+
+class Messages:
+    """The lines of one training; only its first rank speaks.
+
+    Args:
+        logger: of the adapter.
+        speaks: whether this is that rank.
+    """
+
+    def __init__(self, logger: logging.Logger, speaks: bool) -> None:
+        self._logger = logger
+        self._speaks = speaks
+        self._said: set[str] = set()
+        if speaks:
+            show_by_default(logger)
+
+    def inform(self, line: str) -> None:
+        """Say one line about progress."""
+        if self._speaks:
+            self._logger.info("memckpt: %s", line)
+
+    def resumed(self, report: Report) -> None:
+        """Say where training goes on, and what was lost."""
+        lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+        self.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+
+    def warn(self, line: str) -> None:
+        """Say, once, one line about something that is not as the user may expect."""
+        if self._speaks and line not in self._said:
+            self._logger.warning("memckpt: %s", line)
+        self._said.add(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.accelerate_runs import Case, Kill
+from tests.accelerate_training import Case, Kill
 
 PLAIN = Case("plain")
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}

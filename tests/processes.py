@@ -47,6 +47,17 @@ def run_child(body: Callable[[], None], log: Path) -> None:
         os._exit(code)
 
 
+def die_after(seconds: float) -> None:
+    """Let the kernel end this process at that instant, in the middle of whatever it does then."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def live_on() -> None:
+    """Forget `die_after`."""
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
 def children() -> set[int]:
     """Process ids of this process's children, zombies too."""
     found: set[int] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,18 +26,8 @@ from tests.accelerate_cases import (
     RANKED,
     RANKED_KILLS,
 )
-from tests.accelerate_runs import (
-    Case,
-    Kill,
-    Run,
-    attempt,
-    check_same,
-    entries,
-    kill_agent,
-    reference,
-    survives,
-    wait_until_stored,
-)
+from tests.accelerate_runs import attempt, check_same, entries, reference, survives, survives_chance
+from tests.accelerate_training import Case, Kill, Run, kill_agent, wait_until_stored
 from tests.engine_child import config
 from tests.engine_harness import Lab
 
@@ -133,6 +124,15 @@ def test_evaluations_that_are_killed(case: Case, lab: Lab, references: Path) -> 
 @pytest.mark.slow
 def test_each_feature_with_a_replica(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job", config=config("eager")), BRIEFLY, references)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_killed_at_random_instants(ranks: int, redo: str, lab: Lab, references: Path) -> None:
+    case = next(each for each in (MORE_RANKED if ranks > 1 else MORE_CASES) if each.accumulate > 1)
+    run = Run(case, lab.directory / "job", ranks=ranks, victim=ranks - 1, config=config(redo))
+    assert survives_chance(lab, run, random.Random(redo), references) > 2
 
 
 @pytest.mark.slow

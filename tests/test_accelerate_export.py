@@ -20,7 +20,8 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import ExportedState, export
 from memckpt.storage.store import LocalStore
 from tests.accelerate_cases import PLAIN
-from tests.accelerate_runs import Case, Kill, Run, Training, attempt, entries, in_child, result
+from tests.accelerate_runs import attempt, entries, in_child, result
+from tests.accelerate_training import Case, Kill, Run, Training
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.frozen import differences, freeze

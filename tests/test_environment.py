@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 
 import pytest
+from accelerate import Accelerator
 
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
-from memckpt.environment import (
+from accelerate_plugin import MemCheckpointPlugin
+from lightning_memckpt import MemCheckpoint
+from memckpt.arguments import (
     config_from_environment,
+    describe_settings,
     resume_from_environment,
     run_dir_from_environment,
-    variables,
+    with_environment,
 )
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
 from memckpt.errors import ConfigurationError
+from transformers_memckpt import MemCheckpointTrainerCallback
 
 
 def test_nothing_set_is_the_default() -> None:
@@ -50,11 +55,11 @@ def test_storage_can_be_left_out() -> None:
     assert config_from_environment({"MEMCKPT_ANCHOR_PERIOD_STEPS": "None"}).anchor_period_steps is None
 
 
-def test_every_variable_sets_something() -> None:
-    samples = {"'auto'": "auto", "'none'": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
-    for name, expected in variables().items():
-        value = next(sample for words, sample in samples.items() if words in expected)
-        assert isinstance(config_from_environment({name: value}), MemckptConfig), name
+def test_every_setting_has_a_variable() -> None:
+    samples = {"'auto'": "auto", "none": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
+    for setting in describe_settings():
+        value = next(sample for words, sample in samples.items() if words in setting.expected)
+        assert isinstance(config_from_environment({setting.variable: value}), MemckptConfig), setting
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,11 @@ def test_every_variable_sets_something() -> None:
         ("MEMCKPT_AGENT_THREADS", "0", "MEMCKPT_AGENT_THREADS: expected 1 or more, found 0"),
         ("MEMCKPT_STORAGE_URL", "", "MEMCKPT_STORAGE_URL: expected a text or 'none', found ''"),
         ("MEMCKPT_STORAGE_OVERHEAD", "2", "MEMCKPT_STORAGE_OVERHEAD: expected more than 0, at most 1, found 2.0"),
-        ("MEMCKPT_STORAGE", "s3://b", "MEMCKPT_STORAGE: expected 'none', found 's3://b'"),
+        (
+            "MEMCKPT_STORAGE",
+            "s3://b",
+            "MEMCKPT_STORAGE: expected on, off or none, found 's3://b'; a place is given by MEMCKPT_STORAGE_URL",
+        ),
     ],
 )
 def test_a_wrong_value_is_named(name: str, value: str, message: str) -> None:
@@ -77,6 +86,22 @@ def test_a_wrong_value_is_named(name: str, value: str, message: str) -> None:
         config_from_environment({name: value})
     assert message in str(raised.value)
     assert name in str(raised.value)
+
+
+def test_what_is_passed_in_python_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigurationError, match="run_dir: expected a directory as argument or in MEMCKPT_RUN_DIR"):
+        with_environment(None, None, None)
+    for name, value in {"MEMCKPT_RUN_DIR": "there", "MEMCKPT_RESUME": "7", "MEMCKPT_SLOTS": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert with_environment(None, None, None) == ("there", 7, MemckptConfig(slots=5))
+    assert with_environment("here", "auto", MemckptConfig()) == ("here", "auto", MemckptConfig())
+
+
+def test_every_adapter_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MEMCKPT_RUN_DIR": "there", "MEMCKPT_RESUME": "7", "MEMCKPT_SLOTS": "5"}.items():
+        monkeypatch.setenv(name, value)
+    for made in (MemCheckpoint(), MemCheckpointTrainerCallback(), MemCheckpointPlugin(Accelerator(cpu=True))):
+        assert (made.run_dir, made.resume, made.config) == ("there", 7, MemckptConfig(slots=5))
 
 
 def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

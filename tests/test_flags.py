@@ -88,10 +88,10 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memckpt-redo", "often"], "argument --memckpt-redo: expected auto or eager or lazy, found 'often'"),
-        (["--memckpt-slots", "many"], "argument --memckpt-slots: expected int, found 'many'"),
-        (["--memckpt-storage-every-steps", "x"], "every-steps: expected none or int, found 'x'"),
-        (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on or off, found 'maybe'"),
+        (["--memckpt-redo", "often"], "argument --memckpt-redo: expected 'auto', 'eager' or 'lazy', found 'often'"),
+        (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number, found 'many'"),
+        (["--memckpt-storage-every-steps", "x"], "every-steps: expected a whole number or 'none', found 'x'"),
+        (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
         (["--resume", "latest"], "expected 'auto', 'require', 'never' or a step number of 0 or more, found 'latest'"),
     ],
 )
@@ -101,8 +101,19 @@ def test_a_wrong_value_is_an_error_that_names_the_option(arguments: list[str], m
 
 
 def test_a_value_out_of_range_is_the_dataclass_s_error() -> None:
-    with pytest.raises(ConfigurationError, match="slots: expected 2 to 64, found 1"):
+    with pytest.raises(ConfigurationError, match="--memckpt-slots: expected 2 to 64, found 1"):
         parse("--run-dir", "x", "--memckpt-slots", "1")
+
+
+def test_an_option_wins_over_a_variable_and_a_variable_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RUN_DIR": "there", "RESUME": "7", "SLOTS": "5", "REDO": "lazy", "AGENT_THREADS": "0"}.items():
+        monkeypatch.setenv(f"MEMCKPT_{name}", value)
+    found = parse("--memckpt-slots", "4", "--memckpt-agent-threads", "2")
+    assert (found.run_dir, found.resume, found.config.redo, found.config.slots) == ("there", 7, "lazy", 4)
+    assert found.config.agent.threads == 2
+    assert parse("--run-dir", "here", "--resume", "never", "--memckpt-agent-threads", "2")[:2] == ("here", "never")
+    with pytest.raises(ConfigurationError, match="MEMCKPT_AGENT_THREADS: expected 1 or more, found 0"):
+        parse()
 
 
 @pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("never", "never"), ("17", 17), (17, 17)])
@@ -174,7 +185,9 @@ def test_a_callback_in_a_configuration_file_is_given_the_flag(scripts: Scripts) 
 
 
 def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
-    assert "--resume require: expected --run_dir, or a MemCheckpoint" in _fails(scripts, *FIT, "--resume", "require")
+    assert "--resume require: expected --run_dir, MEMCKPT_RUN_DIR or a MemCheckpoint" in _fails(
+        scripts, *FIT, "--resume", "require"
+    )
     said = _fails(scripts, *FIT, "--run_dir", "run", "--resume", "latest")
     assert "resume" in said
     assert "auto" in said

@@ -6,6 +6,7 @@ an undisturbed training that never saw the callback stands in `transformers_case
 
 from __future__ import annotations
 
+import random
 import select
 import time
 from collections.abc import Iterator
@@ -149,6 +150,12 @@ def test_the_comparison_notices_what_is_left_out(trainings: Trainings, left_out:
 def test_one_training_killed_all_along(trainings: Trainings) -> None:
     attempts = trainings.survives(Case("plain"), settings(), ALL_ALONG)
     assert sum(len(each.events(0, "killed")) for each in attempts) == len(ALL_ALONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_killed_at_random_instants(redo: str, trainings: Trainings) -> None:
+    assert trainings.survive_chance(ACCUMULATED, settings(redo=redo), random.Random(redo)) > 2
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -33,19 +33,22 @@ from transformers import (
 )
 
 from memckpt import Session
-from memckpt.capture.dataloader import Lookahead
+from memckpt.capture import dataloader
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
 from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import differences, freeze
+from tests.processes import die_after, live_on
 from transformers_memckpt import protect
 from transformers_memckpt.protection import Protection
 from transformers_memckpt.trainer_state import TrainerStates
 
 Kill = tuple[str, int]
 """A hook, and at which of its calls in that process the process dies."""
+INSTANT = "instant"
+"""In the place of a hook: so many milliseconds after the first batch."""
 
 _PR_SET_PDEATHSIG = 1
 _MOST_ATTEMPTS = 40
@@ -113,6 +116,8 @@ class Probe(TrainerCallback):
 
     def reach(self, hook: str) -> None:
         self.calls[hook] += 1
+        if self.kill is not None and self.kill[0] == INSTANT and (hook, self.calls[hook]) == ("micro", 1):
+            die_after(self.kill[1] / 1000)
         if self.kill == (hook, self.calls[hook]):
             self.journal.note("killed", hook=hook)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -168,6 +173,7 @@ class Probe(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.reach("train_end")
+        live_on()  # whoever dies behind the end has nothing to continue
 
 
 class JournalingTrainer(Trainer):
@@ -285,7 +291,7 @@ def sabotage(what: str) -> None:
         case "generators":
             Session.restore_rng = nothing  # type: ignore[method-assign]
         case "generators of fetches":
-            Lookahead.resume = _resume_without_fetches  # type: ignore[method-assign]
+            dataloader.resume = _resume_without_fetches
         case "trainer":
             TrainerStates.restore = TrainerStates.restore_counters  # type: ignore[method-assign]
         case "epoch":
@@ -294,12 +300,11 @@ def sabotage(what: str) -> None:
             raise KeyError(what)
 
 
-_resume = Lookahead.resume
+_resume = dataloader.resume
 
 
-def _resume_without_fetches(self: Lookahead, held: dict[str, Any]) -> None:
-    _resume(self, held)
-    self._replay.clear()
+def _resume_without_fetches(loader: DataLoader[Any], position: dict[str, Any]) -> None:
+    _resume(loader, {**position, "pass": {**position["pass"], "fetches": []}})
 
 
 def _end_batch_without_epoch(self: Protection, *, stepped: bool) -> None:
@@ -401,6 +406,19 @@ class Trainings:
         if self.lab.agent_answers():
             return self.lab.status().step is not None
         return bool(read_catalog(LocalStore(self.lab.run_dir / "storage")).complete)
+
+    def survive_chance(self, case: Case, config: MemckptConfig, chance: random.Random) -> int:
+        """Kill a training at random instants, let the last attempt end, and compare; returns the kills."""
+        expected = self.run(case, None, directory=self.lab.directory / "reference")
+        assert expected.codes == [0], expected.log[-6000:]
+        attempts = []
+        while not attempts or attempts[-1].codes != [0]:
+            seed = 100 + len(attempts) if attempts and self.is_held() else 0
+            kill = (INSTANT, chance.randrange(1, 100)) if len(attempts) < 8 else None
+            attempts.append(self.run(case, config, kill=kill, seed=seed))
+            assert attempts[-1].codes[0] in (0, -signal.SIGALRM), attempts[-1].log[-6000:]
+        compare(expected, attempts)
+        return len(attempts) - 1
 
 
 def compare(expected: Ended, attempts: list[Ended], rank: int = 0) -> None:

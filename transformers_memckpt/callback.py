@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memckpt.config import MemckptConfig, ResumeChoice, check_resume
+from memckpt.arguments import with_environment
+from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import UsageError
 from transformers_memckpt import notes
-from transformers_memckpt.messages import show_by_default
 from transformers_memckpt.protection import Protection
 
 
@@ -24,25 +24,23 @@ class MemCheckpointTrainerCallback(TrainerCallback):
     interrupted. Nothing has to be passed to `train`.
 
     Args:
-        run_dir: names the run; a directory for what has to be on disk, the same at every start.
+        run_dir: names the run; a directory for what has to be on disk, the same at every start. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
-            anew; an int continues at that `global_step`.
-        config: how the run is protected.
+            anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
 
     Raises:
-        ConfigurationError: `resume` is none of these.
+        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
     """
 
     def __init__(
         self,
-        run_dir: str | os.PathLike[str],
+        run_dir: str | os.PathLike[str] | None = None,
         *,
-        resume: ResumeChoice | int = "auto",
+        resume: ResumeChoice | int | None = None,
         config: MemckptConfig | None = None,
     ) -> None:
-        self.run_dir = os.fspath(run_dir)
-        self.resume = check_resume(resume)
-        self.config = config if config is not None else MemckptConfig()
+        self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self._trainer: Any = None
         self._protection: Protection | None = None
 
@@ -67,7 +65,6 @@ class MemCheckpointTrainerCallback(TrainerCallback):
             callbacks.remove(self)
         callbacks.insert(0, self)
         vars(trainer)["_inner_training_loop"] = self._around_training(trainer._inner_training_loop)
-        show_by_default()
 
     def _around_training(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
@@ -125,9 +122,9 @@ class MemCheckpointTrainerCallback(TrainerCallback):
 
 def protect(
     trainer: Trainer,
-    run_dir: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str] | None = None,
     *,
-    resume: ResumeChoice | int = "auto",
+    resume: ResumeChoice | int | None = None,
     config: MemckptConfig | None = None,
 ) -> MemCheckpointTrainerCallback:
     """Add a MemCheckpointTrainerCallback to `trainer`, which it then knows; arguments and errors are the callback's."""

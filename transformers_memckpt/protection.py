@@ -16,6 +16,7 @@ A resumed training goes through three moments:
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,15 +25,16 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
-from memckpt.capture.dataloader import Lookahead
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
+from memckpt.messages import Messages
+from memckpt.user_file import UserFile, connect
 from transformers_memckpt import notes
-from transformers_memckpt.loader import follow
-from transformers_memckpt.messages import Messages
+from transformers_memckpt.loader import Follower
 from transformers_memckpt.trainer_state import TrainerStates
 
 STATE = "transformers"
+_log = logging.getLogger("transformers_memckpt")
 _LOOK_EVERY_COMMITS = 64
 
 
@@ -64,10 +66,10 @@ class Protection:
         self._run_dir = run_dir
         self._resume = resume
         self._config = config
-        self._messages = Messages(trainer.is_world_process_zero())
+        self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
         self._session: memckpt.Session | None = None
-        self._lookahead: Lookahead | None = None
+        self._loader: Follower | None = None
         self._pending: dict[str, Any] | None = None
         self._captured: dict[str, Any] | None = None
         self._first_epoch = 0
@@ -127,14 +129,11 @@ class Protection:
     def begin(self) -> None:
         """In `on_train_begin`, before other callbacks."""
         trainer = self._trainer
-        self._lookahead = follow(trainer.callback_handler.train_dataloader)
-        self._session = self._connect(self._resume)
+        train_loader = trainer.callback_handler.train_dataloader
+        self._loader = Follower(train_loader, trainer.args.gradient_accumulation_steps)
+        file = UserFile(self._file[0], self._file[1], "resume_from_checkpoint") if self._file is not None else None
+        self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
-        if held is not None and not self._prefer_held(held.step):
-            # The engine has to give up what it holds, too: training goes on from another state.
-            self._session.close(finished=False)
-            self._session = self._connect("never")
-            held = None
         self._session.provide(STATE, lambda: self._captured)
         for line in notes.inexact(trainer):
             self._messages.warn(line)
@@ -158,23 +157,6 @@ class Protection:
             config=self._config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
         )
-
-    def _prefer_held(self, held_step: int) -> bool:
-        """Decide between held state and a checkpoint that was passed to `train(resume_from_checkpoint=...)`."""
-        if self._file is None:
-            return True
-        path, step, _ = self._file
-        if self._resume == "auto" and step > held_step:
-            self._messages.warn(
-                f"training starts from {path} at step {step}: the state held in {self._run_dir!r} is older "
-                f"(step {held_step})"
-            )
-            return False
-        self._messages.warn(
-            f"training continues from held step {held_step}, and not from {path} at step {step}, which was passed as "
-            'resume_from_checkpoint; resume="never" starts from the file'
-        )
-        return True
 
     def _refuse_middle_of_epoch(self) -> None:
         if self._file is None or not self._file[2]:
@@ -210,11 +192,11 @@ class Protection:
 
     def _prepare_resume(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
-        assert self._lookahead is not None
+        assert self._loader is not None
         self._pending = state
         self._states.restore_counters(state["states"])
         self._first_epoch = state["epoch"]
-        self._lookahead.resume(state["loader"])
+        self._loader.resume(state["loader"])
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
         if ended or state["stopped"]:
             self._first_epoch = sys.maxsize  # no epoch is left
@@ -223,7 +205,7 @@ class Protection:
 
     def _enter_epochs(self) -> int:
         """The epoch to begin with; a training that is between two epochs, or at its end, is put back here."""
-        if self._pending is not None and (self._pending["loader"]["now"] is None or self._first_epoch == sys.maxsize):
+        if self._pending is not None and (self._pending["loader"]["between"] or self._first_epoch == sys.maxsize):
             self._restore()
         return self._first_epoch
 
@@ -235,22 +217,21 @@ class Protection:
             self._commit(epoch=self._epoch, batches=self._behind + self._taken, stopped=False)
 
     def _restore(self) -> None:
-        session, lookahead = self._active()
+        session, loader = self._active()
         assert self._pending is not None
         state, self._pending = self._pending, None
         report = session.restore_tensors()
         self._states.restore(state["states"])
         self._committed_step = self._trainer.state.global_step
-        lookahead.restore_generators(state["loader"])
+        loader.go_live()
         session.restore_rng()
         if report is not None:
-            lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-            self._messages.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+            self._messages.resumed(report)
 
-    def _active(self) -> tuple[memckpt.Session, Lookahead]:
+    def _active(self) -> tuple[memckpt.Session, Follower]:
         assert self._session is not None, "begin() is called before the first epoch"
-        assert self._lookahead is not None, "made together with the session"
-        return self._session, self._lookahead
+        assert self._loader is not None, "made together with the session"
+        return self._session, self._loader
 
     # --- each step ------------------------------------------------------------------------------------------
 
@@ -277,7 +258,7 @@ class Protection:
             self._commit(epoch=self._epoch, batches=batches, stopped=stopped)
 
     def _commit(self, *, epoch: int, batches: int | None, stopped: bool) -> None:
-        session, lookahead = self._active()
+        session, loader = self._active()
         if self._commits % _LOOK_EVERY_COMMITS == 0:
             self._look_again()
         self._captured = {
@@ -285,7 +266,7 @@ class Protection:
             "batches": batches or 0,
             "stopped": stopped,
             "settings": notes.settings(self._trainer.args),
-            "loader": lookahead.between_passes() if batches is None else lookahead.position(batches),
+            "loader": loader.position(batches),
             "states": self._states.capture(),
         }
         step = self._trainer.state.global_step
@@ -304,8 +285,8 @@ class Protection:
 
     def _look_again(self) -> None:
         """Say what is left out; some of it shows only while training runs."""
-        _, lookahead = self._active()
-        reason = lookahead.unreplayable()
+        _, loader = self._active()
+        reason = loader.unreplayable()
         if reason is not None:
             self._messages.warn(f"a data loader: {reason}")
         self._states.leave_out()
@@ -326,9 +307,9 @@ class Protection:
             session.close(finished=finished)
 
     def _release(self) -> None:
-        lookahead, self._lookahead = self._lookahead, None
-        if lookahead is not None:
-            lookahead.release()
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.release()
 
 
 @contextmanager

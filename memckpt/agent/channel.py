@@ -6,6 +6,7 @@ memory file whose descriptor goes with the packet, so there is no limit on size 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -88,9 +89,7 @@ class Channel:
         if timeout != 0.0 and not select.select([self.sock], [], [], timeout)[0]:
             return None
         try:
-            packet, ancillary, _, _ = self.sock.recvmsg(
-                INLINE_BYTES + 1, socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
-            )
+            packet, ancillary = self._receive_packet()
         except BlockingIOError:
             return None
         except OSError as error:
@@ -116,6 +115,21 @@ class Channel:
             for fd in fds:
                 os.close(fd)
             raise AgentError(f"a message could not be understood ({error}); do both ends run one version?") from error
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        space, flags = socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+        except ConnectionResetError:
+            # The other end has died with something of ours unread. Linux says so once, ahead of what it had sent,
+            # which still counts.
+            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+        return packet, ancillary
+
+    def shut_down(self) -> None:
+        """Both ends send nothing more; what has arrived can still be received, and then the end."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

@@ -155,9 +155,11 @@ class Connections:
                     self.drop(connection)
 
     def answer(self, connection: Connection, message: Message, fds: list[int] | None = None) -> None:
-        """Send a message, with descriptors; a receiver that is gone or does not read is dropped."""
+        """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it
+        has sent by then counts, and is read before its end.
+        """
         try:
             connection.channel.send(message, fds or (), timeout=5.0)
         except AgentGoneError as error:
             _log.info("pid %d: %s", connection.process.pid, error)
-            self.drop(connection)
+            connection.channel.shut_down()

@@ -38,20 +38,13 @@ class Tap(Protocol):
         """Leave nothing behind in the user's objects, as far as torch allows."""
 
 
-class ParameterTap:
-    """Streaming on one process: a hook on each parameter sees its accumulated gradient as backward produces it.
+class _ParameterHooks:
+    """A hook on each parameter, which sees its accumulated gradient as backward produces it."""
 
-    With accumulation it fires for every micro-batch and the last firing counts.
-    """
-
-    name = "streaming"
-
-    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
         self._params = params
         self._recorder = recorder
-        self._copier = copier
         self._handles: list[Any] = []
-        self._callback_queued = False
 
     def install(self) -> None:
         self._handles = [
@@ -62,6 +55,23 @@ class ParameterTap:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def _fired(self, param: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class ParameterTap(_ParameterHooks):
+    """Streaming on one process: a hook on each parameter sees its accumulated gradient as backward produces it.
+
+    With accumulation it fires for every micro-batch and the last firing counts.
+    """
+
+    name = "streaming"
+
+    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
+        super().__init__(params, recorder)
+        self._copier = copier
+        self._callback_queued = False
 
     def _fired(self, param: torch.Tensor) -> None:
         if param.grad is None:
@@ -241,28 +251,13 @@ def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
     return tensor
 
 
-class PendingTap:
+class PendingTap(_ParameterHooks):
     """Stages nothing during backward: gradients are taken after the optimizer's step. Right for anything.
 
     It still has to know that a backward has run, so that a batch in the middle of an accumulation is no restore point.
     """
 
     name = "step"
-
-    def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
-        self._params = params
-        self._recorder = recorder
-        self._handles: list[Any] = []
-
-    def install(self) -> None:
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._fired) for param in self._params if param.requires_grad
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _fired(self, param: torch.Tensor) -> None:
         if param.grad is not None:  # else a hook of the user's has stepped and taken it away

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.config import MemckptConfig, ResumeChoice, check_resume
+from memckpt.arguments import with_environment
+from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")
@@ -21,8 +22,8 @@ def attach(
     model: nn.Module,
     optimizers: Optimizer | Sequence[Optimizer],
     *,
-    run_dir: str | os.PathLike[str],
-    resume: ResumeChoice | int = "auto",
+    run_dir: str | os.PathLike[str] | None = None,
+    resume: ResumeChoice | int | None = None,
     config: MemckptConfig | None = None,
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
@@ -35,25 +36,27 @@ def attach(
     Args:
         model: the model; a DistributedDataParallel wrapper is taken apart.
         optimizers: one, or several.
-        run_dir: names the run; attempts with the same directory continue each other.
+        run_dir: names the run; attempts with the same directory continue each other. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
-            held, a number resumes exactly that step.
-        config: settings; None takes the defaults.
+            held, a number resumes exactly that step. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: settings. None: what MEMCKPT_* variables say, else the defaults.
         data_parallel: the DDP wrapper, where `model` is not it.
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
 
     Raises:
-        NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError, AgentError
+        ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
+        AgentError
     """
     if isinstance(model, DistributedDataParallel):
         data_parallel = model
         model = model.module
+    directory, resume, config = with_environment(run_dir, resume, config)
     session = Session(
         model,
         [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers),
-        run_dir=Path(run_dir),
-        resume=check_resume(resume),
-        config=config or MemckptConfig(),
+        run_dir=Path(directory),
+        resume=resume,
+        config=config,
         data_parallel=data_parallel,
         extra_modules=extra_modules or {},
     )

@@ -27,6 +27,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 
 _INT_RANGE = range(-(2**63), 2**64)
+#: What msgpack takes as it is. Every commit encodes hundreds of such values: they are passed on without a call.
+_PLAIN = frozenset({type(None), bool, float, str, bytes})
+_STRINGS = frozenset({str})
 
 
 def encode(value: Any) -> bytes:
@@ -83,18 +86,24 @@ def _join(path: str, key: object) -> str:
 
 def _pack(value: Any, path: str, refuse: Callable[[str, str], None] = _refuse) -> Any:
     kind = type(value)
-    if value is None or kind in (bool, float, str, bytes):
+    if kind in _PLAIN:
         return value
     if kind is int:
         return value if value in _INT_RANGE else [_MARK + "int", str(value)]
     if kind is list:
-        packed = [_pack(item, _join(path, index), refuse) for index, item in enumerate(value)]
+        packed = [
+            item if type(item) in _PLAIN else _pack(item, _join(path, index), refuse)
+            for index, item in enumerate(value)
+        ]
         if packed and isinstance(packed[0], str) and packed[0].startswith(_MARK):
             return [_MARK + "list", *packed]
         return packed
     if kind is dict:
-        if all(type(key) is str for key in value):
-            return {key: _pack(item, _join(path, key), refuse) for key, item in value.items()}
+        if _STRINGS.issuperset(map(type, value)):
+            return {
+                key: item if type(item) in _PLAIN else _pack(item, _join(path, key), refuse)
+                for key, item in value.items()
+            }
         return [_MARK + "dict", *_pack_items(value, path, refuse)]
     if kind is tuple:
         return [_MARK + "tuple", *(_pack(item, _join(path, index), refuse) for index, item in enumerate(value))]

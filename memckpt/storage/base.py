@@ -72,7 +72,7 @@ def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int, full: bool)
 
 def write_base(store: Store, part: Part, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
     """Write a node's part: data first, the commit file last. Returns the part as committed."""
-    files = dcp.save(store, part.base_directory, tensors) if tensors else ()
+    files = dcp.save(store, part.base_directory, tensors, crc32=False) if tensors else ()
     files += (store.write(part.state_path, encode_node_state(state)),)
     committed = msgspec.structs.replace(part, files=files)
     store.write(committed.commit_path, encode_commit(committed))

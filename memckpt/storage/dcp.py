@@ -146,10 +146,27 @@ def _alone(what: str) -> Iterator[None]:
         raise DamagedStateError(f"{what}: {'; '.join(f'{type(one).__name__}: {one}' for one in causes)}") from error
 
 
-def save(store: Store, directory: str, tensors: dict[str, torch.Tensor]) -> tuple[StoredFile, ...]:
-    """Write host tensors; returns the files that make up the checkpoint. Raises StorageError."""
+@contextlib.contextmanager
+def _crc32(wanted: bool) -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(wanted)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def save(
+    store: Store, directory: str, tensors: dict[str, torch.Tensor], *, crc32: bool = True
+) -> tuple[StoredFile, ...]:
+    """Write host tensors; returns the files that make up the checkpoint. Raises StorageError.
+
+    Args:
+        crc32: put torch's own checksums into the files, which it never checks and which cost more than all the rest
+            of the work. Not needed where a commit file with better ones goes along.
+    """
     writer = _Writer(store, directory)
-    with _alone(f"{directory} cannot be written"):
+    with _alone(f"{directory} cannot be written"), _crc32(crc32):
         dcp_save(dict(tensors), storage_writer=writer, no_dist=True)
     return tuple(writer.fs.written)
 

@@ -10,7 +10,6 @@ augmentation in the same workers, and no skipped sample is loaded.
     worker_rng.py   in the workers: ships their generators behind each batch, sets them again
     own_state.py    generators and sampler counters that the loader's own objects hold
     passes.py       book-keeping of one pass
-    lookahead.py    for loaders that are read ahead of training
 """
 
 from memckpt.capture.dataloader.errors import DataPositionError
@@ -27,11 +26,9 @@ from memckpt.capture.dataloader.graft import (
     resume,
     unreplayable,
 )
-from memckpt.capture.dataloader.lookahead import Lookahead
 
 __all__ = [
     "DataPositionError",
-    "Lookahead",
     "derived",
     "go_live",
     "graft",

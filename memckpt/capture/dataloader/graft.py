@@ -31,7 +31,7 @@ def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
 
     Args:
         lookahead: how many batches a wrapper takes from the loader before its own consumer has asked for them. Where
-            loading draws from this process's generators, those are then noted before each fetch, so that a batch
+            loading draws from this process's generators, those are then noted before each batch is loaded, so that one
             which was read ahead can be loaded again as it was.
 
     Raises:
@@ -118,9 +118,9 @@ def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callab
 
 
 def go_live(loader: DataLoader[Any]) -> None:
-    """The resumed pass is under way, or its empty iteration over, though nothing new was fetched: see `resume`.
+    """The resumed pass is under way, or its empty iteration over, though nothing new was fetched.
 
-    For ranks whose wrapper takes its batches from another rank. Does nothing where it has happened already.
+    For a caller that knows it before the loader does: see `on_live` of `resume`. Does nothing where it has happened.
     """
     _require(loader).go_live()
 

@@ -17,7 +17,7 @@ from memckpt.capture.dataloader.sampler_tap import tap
 from memckpt.capture.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
 from memckpt.state import rng
 
-FORMAT = 1
+FORMAT = 2
 RECORD = "_memckpt_record"
 _END = object()
 
@@ -36,6 +36,7 @@ class LoaderRecord:
         self.tapping = False
         self.holding = False
         self.rereading = False
+        self._noting = False
         self.resuming: dict[str, Any] | None = None
         """A position to go on behind; until a batch has been handed out, for every iter()."""
         self.live_at: dict[str, Any] | None = None
@@ -110,12 +111,21 @@ class LoaderRecord:
         elif current.refetch:
             current.fetching = current.refetch.popleft()
             with self.preserved():
-                self.enter(current.fetching)
                 yield
         else:
             self.go_live()
+            self._noting = True
+            try:
+                yield
+            finally:
+                self._noting = False
+
+    def drawn(self, current: Pass) -> None:
+        """The indices of a batch are drawn; what loading it draws comes next, if that happens in this process."""
+        if self._noting:
             current.fetching = self.phase()
-            yield
+        elif current.fetching is not None:
+            self.enter(current.fetching)
 
     def resume(self, loader: DataLoader[Any], position: dict[str, Any]) -> None:
         for path, names in position["progress"].items():

@@ -50,9 +50,9 @@ class Pass:
     lookahead: int = 0
     """How many batches ahead of its consumer the loader is read."""
     refetch: deque[Phase] = field(default_factory=deque)
-    """Before each fetch of a batch that the killed process had read ahead and has to be fetched again."""
+    """Before the loading of each batch that the killed process had read ahead and that has to be loaded again."""
     fetching: Phase | None = None
-    """The generators before the fetch that is under way, where loading happens in this process."""
+    """The generators before the loading that is under way, where it happens in this process."""
     _fetches: deque[Phase] = field(init=False)
     _in_flight: deque[int] = field(default_factory=deque)
     _undo: deque[tuple[int, int | None, Phase | None]] = field(init=False)
@@ -74,6 +74,7 @@ class Pass:
         self.batches += 1
         if self.fetching is not None:
             self._fetches.append(self.fetching)
+            self.fetching = None
         if self._in_flight:
             self.digest = self._in_flight.popleft()
         if worker_id is not None and state is not None:
@@ -109,7 +110,7 @@ class Pass:
             "dispatched": self.dispatched,
             "dispatched_digest": self.dispatched_digest,
             "sampler_ended": self.sampler_ended,
-            "fetches": fetches[len(fetches) - ahead :] if len(fetches) >= ahead else [],
+            "fetches": _counted(fetches[len(fetches) - ahead :]) if len(fetches) >= ahead else [],
         }
 
     @classmethod
@@ -128,7 +129,7 @@ class Pass:
             skipped=record["batches"],
             replay=record,
             lookahead=lookahead,
-            refetch=deque(record.get("fetches", ())),
+            refetch=deque(_repeated(record["fetches"])),
         )
 
     def rewind(self) -> None:
@@ -136,3 +137,18 @@ class Pass:
         self.replay = None
         self.worker_states = dict(self.worker_start)
         self.batches = self.digest = self.dispatched = self.dispatched_digest = self.skipped = 0
+
+
+def _counted(fetches: list[Phase]) -> list[tuple[int, Phase]]:
+    """Equal ones in a row once, with their number: where nothing draws, a position stays small."""
+    counted: list[tuple[int, Phase]] = []
+    for phase in fetches:
+        if counted and counted[-1][1] == phase:
+            counted[-1] = counted[-1][0] + 1, phase
+        else:
+            counted.append((1, phase))
+    return counted
+
+
+def _repeated(counted: list[tuple[int, Phase]]) -> list[Phase]:
+    return [phase for count, phase in counted for _ in range(count)]

@@ -33,6 +33,7 @@ class PassKeeper(Protocol):
     def phase(self) -> Phase: ...
     def enter(self, phase: Phase) -> None: ...
     def preserved(self) -> AbstractContextManager[None]: ...
+    def drawn(self, current: Pass) -> None: ...
 
 
 class SamplerTap:
@@ -100,6 +101,7 @@ class _TapIterator(Iterator[Any]):
         else:
             index, self._state = self._draw(), None
         self._pass.dispatch(index_digest(index, self._pass.dispatched_digest))
+        self._keeper.drawn(self._pass)
         return index
 
     def _start(self) -> None:

@@ -1,0 +1,149 @@
+"""What a trainer has sent before its death counts, whatever the agent was doing meanwhile."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.attempt import Member
+from memckpt.agent.channel import Channel
+from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.messages import Commit, Goodbye, Launcher, Leaving, Message, Protected, StatusRequest
+from memckpt.errors import AgentError, AgentGoneError
+
+
+@dataclass
+class Desk:
+    """An agent's connections, and what has become of them."""
+
+    connections: Connections
+    selector: selectors.DefaultSelector
+    address: AgentAddress
+    handled: list[tuple[Connection, Message]]
+    left: list[Connection]
+    refuses: bool = False
+
+    def call(self) -> Channel:
+        """The other end of a new connection."""
+        sock = self.address.connect()
+        assert sock is not None
+        self.turn()
+        return Channel(sock)
+
+    def turn(self) -> None:
+        """One turn of the agent's loop."""
+        for key, _ in self.selector.select(5):
+            key.data()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(tmp_path / "rt"))
+    address = AgentAddress.of(tmp_path, "node")
+    selector = selectors.DefaultSelector()
+    handled: list[tuple[Connection, Message]] = []
+    left: list[Connection] = []
+
+    def handle(connection: Connection, message: Message) -> None:
+        handled.append((connection, message))
+        if connection.member is None:
+            connection.member = Member(0, connection.process, connection.channel, Launcher(0, 0, 0), 1)
+        if desk.refuses:
+            raise AgentError("no")
+
+    desk = Desk(Connections(address, selector, handle, left.append), selector, address, handled, left)
+    with address.starting():
+        desk.connections.listen()
+    yield desk
+    desk.connections.close(Leaving())
+    for connection in left:
+        connection.process.close()
+    selector.close()
+    assert not address.socket_path.exists()
+
+
+def _commit(record: int) -> Commit:
+    return Commit(generation=1, record=record, step=record, meta=b"", rank_state=b"")
+
+
+def test_commits_of_a_trainer_that_died_are_read_though_an_answer_to_it_has_failed(desk: Desk) -> None:
+    trainer = desk.call()
+    trainer.send(StatusRequest())
+    desk.turn()
+    connection = desk.handled[0][0]
+    trainer.send(_commit(2))
+    trainer.send(_commit(3))
+    trainer.close()
+    desk.connections.answer(connection, Protected(1, 1))
+    assert not desk.left, "it is not let go of before everything is read"
+    desk.turn()
+    assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
+    assert desk.left == [connection]
+
+
+def test_commits_of_a_trainer_that_died_with_our_answers_unread_are_read(desk: Desk) -> None:
+    trainer = desk.call()
+    trainer.send(StatusRequest())
+    desk.turn()
+    connection = desk.handled[0][0]
+    desk.connections.answer(connection, Protected(1, 1))
+    trainer.send(_commit(2))
+    trainer.send(_commit(3))
+    trainer.close()
+    desk.turn()
+    assert [message for _, message in desk.handled[1:]] == [_commit(2), _commit(3)]
+    assert desk.left == [connection]
+
+
+def test_the_last_words_of_an_agent_are_read_though_it_left_ours_unread(desk: Desk) -> None:
+    trainer = desk.call()
+    trainer.send(_commit(1))
+    desk.connections.close(Leaving())
+    message, _ = trainer.receive(5.0)
+    assert message == Leaving()
+    with pytest.raises(AgentGoneError):
+        trainer.receive(5.0)
+    trainer.close()
+
+
+def test_a_trainer_that_takes_nothing_ends_after_what_it_has_sent(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = desk.call()
+    trainer.send(StatusRequest())
+    desk.turn()
+    connection = desk.handled[0][0]
+    trainer.send(_commit(2))
+
+    def full(*_: object, **__: object) -> None:
+        raise AgentGoneError("the other end took no message for 5 s (stopped or overloaded?)")
+
+    monkeypatch.setattr(connection.channel, "send", full)
+    desk.connections.answer(connection, Protected(1, 1))
+    desk.turn()
+    assert desk.handled[-1] == (connection, _commit(2))
+    assert desk.left == [connection]
+    with pytest.raises(AgentGoneError):
+        trainer.send(_commit(3))
+    trainer.close()
+
+
+def test_a_refusal_is_told_and_ends_the_connection(desk: Desk) -> None:
+    trainer = desk.call()
+    desk.refuses = True
+    trainer.send(Goodbye(finished=False))
+    trainer.send(_commit(2))
+    desk.turn()
+    assert type(trainer.receive(5.0)[0]).__name__ == "Refused"
+    assert [type(message) for _, message in desk.handled] == [Goodbye], "nothing is read after a refusal"
+    trainer.close()
+
+
+def test_who_has_stopped_listening_leaves_its_place(desk: Desk) -> None:
+    desk.connections.stop_listening()
+    assert desk.address.connect() is None
+    assert not desk.address.socket_path.exists()
+    desk.connections.stop_listening()
