@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -24,6 +25,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 def run_child(body: Callable[[], None], log: Path) -> None:
     """Never returns."""
+    # Frameworks collect garbage explicitly, which would write to, and so copy, every page that came with the fork.
+    gc.freeze()
     code = 3
     try:
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
