@@ -49,6 +49,19 @@ class _Stretch:
     checkpoint: int | None
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """A record on its way to the process, with what belongs to it whatever attempt has begun meanwhile.
+
+    `url` and `timeline`: where to; `follows`: the timeline of the record before it.
+    """
+
+    url: str
+    timeline: Timeline
+    follows: Timeline
+    record: LogRecord
+
+
 class RecordLog:
     """The log of one run on one node.
 
@@ -73,8 +86,10 @@ class RecordLog:
         #: The record behind which the timeline branched off, and the timeline of that record.
         self._branched: tuple[int, Timeline] | None = None
         self._generation: Generation | None = None
+        #: The timeline and generation that the process was told of last, and the newest record that it was given.
         self._opened: tuple[Timeline, int] | None = None
-        self._pending: deque[tuple[Timeline, LogRecord]] = deque()
+        self._given = 0
+        self._pending: deque[_Waiting] = deque()
         self._busy_since: float | None = None
         self._flush = False
         self._stretch: _Stretch | None = None
@@ -94,12 +109,10 @@ class RecordLog:
 
     def branch(self, record: int, follows: Timeline) -> None:
         """The attempt goes on behind a record that memory held, of the timeline `follows`."""
-        before = self._stretch_before
-        if before is not None and before.last > record:
-            # What lies beyond has its slots filled anew under the same numbers.
-            self._pending = deque(one for one in self._pending if one[1].record <= record)
-            if self._busy_since is not None:
-                self.writer_ended("training has gone back to a step before those that are being logged")
+        # What lies beyond has its slots filled anew under the same numbers.
+        self._pending = deque(one for one in self._pending if one.record.record <= record)
+        if self._busy_since is not None and self._given > record:
+            self.writer_ended("training has gone back to a step before those that are being logged")
         before, self._stretch_before = self._stretch_before, None
         self._branched = record, follows
         if before is not None and before.first - 1 <= record <= before.last:
@@ -144,7 +157,9 @@ class RecordLog:
                 continue
             stretch = self._stretch or _Stretch(number, number, None)
             self._stretch = _Stretch(stretch.first, number, stretch.checkpoint)
-            self._pending.append((self._timeline, record))
+            branched = self._branched
+            follows = branched[1] if branched is not None and branched[0] == number - 1 else self._timeline
+            self._pending.append(_Waiting(self._url, self._timeline, follows, record))
         if len(self._pending) > generation.layout.ring:
             self._pending.clear()
             self._break("the storage does not keep up with the records")
@@ -190,40 +205,45 @@ class RecordLog:
         generation = self._generation
         if self._busy_since is not None or generation is None or not (self._pending or self._flush):
             return
-        timeline = self._pending[0][0] if self._pending else self._timeline
-        assert timeline is not None
-        records = []
-        while self._pending and self._pending[0][0] == timeline:
-            records.append(self._pending.popleft()[1])
+        waiting: list[_Waiting] = []
+        while self._pending and (not waiting or self._pending[0].timeline == waiting[0].timeline):
+            waiting.append(self._pending.popleft())
         try:
-            self._hand_on(generation, timeline, tuple(records))
+            self._hand_on(generation, waiting)
         except (AgentError, OSError) as error:
             self.writer_ended(f"the process that writes records cannot be used: {error}")
 
-    def _hand_on(self, generation: Generation, timeline: Timeline, records: tuple[LogRecord, ...]) -> None:
+    def _hand_on(self, generation: Generation, waiting: list[_Waiting]) -> None:
         flush = self._flush and not self._pending
+        self._flush = self._flush and not flush
+        if waiting:
+            self._open(generation, waiting[0])
+            self._given = waiting[-1].record.record
+        if self._writer is None:
+            return  # there is nothing that could be flushed
+        self._writer.send(Append(tuple(one.record for one in waiting), flush), [])
+        self._busy_since = time.monotonic()
+
+    def _open(self, generation: Generation, first: _Waiting) -> None:
+        """Tell the process, which is started if there is none, what the records from `first` on belong to."""
         if self._writer is None:
             self._opened = None
             self._writer = self._open_writer()
-        if self._opened != (timeline, generation.number):
-            branched = self._branched
-            begins = branched is not None and records and records[0].record == branched[0] + 1
-            opened = OpenLog(
-                url=self._url,
-                node=self._node,
-                spec=generation.spec,
-                generation=generation.number,
-                timeline=timeline,
-                follows=branched[1] if branched is not None and begins else timeline,
-                batch_steps=batch_steps_for(generation.layout, self._asked_steps),
-                batch_bytes=BATCH_BYTES,
-                batch_seconds=_BATCH_SECONDS,
-            )
-            self._writer.send(opened, [generation.slots.fd])
-            self._opened = timeline, generation.number
-        self._writer.send(Append(records, flush), [])
-        self._flush = self._flush and not flush
-        self._busy_since = time.monotonic()
+        if self._opened == (first.timeline, generation.number):
+            return
+        opened = OpenLog(
+            url=first.url,
+            node=self._node,
+            spec=generation.spec,
+            generation=generation.number,
+            timeline=first.timeline,
+            follows=first.follows,
+            batch_steps=batch_steps_for(generation.layout, self._asked_steps),
+            batch_bytes=BATCH_BYTES,
+            batch_seconds=_BATCH_SECONDS,
+        )
+        self._writer.send(opened, [generation.slots.fd])
+        self._opened = first.timeline, generation.number
 
     @property
     def busy(self) -> bool:

@@ -1,0 +1,179 @@
+"""A node's storage tier in one process: generations that a test fills, and writer processes that work when it says so.
+
+What the agent's event loop would see from trainers and processes happens here in the order that a test wants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from memckpt.agent.attempt import Attempt
+from memckpt.agent.generation import Generation
+from memckpt.agent.messages import Append, Commit, GenerationCommit, Message, OpenLog
+from memckpt.errors import AgentGoneError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.records import RecordMeta, SubStep, encode_meta
+from memckpt.writer.records import RecordWriter
+
+
+class Clock(SimpleNamespace):
+    """Stands for the module `time`, where the code under test has it: it goes on when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(now=1000.0)
+
+    def monotonic(self) -> float:
+        return float(self.now)
+
+    perf_counter = time = monotonic
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, slots: int = 3) -> StateSpec:
+    """One small parameter, redone lazily: a ring of `slots` + 2 records."""
+    return StateSpec(
+        params=(ParamSpec(TensorSpec("w", (4,), "float32"), (OwnerSpec(0, 0, ()),), False, 0),),
+        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (1,), 1, False),),
+        static=(),
+        by_value=(),
+        mode="lazy",
+        period=2,
+        slots=slots,
+        local_ranks=local_ranks,
+        world_size=world_size or len(local_ranks),
+    )
+
+
+class Filled:
+    """A generation as trainers fill it. :meth:`close` it, if the agent's parts have not.
+
+    Args:
+        base: the record after which it begins.
+        offset: of the framework's steps to the records.
+    """
+
+    def __init__(self, number: int = 1, spec: StateSpec | None = None, base: int = 0, offset: int = 0) -> None:
+        spec = spec or spec_of()
+        self.offset = offset
+        self.held = Generation(number, spec, held_bytes=0, budget=None, threads=1, notify=lambda message: None)
+        self._ring = SlotRing(self.held.slots, self.held.layout, number)
+        for rank in spec.local_ranks:
+            self.held.start(rank, GenerationCommit(number, base, base + offset, b"state"))
+        self.newest = base
+
+    def open(self, record: int, value: float) -> None:
+        """Begin to fill a record's slot."""
+        for rank in self.held.spec.local_ranks:
+            self._ring.open_for_writing(record, rank)
+        layout = self.held.layout
+        start = layout.slot_offset(record) + layout.gradient_offset(0, 0, 0)
+        self.held.slots.map[start : start + 16] = struct.pack("4f", *[value] * 4)
+
+    def commit(self, record: int | None = None, value: float = 0.0, ranks: Sequence[int] | None = None) -> int:
+        """Have ranks (None: all of the node) commit a record; None: the next one. Returns its number."""
+        record = self.newest + 1 if record is None else record
+        self.open(record, value)
+        spec, number = self.held.spec, self.held.number
+        meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),), (), repr(value).encode()))
+        for rank in spec.local_ranks if ranks is None else ranks:
+            self._ring.seal(record, rank)
+            leads = rank == spec.local_ranks[0]
+            state = f"{rank} {value!r}".encode()
+            self.held.commit(rank, Commit(number, record, record + self.offset, state, meta if leads else b""))
+        self.newest = record
+        return record
+
+    def settle(self, record: int) -> None:
+        """A new attempt goes on behind a record."""
+        self.held.settle(record)
+        self.newest = record
+
+    def close(self) -> None:
+        self.held.close()
+
+
+@dataclass
+class Steps(Attempt):
+    """An attempt of which only the newest record is asked."""
+
+    at: int = 0
+
+    @property
+    def newest_record(self) -> int:
+        return self.at
+
+
+@dataclass
+class Process:
+    """Stands for a writer process: keeps what it is sent.
+
+    Attributes:
+        received, ended: where its answers go, and the reason of its end.
+        closed: whether it has been ended.
+        broken: whether nothing can be sent to it.
+    """
+
+    received: Callable[[Any], None] = lambda message: None
+    ended: Callable[[str], None] = lambda reason: None
+    sent: deque[Any] = field(default_factory=deque)
+    closed: bool = False
+    broken: bool = False
+
+    def send(self, message: Message, fds: Sequence[int]) -> None:
+        if self.broken or self.closed:
+            raise AgentGoneError("the connection is closed")
+        self.sent.append(message)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class RecordsProcess(Process):
+    """The one that writes records: it does its work in :meth:`work`, as late as a test wants."""
+
+    def __init__(self, received: Callable[[Any], None], ended: Callable[[str], None] = lambda reason: None) -> None:
+        super().__init__(received, ended)
+        self._writer: RecordWriter | None = None
+        self._fds: deque[int] = deque()
+
+    def send(self, message: Message, fds: Sequence[int]) -> None:
+        super().send(message, fds)
+        self._fds.extend(os.dup(fd) for fd in fds)
+
+    def work(self) -> bool:
+        """Take the oldest message and answer it; False if there is none: then what is due by the clock is written."""
+        if not self.sent:
+            if self._writer is not None:
+                self._writer.write_if_due()
+            return False
+        message = self.sent.popleft()
+        if isinstance(message, OpenLog):
+            lost = self._writer.close() if self._writer is not None else ""
+            self._writer = RecordWriter(message, Region.open(self._fds.popleft()), lost)
+            return self.work()
+        assert isinstance(message, Append)
+        assert self._writer is not None
+        self.received(self._writer.append(message))
+        return True
+
+    def close(self) -> None:
+        """It is killed: what it has not written is lost."""
+        super().close()
+        self.sent.clear()
+        while self._fds:
+            with contextlib.suppress(OSError):
+                os.close(self._fds.popleft())
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close(write=False)
