@@ -45,6 +45,8 @@ class Schedule:
         self._began = time.monotonic()
         self._copy_seconds = self._cost_seconds = 0.0
         self._preempted_until = float("-inf")
+        #: Whether records are chosen by what the first rank's node announces.
+        self._by_announcement = False
         self._announced: int | None = None
         self._looked_at = float("-inf")
 
@@ -107,6 +109,7 @@ class Schedule:
             return None
         ahead = attempt.newest_record + lead
         here = alone(generation)
+        self._by_announcement = config.every_steps is None and not here
         if config.every_steps is not None and not (here and (self.at_once or unbased)):
             # A record's number may differ from the framework's step; the difference stays while training runs.
             newest = max(generation.committed.values())
@@ -175,5 +178,6 @@ class Schedule:
         if last is None or steps is None or seconds is None:
             return None
         # Twice the last time: storage is not always as fast.
-        writing = math.ceil((self._copy_seconds + 2 * last.seconds) / max(seconds, 1e-6)) + lead
+        delay = self._copy_seconds + 2 * last.seconds + (_ANNOUNCE_SECONDS if self._by_announcement else 0.0)
+        writing = math.ceil(delay / max(seconds, 1e-6)) + lead
         return math.ceil(steps) + writing
