@@ -40,16 +40,16 @@ class Clock(SimpleNamespace):
         self.now += seconds
 
 
-def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, slots: int = 3) -> StateSpec:
-    """One small parameter, redone lazily: a ring of `slots` + 2 records."""
+def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, dtype: str = "float32") -> StateSpec:
+    """One small parameter, redone lazily: a ring of 5 records."""
     return StateSpec(
-        params=(ParamSpec(TensorSpec("w", (4,), "float32"), (OwnerSpec(0, 0, ()),), False, 0),),
+        params=(ParamSpec(TensorSpec("w", (4,), dtype), (OwnerSpec(0, 0, ()),), False, 0),),
         optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (1,), 1, False),),
         static=(),
         by_value=(),
         mode="lazy",
         period=2,
-        slots=slots,
+        slots=3,
         local_ranks=local_ranks,
         world_size=world_size or len(local_ranks),
     )

@@ -34,7 +34,7 @@ class Node:
         self.filled = Filled()
         self.processes: list[RecordsProcess] = []
         self.failing: Exception | None = None
-        self.log = RecordLog("n", self._start)
+        self.log = RecordLog("n", self._start, lambda: None)
         self.timeline = T1
         self.configure(self.here, T1)
 

@@ -48,7 +48,7 @@ class LogMachine(RuleBasedStateMachine):
         self.url = self.urls[0]
         self.down = False
         self.processes: list[RecordsProcess] = []
-        self.log = RecordLog("n", self._start)
+        self.log = RecordLog("n", self._start, lambda: None)
         self.values: Iterator[int] = itertools.count(1)
         #: Of each timeline the value of every record on the way to its newest one.
         self.trained: dict[Timeline, dict[int, float]] = {}

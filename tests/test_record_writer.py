@@ -29,7 +29,7 @@ class Agent:
     def __init__(self, url: str) -> None:
         self._filled = Filled()
         self._process = Process()
-        self._log = RecordLog("n", lambda: cast("WriterProcess", self._process))
+        self._log = RecordLog("n", lambda: cast("WriterProcess", self._process), lambda: None)
         self._log.configure(url, 4, 60.0, Timeline(1, "a"))
 
     def commits(self) -> list[tuple[Message, list[int]]]:

@@ -88,6 +88,25 @@ def test_a_training_run_gives_its_state_away_and_goes_on(
     assert differences(until_then.outcome["parameters"], outcome(training)["parameters"]) == []
 
 
+def test_whoever_asked_a_trainer_that_dies_gets_what_it_left(lab: Lab, tmp_path: Path) -> None:
+    child, _ = lab.begin(PLAIN, config("lazy"), actions={("forward", 9): lambda control: signal.pause()})
+    address = AgentAddress.of(lab.run_dir)
+    until(lambda: (status := ask_status(address)) is not None and status.step == 8)
+    sock = address.connect()
+    assert sock is not None
+    channel = Channel(sock)
+    channel.send(SaveTo(str(tmp_path / "beside")))
+    channel.send(StatusRequest())
+    assert isinstance(channel.receive(10)[0], Status)
+    kill_and_wait(child.pid)
+    answer = channel.receive(60)[0]
+    channel.close()
+    assert isinstance(answer, Saved), answer
+    assert answer.step == 8
+    assert [one.step for one in read_catalog(LocalStore(tmp_path / "beside")).complete] == [8]
+    lab.stop()
+
+
 def test_what_a_dead_trainer_left_is_exported_from_memory(lab: Lab, tmp_path: Path) -> None:
     lab.train(PLAIN, config("lazy"), actions={("backward", 9): kill_self})
     invoke("export", lab.run_dir, "--from", "memory", "--to", tmp_path / "state.pt")

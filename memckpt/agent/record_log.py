@@ -68,6 +68,7 @@ class RecordLog:
     Args:
         node: this node's name.
         open_writer: starts the process that writes records.
+        broken: called when storage could produce what is logged, and cannot go on with it: there is a hole.
 
     Attributes:
         taken: the newest record that has been copied out of its slot.
@@ -75,9 +76,10 @@ class RecordLog:
         alarm: why there was a hole; empty once records are being written again.
     """
 
-    def __init__(self, node: str, open_writer: Callable[[], WriterProcess]) -> None:
+    def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
         self._node = node
         self._open_writer = open_writer
+        self._broken = broken
         self._writer: WriterProcess | None = None
         self._url = ""
         self._asked_steps: int | None = None
@@ -196,7 +198,10 @@ class RecordLog:
     def _break(self, reason: str) -> None:
         if self._stretch is not None:
             _log.warning("the log has a hole behind record %d: %s", self._stretch.last, reason)
+        based = self.based
         self._stretch = self._stretch_before = None
+        if based:
+            self._broken()
 
     # The process
 

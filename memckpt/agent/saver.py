@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -78,7 +79,9 @@ class Saver:
         self._tell = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
         self._snapshots = Snapshots(order, self._save_snapshot, self._again)
-        self._log = RecordLog(node, lambda: start_writer("records", self._records_said, self._records_ended))
+        self._log = RecordLog(
+            node, lambda: start_writer("records", self._records_said, self._records_ended), self._log_broken
+        )
         self._schedule = Schedule(self._announce, self._look)
         self._config: StorageConfig | None = None
         self._url = ""
@@ -93,7 +96,7 @@ class Saver:
         self._alarm = ""
         self._retry_at = float("-inf")
         #: Where, and for whom, somebody wants a checkpoint of their own.
-        self._asked: tuple[str, Done] | None = None
+        self._asked: deque[tuple[str, Done]] = deque()
         #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
 
@@ -142,8 +145,8 @@ class Saver:
             self._log_records(generation)
         if self._snapshots.busy or self._jobs.busy:
             return
-        if self._asked is not None:
-            (url, done), self._asked = self._asked, None
+        if self._asked:
+            url, done = self._asked.popleft()
             self._begin_snapshot(generation, attempt.newest_record + self._snapshots.lead, url, done)
             return
         # Without a checkpoint to redo it on, the log is of no use yet.
@@ -211,7 +214,7 @@ class Saver:
         if done == self._checkpoint_done:
             self._schedule.again()
         else:
-            self._asked = url, done
+            self._asked.appendleft((url, done))
 
     def snapshot_taken(self, rank: int, message: SnapshotTaken) -> None:
         """A trainer has copied its part of a snapshot, or could not."""
@@ -240,9 +243,7 @@ class Saver:
         )
         if snapshot.done == self._checkpoint_done:
             self._schedule.copied(snapshot.seconds)
-        regions = _with_static(generation, [snapshot.region, snapshot.region])
-        waited = snapshot.done != self._checkpoint_done
-        self._jobs.submit(Job(save, regions, snapshot.region, self._schedule.limit_seconds, snapshot.done, waited))
+        self._submit(generation, save, [snapshot.region, snapshot.region], snapshot.region, snapshot.done)
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -283,17 +284,14 @@ class Saver:
         # The node with the parameters may stand one record before or behind: save what it may need of us.
         for record in reversed(records):
             save = self._describe(generation, record, "ring", self._url)
-            regions = _with_static(generation, [generation.slots])
-            self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, self._checkpoint_done))
+            self._submit(generation, save, [generation.slots], None, self._checkpoint_done)
         return None
 
     def _save_still(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Save from the replica, or the ring, while no trainer changes it."""
         if generation.replica is None:
             save = self._describe(generation, record, "ring", url, metas=generation.metas_for(record))
-            regions = _with_static(generation, [generation.slots])
-            waited = done != self._checkpoint_done
-            self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, done, waited))
+            self._submit(generation, save, [generation.slots], None, done)
             return
         try:
             generation.replica.advance_to(record)
@@ -306,8 +304,7 @@ class Saver:
         layout = generation.layout
         base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        regions = _with_static(generation, [generation.replica_region, generation.slots])
-        self._jobs.submit(Job(save, regions, None, self._schedule.limit_seconds, done, done != self._checkpoint_done))
+        self._submit(generation, save, [generation.replica_region, generation.slots], None, done)
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -320,14 +317,23 @@ class Saver:
         """
         if 0 not in generation.spec.local_ranks:
             done(SaveFailed(0, "this node does not hold the parameters; ask the node of rank 0"))
-        elif self._asked is not None:
+        elif self._asked:
             done(SaveFailed(0, "somebody else is waiting for the same; try again"))
-        elif training:
-            self._asked = url, done  # from the next commit on
-        elif records := _standing_still(generation):
-            self._save_still(generation, records[-1], url, done)
         else:
-            done(SaveFailed(0, "no step can be produced from memory"))
+            self._asked.append((url, done))  # from the next commit on
+            if not training:
+                self.save_asked(generation)
+
+    def save_asked(self, generation: Generation) -> None:
+        """No trainer runs: whoever has asked for the state gets what stands still."""
+        if self._snapshots.for_whom not in (None, self._checkpoint_done):
+            self._snapshots.drop(again=True)  # its order has died with the trainers
+        while self._asked:
+            url, done = self._asked.popleft()
+            if records := _standing_still(generation):
+                self._save_still(generation, records[-1], url, done)
+            else:
+                done(SaveFailed(0, "no step can be produced from memory"))
 
     def retry_later(self) -> None:
         """What is held could not be saved: let :meth:`patience` end once more, after a while."""
@@ -392,6 +398,15 @@ class Saver:
             threads=self._threads,
         )
 
+    def _submit(
+        self, generation: Generation, save: Save, regions: list[Region], own: Region | None, done: Done
+    ) -> None:
+        """Have it written; arguments as for a job."""
+        if generation.static is not None:
+            regions = [*regions, generation.static]
+        waited_for = done != self._checkpoint_done
+        self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
+
     def _checkpoints_said(self, message: Message) -> None:
         match message:
             case Saved() | SaveFailed():
@@ -428,12 +443,14 @@ class Saver:
             raise AgentError(f"it sent an unexpected {type(message).__name__}")
         before = self._log.written
         self._log.appended(message)
-        if message.hole and self._schedule.preempted:
-            self._schedule.at_once = True  # what was to be flushed is not there
         written = self._log.written
         if written is not None and written != before and self._log.based:
             self._tell(Logged(written[1], written[0]))
         self._end_flushing()
+
+    def _log_broken(self) -> None:
+        """The log has a hole. In a grace period it was to be flushed: then a checkpoint takes its place."""
+        self._schedule.at_once = self._schedule.at_once or self._schedule.preempted
 
     def _records_ended(self, reason: str) -> None:
         """That process is gone."""
@@ -495,10 +512,6 @@ class Saver:
             logged=self._log.taken,
             loses_at_most=at_most,
         )
-
-
-def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:
-    return [*regions, generation.static] if generation.static is not None else regions
 
 
 def _standing_still(generation: Generation) -> list[int]:

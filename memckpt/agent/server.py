@@ -160,6 +160,8 @@ class Agent:
 
     def _look_at_clock(self) -> None:
         self._saver.look_at_clock()
+        if self._lonely_since is not None and self._held is not None:
+            self._saver.save_asked(self._held)
         if self._must_save_alone and self._saver.patience(self._lonely_since or 0.0) <= 0:
             self._save_held()
         if self._leaving_when_saved is not None and not self._saver.saving:

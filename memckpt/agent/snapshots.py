@@ -66,6 +66,11 @@ class Snapshots:
     def busy(self) -> bool:
         return self._current is not None
 
+    @property
+    def for_whom(self) -> Done | None:
+        """Who is told of the one that is being taken; None while none is."""
+        return self._current.done if self._current is not None else None
+
     def begin(self, generation: Generation, record: int, url: str, done: Done) -> bool:
         """Have the state after `record` copied; False if that record has passed.
 
