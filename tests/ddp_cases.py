@@ -58,6 +58,7 @@ class Job:
         wait_at: the step after which ranks wait until something is in storage.
         die_when_stored: rank 0 dies as soon as it has been told that something is there.
         slow_rank: one that has more to do than the others.
+        by_hand: (rank, step) where a rank changes a large buffer of its own, which nobody expects to change.
     """
 
     directory: Path
@@ -74,6 +75,7 @@ class Job:
     wait_at: int | None = None
     die_when_stored: bool = False
     slow_rank: int | None = None
+    by_hand: Sequence[tuple[int, int]] = ()
     last_step: int = STEPS
 
     def result(self, rank: int) -> Path:
@@ -83,7 +85,9 @@ class Job:
 class Net(nn.Module):
     """Something of everything that DDP treats in its own way: buffers, a layer that is used now and then."""
 
-    def __init__(self, with_unused: bool) -> None:
+    table: torch.Tensor
+
+    def __init__(self, with_unused: bool, with_table: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(16, 96)
         self.norm = nn.BatchNorm1d(96)
@@ -91,6 +95,8 @@ class Net(nn.Module):
         self.middle = nn.Linear(96, 96)
         self.now_and_then = nn.Linear(96, 96) if with_unused else None
         self.last = nn.Linear(96, 4)
+        if with_table:
+            self.register_buffer("table", torch.zeros(1 << 15))  # too large to be copied with every record
 
     def forward(self, x: torch.Tensor, use_all: bool) -> torch.Tensor:
         x = self.drop(torch.relu(self.norm(self.first(x))))
@@ -127,7 +133,7 @@ def train(job: Job, rank: int) -> None:
         print(error)
         os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
-    net = Net(with_unused=bool(job.ddp.get("find_unused_parameters")))
+    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand))
     model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -166,6 +172,8 @@ def train(job: Job, rank: int) -> None:
             if job.hang == rank:
                 signal.pause()
             raise
+        if (rank, step) in job.by_hand:
+            net.table += rank + 1
         at(step, "stepped")
         if session is not None:
             assert session.commit()

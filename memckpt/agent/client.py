@@ -115,6 +115,9 @@ class AgentClient:
 
     def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
         self.channel.send(message, timeout=self._config.start_seconds)
+        return self._answer(expected)
+
+    def _answer(self, expected: type) -> tuple[Message, list[int]]:
         while True:
             answer, fds = self.channel.receive(self._config.start_seconds)
             if isinstance(answer, Refused):
@@ -169,11 +172,15 @@ class AgentClient:
         self.applied = max(self.applied, answer.record)
         return PreparedRegions(answer, [Region.open(fd) for fd in fds])
 
-    def ask_for_generation(self, record: int, reason: str) -> int:
-        """Have all local ranks begin a new generation; returns after which record."""
-        answer, _ = self._request(NeedGeneration(record, reason), Begin)
-        assert isinstance(answer, Begin)
-        return answer.record
+    def ask_for_generation(self, record: int, reason: str) -> Begin:
+        """Have all local ranks begin a new generation, after `record` or later; returns the order that they all get."""
+        order, _ = self._request(NeedGeneration(record, reason), Begin)
+        assert isinstance(order, Begin)
+        while order.record < record:  # the answer to an earlier question, which another rank's order had met
+            self._notices.append(order)
+            order, _ = self._answer(Begin)
+            assert isinstance(order, Begin)
+        return order
 
     def send(self, message: Message) -> None:
         """Send one of the messages that have no answer. Raises AgentGoneError if the agent is gone."""

@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, Timeline
 from memckpt.storage.format import Part
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -52,7 +52,7 @@ class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Allocate for a new generation with this layout. Every local rank sends the same one.
+    """Allocate for a new generation with this layout, to begin after `record`. Every local rank sends the same one.
 
     `discard` says that what is held is not wanted and may go first.
     """
@@ -62,6 +62,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     threads: int
     memory_budget_bytes: int | None
     discard: bool
+    record: int
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -144,10 +145,14 @@ class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Order to all local ranks: begin a new generation after `record`."""
+    """Order to all local ranks: begin a new generation after `record`.
+
+    `changing`: tensors that some rank has seen to change; all of them copy these with every record from then on.
+    """
 
     record: int
     reason: str
+    changing: frozenset[str] = frozenset()
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):

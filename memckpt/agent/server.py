@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.attempt import Attempt, Member
+from memckpt.agent.building import Building
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.control import relieve
 from memckpt.agent.generation import Generation, branch_off
@@ -51,7 +52,7 @@ from memckpt.agent.messages import (
 )
 from memckpt.agent.saver import Saver
 from memckpt.agent.writer_process import WriterProcess
-from memckpt.errors import AgentError, MemckptError, RunBusyError
+from memckpt.errors import AgentError, RunBusyError
 from memckpt.state.layout import first_difference
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
@@ -88,10 +89,9 @@ class Agent:
         self._attempt: Attempt | None = None
         self._past_nonces: set[str] = set()
         self._held: Generation | None = None
-        self._building: Generation | None = None
+        self._building = Building(self.notify, self._make_room)
         self._resumed_to: int | None = None
         self._history: tuple[Branch, ...] = ()
-        self._generations = 0
         self._max_drift = 0.0
         self._leaving: str | None = None
         self._started = time.monotonic()
@@ -204,7 +204,7 @@ class Agent:
         self._stop_answering()
         self._saver.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
-        for generation in (self._held, self._building):
+        for generation in (self._held, self._building.generation):
             if generation is not None:
                 generation.close()
         self._connections.close(Leaving())
@@ -330,7 +330,7 @@ class Agent:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
     def _generation(self, number: int) -> Generation | None:
-        for generation in (self._held, self._building):
+        for generation in (self._held, self._building.generation):
             if generation is not None and generation.number == number:
                 return generation
         return None
@@ -378,10 +378,9 @@ class Agent:
         if self._held is None or self._held.spec.world_size == hello.world_size:
             self._saver.abort()
         self._saved_alone = False
-        if self._building is not None:
+        if self._building.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
-            self._building.close()
-            self._building = None
+        self._building.forget()
         self._attempt = Attempt.of(hello)
         self._resumed_to = None
 
@@ -396,43 +395,32 @@ class Agent:
     def _prepare(self, connection: Connection, message: Prepare) -> None:
         if message.discard:
             self._let_go_of_held()
-        building = self._building
         assert connection.member is not None
-        # Ranks prepare one after the other: the first may have written its part before the last one asks.
-        if building is None or building.spec != message.spec or building.started_by(connection.member.rank):
-            if building is not None:
-                building.close()
-                self._building = None
-            self._building = self._allocate(message)
-            if not self._history or self._history[-1].timeline != message.timeline:
-                self._history = (Branch(message.timeline, None),) if self._held is None else self._history
-        assert self._building is not None
-        self._send_regions(connection, Prepared(self._building.number, self._building.spec), self._building)
-
-    def _allocate(self, message: Prepare) -> Generation:
-        self._generations += 1
+        rank = connection.member.rank
+        differing = self._building.ask(rank, message)
+        if differing is not None:
+            self._bring_together(message.record, differing)
         held = self._held.nbytes if self._held is not None else 0
+        generation, fresh = self._building.allocate(rank, message, held)
+        if fresh and (not self._history or self._history[-1].timeline != message.timeline):
+            self._history = (Branch(message.timeline, None),) if self._held is None else self._history
+        self._send_regions(connection, Prepared(generation.number, generation.spec), generation)
 
-        def make(held_bytes: int) -> Generation:
-            return Generation(
-                self._generations,
-                message.spec,
-                held_bytes=held_bytes,
-                budget=message.memory_budget_bytes,
-                threads=message.threads,
-                notify=self.notify,
-            )
+    def _bring_together(self, record: int, differing: frozenset[str]) -> None:
+        """Local ranks are about to begin generations that differ: none can be complete, so that another one follows.
 
-        try:
-            return make(held)
-        except MemckptError as error:
-            if self._held is None:
-                raise
-            # Two generations do not fit: protection lapses until the new one is complete, and that is said.
-            _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
-            self._let_go_of_held()
-            self._tell_members(Gap(str(error)))
-            return make(0)
+        The rank that has just asked waits for its answer, and no other one gets past the next record without it.
+        """
+        names = ", ".join(sorted(differing))
+        if differing:
+            _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
+            self._tell_members(Begin(record + 1, f"another rank has seen {names} change", differing))
+        else:
+            self._tell_members(Gap("the ranks of this node differ in their parameters or optimizers"))
+
+    def _make_room(self, reason: str) -> None:
+        self._let_go_of_held()
+        self._tell_members(Gap(reason))
 
     def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
         self._connections.answer(connection, message, [region.fd for region in generation.regions])
@@ -473,9 +461,10 @@ class Agent:
         generation = self._generation(message.generation)
         if generation is None:
             return
-        if generation.start(member.rank, message) and generation is self._building:
+        if generation.start(member.rank, message) and generation is self._building.generation:
             self._let_go_of_held()
-            self._held, self._building = generation, None
+            self._held = generation
+            self._building.take()
             _log.info("generation %d is complete after record %d", generation.number, message.record)
             self._tell_members(Protected(generation.number, message.record))
 
@@ -503,7 +492,7 @@ class Agent:
             committed=tuple(sorted(held.committed.items())) if held is not None else (),
             applied=replica.applied if replica is not None else None,
             step=held.newest_step() if held is not None else None,
-            held_bytes=sum(g.nbytes for g in (self._held, self._building) if g is not None),
+            held_bytes=sum(g.nbytes for g in (self._held, self._building.generation) if g is not None),
             generation=held.number if held is not None else 0,
             max_drift_ulp=self._max_drift,
             redo_seconds_per_record=rate,

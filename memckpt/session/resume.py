@@ -103,7 +103,7 @@ class Resumption:
         if isinstance(plan, RestoreStored):
             _log.info("memckpt: resuming from storage: %s", plan.reason)
             record = self._open_stored(tier.open_newest(plan.candidates, spec))
-            ranks.together(lambda: self._prepare(spec, plan.timeline, discard=True))
+            ranks.together(lambda: self._prepare(spec, plan.timeline, record + 1, discard=True))
             return Start(plan.timeline, record + 1, anew=True)
         if tier.problem and resume != "never":
             raise StorageError(
@@ -123,10 +123,10 @@ class Resumption:
         if plan.reason != "resume='never'":
             level = logging.WARNING if plan.discard else logging.INFO
             _log.log(level, "memckpt: starting over: %s", plan.reason)
-        self._prepare(spec, plan.timeline, discard=plan.discard)
+        self._prepare(spec, plan.timeline, 1, discard=plan.discard)
 
-    def _prepare(self, spec: StateSpec, timeline: Timeline, discard: bool) -> None:
-        self._fresh = self._link.prepare(spec, timeline, discard=discard)
+    def _prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool) -> None:
+        self._fresh = self._link.prepare(spec, timeline, record, discard=discard)
 
     def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
         if held_ranks != self._ranks.local_ranks:

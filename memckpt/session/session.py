@@ -78,7 +78,9 @@ class Session:
         self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
         self._rank_state = RankState(self._live)
         self._resumption = Resumption(self._live, self._ranks, self._link, self._staging, config.storage, run_dir)
+        #: After which record a new generation begins, if any is to, and after which the last one did.
         self._generation_after: int | None = None
+        self._began = 0
         self._unprotected_since: int | None = None
         self._retry_at = 0
         self._closed = False
@@ -295,13 +297,19 @@ class Session:
             return f"{changed} has changed and is staged with every record from now on"
         return self._changes.problem
 
-    def _order_generation(self, record: int, reason: str) -> int:
+    def _order_generation(self, record: int, reason: str) -> int | None:
         """When the new generation begins: now if this rank is alone, else after a record that all local ranks reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
         if self._ranks.world_size == 1:
             return record
-        self._generation_after = self._link.client.ask_for_generation(record + 1, reason)
+        self._note_order(self._link.client.ask_for_generation(record + 1, reason))
         return self._generation_after
+
+    def _note_order(self, order: Begin) -> None:
+        """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
+        self._live.growth.changing |= order.changing
+        if order.record > self._began:
+            self._generation_after = order.record
 
     def _change_tap(self, reason: str) -> None:
         self._recorder.tap_mismatch = None
@@ -321,7 +329,7 @@ class Session:
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()
-        writer, commit = self._staging.write_generation(self._regions_for_generation(), point)
+        writer, commit = self._staging.write_generation(self._regions_for_generation(record), point)
         try:
             self._link.client.applied = record
             self._link.send(commit)
@@ -329,7 +337,7 @@ class Session:
             writer.close()
             raise
         self._staging.adopt(writer)
-        self._generation_after = None
+        self._generation_after, self._began = None, record
         self._changes.problem = None
         self._recorder.check.restart()
         if isinstance(self._tap, (ParameterTap, PendingTap)):
@@ -342,13 +350,13 @@ class Session:
         _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
         self._begin_record(record + 1)
 
-    def _regions_for_generation(self) -> PreparedRegions:
+    def _regions_for_generation(self, record: int) -> PreparedRegions:
         spec = self._live.spec(self._request)
         regions = self._resumption.take_regions()
         if regions is not None and regions.message.spec != spec:
             regions.close()
             regions = None
-        return regions or self._link.prepare(spec, self._timeline)
+        return regions or self._link.prepare(spec, self._timeline, record)
 
     # The agent's news, and its loss
 
@@ -356,7 +364,7 @@ class Session:
         self._changes.look_at_commit()
         for notice in self._link.notices():
             if isinstance(notice, Begin):
-                self._generation_after = notice.record
+                self._note_order(notice)
             elif isinstance(notice, Alarm):
                 _log.error("memckpt: %s", notice.reason)
                 self._recorder.fail(notice.reason)
