@@ -16,6 +16,7 @@ from typing import Literal
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
+from memckpt.agent.job_maker import JobMaker, standing_still
 from memckpt.agent.messages import (
     Announced,
     Appended,
@@ -39,7 +40,6 @@ from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import not_loggable
-from memckpt.storage.format import FORMAT_VERSION, Part
 
 _log = logging.getLogger("memckpt.agent")
 #: A trainer that died may be back at once; then memory serves, and nothing need be written.
@@ -78,6 +78,7 @@ class Saver:
         self._failed = failed
         self._tell = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
+        self._making = JobMaker(node, self._submit)
         self._snapshots = Snapshots(order, self._save_snapshot, self._again)
         self._log = RecordLog(
             node, lambda: start_writer("records", self._records_said, self._records_ended), self._log_broken
@@ -85,7 +86,6 @@ class Saver:
         self._schedule = Schedule(self._announce, self._look)
         self._config: StorageConfig | None = None
         self._url = ""
-        self._threads = 1
         self._timeline: Timeline | None = None
         self._mode: StorageMode = "replica"
         self._mode_reason = ""
@@ -105,7 +105,7 @@ class Saver:
         self._config = config
         self._schedule.configure(config)
         self._url = (config.url if config is not None else None) or str(run_dir / "storage")
-        self._threads = threads
+        self._making.configure(config or StorageConfig(), timeline, threads)
         if timeline != self._timeline:
             self._timeline = timeline
             self._schedule.restart()
@@ -232,18 +232,9 @@ class Saver:
             self._snapshots.hurry()
             self._again(snapshot)
             return
-        save = self._describe(
-            generation,
-            snapshot.record,
-            "snapshot",
-            snapshot.url,
-            by_value_base=generation.layout.state_bytes,
-            missing=snapshot.missing,
-            plain=snapshot.plain,
-        )
         if snapshot.done == self._checkpoint_done:
             self._schedule.copied(snapshot.seconds)
-        self._submit(generation, save, [snapshot.region, snapshot.region], snapshot.region, snapshot.done)
+        self._making.of_snapshot(snapshot)
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -264,7 +255,7 @@ class Saver:
         if self._config is None or self._timeline is None or self._jobs.reads_held(self._checkpoint_done):
             return None
         self._snapshots.drop(again=True)
-        records = _standing_still(generation)
+        records = standing_still(generation)
         if not records:
             return None
         if self._saved_record == (self._timeline, records[-1]):
@@ -279,32 +270,12 @@ class Saver:
                 self._end_flushing()  # where the process cannot even be started
                 return None
         if 0 in generation.spec.local_ranks:
-            self._save_still(generation, records[-1], self._url, self._checkpoint_done)
+            self._making.of_held(generation, records[-1], self._url, self._checkpoint_done)
             return None
         # The node with the parameters may stand one record before or behind: save what it may need of us.
         for record in reversed(records):
-            save = self._describe(generation, record, "ring", self._url)
-            self._submit(generation, save, [generation.slots], None, self._checkpoint_done)
+            self._making.of_ring(generation, record, self._url, self._checkpoint_done)
         return None
-
-    def _save_still(self, generation: Generation, record: int, url: str, done: Done) -> None:
-        """Save from the replica, or the ring, while no trainer changes it."""
-        if generation.replica is None:
-            save = self._describe(generation, record, "ring", url, metas=generation.metas_for(record))
-            self._submit(generation, save, [generation.slots], None, done)
-            return
-        try:
-            generation.replica.advance_to(record)
-        except AgentError as error:
-            done(SaveFailed(generation.newest_step() or 0, str(error)))
-            return
-        generation.replica.freeze()
-        missing, plain = generation.replica.describe_state()
-        assert generation.replica_region is not None
-        layout = generation.layout
-        base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
-        save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        self._submit(generation, save, [generation.replica_region, generation.slots], None, done)
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -330,8 +301,8 @@ class Saver:
             self._snapshots.drop(again=True)  # its order has died with the trainers
         while self._asked:
             url, done = self._asked.popleft()
-            if records := _standing_still(generation):
-                self._save_still(generation, records[-1], url, done)
+            if records := standing_still(generation):
+                self._making.of_held(generation, records[-1], url, done)
             else:
                 done(SaveFailed(0, "no step can be produced from memory"))
 
@@ -355,55 +326,7 @@ class Saver:
 
     # The processes that write
 
-    def _describe(
-        self,
-        generation: Generation,
-        record: int,
-        source: Literal["snapshot", "ring"],
-        url: str,
-        *,
-        by_value_base: int = 0,
-        missing: tuple[tuple[int, int, str], ...] = (),
-        plain: bytes = b"",
-        metas: tuple[bytes, ...] = (),
-    ) -> Save:
-        config, spec = self._config or StorageConfig(), generation.spec
-        assert self._timeline is not None
-        step = generation.step_of(record)
-        part = Part(
-            format=FORMAT_VERSION,
-            timeline=self._timeline,
-            record=record,
-            step=step if step is not None else record,
-            world_size=spec.world_size,
-            ranks=spec.local_ranks,
-            node=self._node,
-            full=0 in spec.local_ranks,
-            created=time.time(),
-            content=spec.content(),
-        )
-        return Save(
-            url=url,
-            part=part,
-            spec=spec,
-            source=source,
-            generation=generation.number,
-            rank_states=generation.rank_states(record),
-            keep_last=config.keep_last,
-            keep_every_steps=config.keep_every_steps,
-            by_value_base=by_value_base,
-            missing=missing,
-            plain=plain,
-            metas=metas,
-            threads=self._threads,
-        )
-
-    def _submit(
-        self, generation: Generation, save: Save, regions: list[Region], own: Region | None, done: Done
-    ) -> None:
-        """Have it written; arguments as for a job."""
-        if generation.static is not None:
-            regions = [*regions, generation.static]
+    def _submit(self, save: Save, regions: list[Region], own: Region | None, done: Done) -> None:
         waited_for = done != self._checkpoint_done
         self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
 
@@ -512,10 +435,3 @@ class Saver:
             logged=self._log.taken,
             loses_at_most=at_most,
         )
-
-
-def _standing_still(generation: Generation) -> list[int]:
-    """The records that can be produced while no trainer runs."""
-    if generation.replica is not None:
-        generation.replica.freeze()
-    return generation.reachable()

@@ -1,0 +1,134 @@
+"""What the writer process is told of a state: of a snapshot, or of what stands still in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from memckpt.agent.generation import Generation
+from memckpt.agent.messages import Save, SaveFailed
+from memckpt.agent.snapshots import Snapshot
+from memckpt.agent.writer_jobs import Done
+from memckpt.config import StorageConfig
+from memckpt.errors import AgentError
+from memckpt.memory.region import Region
+from memckpt.state.records import Timeline
+from memckpt.storage.format import FORMAT_VERSION, Part
+
+#: Takes what the process is told, the regions that come along, the one among them that is only there for this, and who
+#: is told what has become of it; as for a job.
+Submit = Callable[[Save, list[Region], "Region | None", Done], None]
+
+
+def standing_still(generation: Generation) -> list[int]:
+    """The records that can be produced while no trainer runs."""
+    if generation.replica is not None:
+        generation.replica.freeze()
+    return generation.reachable()
+
+
+class JobMaker:
+    """Belongs to the agent's event loop.
+
+    Args:
+        node: this node's name.
+        submit: has it written.
+    """
+
+    def __init__(self, node: str, submit: Submit) -> None:
+        self._node = node
+        self._submit = submit
+        self._config = StorageConfig()
+        self._timeline: Timeline | None = None
+        self._threads = 1
+
+    def configure(self, config: StorageConfig, timeline: Timeline, threads: int) -> None:
+        """What the attempt's configuration says."""
+        self._config, self._timeline, self._threads = config, timeline, threads
+
+    def of_snapshot(self, snapshot: Snapshot) -> None:
+        """A checkpoint of one that is whole; its region goes along."""
+        generation = snapshot.generation
+        save = self._describe(
+            generation,
+            snapshot.record,
+            "snapshot",
+            snapshot.url,
+            by_value_base=generation.layout.state_bytes,
+            missing=snapshot.missing,
+            plain=snapshot.plain,
+        )
+        regions = [snapshot.region, snapshot.region]
+        self._submit(save, _with_static(generation, regions), snapshot.region, snapshot.done)
+
+    def of_ring(self, generation: Generation, record: int, url: str, done: Done, metas: tuple[bytes, ...] = ()) -> None:
+        """A checkpoint of a record in the ring, which stands still; `metas`: what to redo, where parameters belong."""
+        save = self._describe(generation, record, "ring", url, metas=metas)
+        self._submit(save, _with_static(generation, [generation.slots]), None, done)
+
+    def of_held(self, generation: Generation, record: int, url: str, done: Done) -> None:
+        """A checkpoint of the replica, or of the ring, while no trainer changes it."""
+        if generation.replica is None:
+            self.of_ring(generation, record, url, done, generation.metas_for(record))
+            return
+        try:
+            generation.replica.advance_to(record)
+        except AgentError as error:
+            done(SaveFailed(generation.newest_step() or 0, str(error)))
+            return
+        generation.replica.freeze()
+        missing, plain = generation.replica.describe_state()
+        assert generation.replica_region is not None
+        layout = generation.layout
+        base = layout.slot_offset(record) + layout.by_value_base(generation.spec.local_ranks[0])
+        save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
+        regions = [generation.replica_region, generation.slots]
+        self._submit(save, _with_static(generation, regions), None, done)
+
+    def _describe(
+        self,
+        generation: Generation,
+        record: int,
+        source: Literal["snapshot", "ring"],
+        url: str,
+        *,
+        by_value_base: int = 0,
+        missing: tuple[tuple[int, int, str], ...] = (),
+        plain: bytes = b"",
+        metas: tuple[bytes, ...] = (),
+    ) -> Save:
+        config, spec = self._config, generation.spec
+        assert self._timeline is not None
+        step = generation.step_of(record)
+        part = Part(
+            format=FORMAT_VERSION,
+            timeline=self._timeline,
+            record=record,
+            step=step if step is not None else record,
+            world_size=spec.world_size,
+            ranks=spec.local_ranks,
+            node=self._node,
+            full=0 in spec.local_ranks,
+            created=time.time(),
+            content=spec.content(),
+        )
+        return Save(
+            url=url,
+            part=part,
+            spec=spec,
+            source=source,
+            generation=generation.number,
+            rank_states=generation.rank_states(record),
+            keep_last=config.keep_last,
+            keep_every_steps=config.keep_every_steps,
+            by_value_base=by_value_base,
+            missing=missing,
+            plain=plain,
+            metas=metas,
+            threads=self._threads,
+        )
+
+
+def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:
+    return [*regions, generation.static] if generation.static is not None else regions
