@@ -280,6 +280,35 @@ def test_a_flush_of_nothing_ends_at_once(node: Node) -> None:
     assert not node.log.busy
 
 
+def test_a_checkpoint_of_the_record_that_its_attempt_began_behind_is_no_base_for_others_that_go_back_there(
+    node: Node,
+) -> None:
+    """It is stored under its own attempt, and theirs follow the one that made the record."""
+    node.train(3)
+    node.resume(T2, 3, T1)
+    node.checkpoint(3)
+    node.train(5)
+    assert node.log.based
+    node.resume(T3, 3, T1)
+    assert not node.log.based
+    node.train(6)
+    node.flush()
+    assert newest(node.here) == (T2, 5)
+
+
+def test_it_is_one_for_others_that_go_on_behind_it(node: Node) -> None:
+    node.train(3)
+    node.resume(T2, 3, T1)
+    node.checkpoint(3)
+    node.train(5)
+    node.resume(T3, 4, T2)
+    node.train(6)
+    node.flush()
+    assert node.log.covers(6)
+    assert newest(node.here) == (T3, 6)
+    assert gradients(node.here, T3, 6) == [value_of(T2, 4), value_of(T3, 5), value_of(T3, 6)]
+
+
 # Processes that fail
 
 

@@ -40,13 +40,13 @@ def batch_steps_for(layout: Layout, asked: int | None) -> int:
 class _Stretch:
     """Records `first` to `last`, collected without a hole.
 
-    `checkpoint` is the newest that storage has of the records ``first - 1`` to `last`; without one the stretch is of
-    no use yet.
+    `checkpoint` is the newest that storage has of the records ``first - 1`` to `last`, with the timeline that it is
+    stored under; without one the stretch is of no use yet.
     """
 
     first: int
     last: int
-    checkpoint: int | None
+    checkpoint: tuple[int, Timeline] | None
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,11 @@ class RecordLog:
         before, self._stretch_before = self._stretch_before, None
         self._branched = record, follows
         if before is not None and before.first - 1 <= record <= before.last:
-            reached = before.checkpoint is not None and before.checkpoint <= record
-            self._stretch = _Stretch(before.first, record, before.checkpoint if reached else None)
+            known = before.checkpoint
+            # An attempt may have stored the very record that it began behind. That is under its own name, where
+            # another one that goes back to this record is not looked for.
+            reached = known is not None and (known[0] < record or known == (record, follows))
+            self._stretch = _Stretch(before.first, record, known if reached else None)
 
     # What is collected
 
@@ -139,8 +142,8 @@ class RecordLog:
     def checkpoint_saved(self, record: int) -> None:
         """Storage has a checkpoint of this attempt."""
         stretch = self._stretch
-        if stretch is not None and stretch.first - 1 <= record <= stretch.last:
-            self._stretch = _Stretch(stretch.first, stretch.last, record)
+        if stretch is not None and self._timeline is not None and stretch.first - 1 <= record <= stretch.last:
+            self._stretch = _Stretch(stretch.first, stretch.last, (record, self._timeline))
 
     def collect(self, generation: Generation) -> None:
         """Note the records that all local ranks have committed since the last call, and hand them on."""
