@@ -59,6 +59,7 @@ class Job:
         die_when_stored: rank 0 dies as soon as it has been told that something is there.
         slow_rank: one that has more to do than the others.
         by_hand: (rank, step) where a rank changes a large buffer of its own, which nobody expects to change.
+        own_tables: whether each rank begins with other values in that buffer.
     """
 
     directory: Path
@@ -76,6 +77,7 @@ class Job:
     die_when_stored: bool = False
     slow_rank: int | None = None
     by_hand: Sequence[tuple[int, int]] = ()
+    own_tables: bool = False
     last_step: int = STEPS
 
     def result(self, rank: int) -> Path:
@@ -133,8 +135,10 @@ def train(job: Job, rank: int) -> None:
         print(error)
         os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
-    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand))
+    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables)
     model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
+    if job.own_tables:
+        net.table.fill_(rank + 1 if job.number == 0 else -1.0)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if job.hook == "before":

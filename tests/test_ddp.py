@@ -17,7 +17,7 @@ _references: dict[Any, list[Any]] = {}
 
 def reference(lab: Lab, job: Job) -> list[Any]:
     """The same training undisturbed, without memckpt."""
-    key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate, job.by_hand)
+    key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate, job.by_hand, job.own_tables)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
         assert run(lab, undisturbed) == [0] * job.world_size

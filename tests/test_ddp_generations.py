@@ -52,6 +52,19 @@ def test_a_few_records_later_all_ranks_are_protected_again(
     survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 9, "forward")], [9])
 
 
+@PLACES
+def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str, nodes: bool) -> None:
+    job = Job(
+        fresh_directory(lab),
+        lab.run_dir,
+        config(redo),
+        nodes=nodes,
+        own_tables=True,
+        ddp={"broadcast_buffers": False},
+    )
+    survives(lab, job, [Death("all", 5, "forward")], [5])
+
+
 def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

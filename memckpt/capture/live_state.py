@@ -118,6 +118,15 @@ class LiveState:
                     known.add(id(tensor))
         return named
 
+    def large_buffers(self) -> dict[str, torch.Tensor]:
+        """Buffers that are not copied with every record unless they are seen to change."""
+        params = {id(param) for param in self.model.parameters()}
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if id(tensor) not in params and not tensor.requires_grad and tensor.nbytes > SMALL_BYTES
+        }
+
     def buffer_holders(self) -> dict[str, tuple[nn.Module, str]]:
         """Where each buffer hangs: user code may put another tensor in its place at any time."""
         holders: dict[str, tuple[nn.Module, str]] = {}

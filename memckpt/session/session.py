@@ -24,6 +24,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
 from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
 from memckpt.errors import AgentGoneError, MemckptError, UnsupportedError, UsageError
+from memckpt.recovery.restore import replica_digest
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_redo, choose_tap
 from memckpt.session.link import AgentLink
@@ -97,6 +98,7 @@ class Session:
             self.caveats.append(
                 "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
             )
+        self._live.growth.changing |= self._ranks_own_buffers()
         self._request = self._request_for(self.mode)
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap, self.tap_reason, caveats = choose_tap(
@@ -121,6 +123,14 @@ class Session:
         own = choose_redo(self._config, self._live, self._device, len(self._ranks.local_ranks))
         modes = self._ranks.gather(own)
         return next((each for each in modes if each[0] == "lazy"), own)
+
+    def _ranks_own_buffers(self) -> set[str]:
+        """Large buffers in which ranks differ. Of what is static a node holds one copy only, so these are not."""
+        if self._ranks.world_size == 1:
+            return set()
+        own = {name: replica_digest([tensor], []) for name, tensor in self._live.large_buffers().items()}
+        everybody = self._ranks.gather(own)
+        return {name for name, digest in own.items() if any(each.get(name) != digest for each in everybody)}
 
     def _request_for(self, mode: RedoMode) -> SpecRequest:
         return SpecRequest(
