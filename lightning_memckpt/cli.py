@@ -23,8 +23,8 @@ class MemCheckpointCLI(LightningCLI):
         python train.py fit --run_dir runs/my-run --resume never     # starts over
         python train.py fit --run_dir runs/my-run --memckpt.redo lazy --memckpt.storage.every_steps 500
 
-    ``--memckpt`` is a MemckptConfig: the flags below it are its fields. Without ``--run_dir`` nothing is protected,
-    unless a MemCheckpoint stands in ``trainer.callbacks``: then ``--resume`` is given to that one.
+    ``--memckpt`` is a MemckptConfig: the flags below it are its fields. Without ``--run_dir`` and MEMCKPT_RUN_DIR
+    nothing is protected, unless a MemCheckpoint stands in ``trainer.callbacks``: then ``--resume`` goes to that one.
 
     A file that the CLI has written for an earlier attempt (``config.yaml``) is overwritten, or the second start of the
     same command would fail; ``save_config_kwargs`` decides otherwise.

@@ -7,8 +7,8 @@
     MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
     MEMCKPT_STORAGE=none           --memckpt-storage off       no storage tier
 
-What is passed in Python wins over an option's absence, an option over a variable. ``none`` stands for None where a
-field allows it. MEMCKPT_NODE and MEMCKPT_RUNTIME_DIR belong to the agent's address and are read there.
+An option that is given wins over its variable, a variable over a default. ``none`` stands for None where a field
+allows it. MEMCKPT_NODE and MEMCKPT_RUNTIME_DIR belong to the agent's address and are read there.
 
 Names, types, defaults and help texts are those of the dataclasses in :mod:`memckpt.config`, and are read off them.
 """
@@ -170,11 +170,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
     """
     group = parser.add_argument_group("memckpt", "protection of every step; docs/configuration.md")
     directory = run_dir_from_environment() or run_dir
+    fallback = "" if run_dir is None else f", or {run_dir}"
     group.add_argument(
         "--run-dir",
         default=directory,
         required=directory is None,
-        help=f"names the run; the same directory continues it (default: {RUN_DIR}, or {run_dir})",
+        help=f"names the run; the same directory continues it (default: {RUN_DIR}{fallback})".replace("%", "%%"),
     )
     group.add_argument(
         "--resume",

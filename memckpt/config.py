@@ -62,8 +62,8 @@ class StorageConfig:
         url: a directory, or anything fsspec opens (``s3://bucket/run``); None: ``storage`` in the run directory. With
             several nodes it must be one place that all of them see.
         mode: ``"replica"`` writes checkpoints, ``"log"`` also every record between them, in batches, so that at most a
-            batch is lost; ``"auto"`` logs records where they are small beside the checkpoints and what the storage can
-            take, and says why.
+            batch and what waits for the writing process are lost; ``"auto"`` logs records where all ranks are on one
+            node and records are small beside the checkpoints and what the storage can take, and says why.
         every_steps: write one every so many steps; None: as often as the two limits below allow.
         min_seconds: at least so long from one to the next, where `every_steps` is None.
         overhead: the share of a training's time that taking and writing them may cost, where `every_steps` is None.

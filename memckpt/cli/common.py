@@ -21,7 +21,8 @@ err = Console(stderr=True, highlight=False)
 Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpoint or memckpt.attach.")]
 Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
 Url = Annotated[
-    str | None, typer.Option(help="Where the checkpoints are: a directory or a URL. Default: storage in the run.")
+    str | None,
+    typer.Option(help="Where the checkpoints are: a directory or a URL. Default: storage in the run directory."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

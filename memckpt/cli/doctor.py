@@ -77,7 +77,8 @@ def _examine_storage(url: str) -> Iterator[Check]:
 def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:
     """Say what will not work here, and the remedy.
 
-    Writes and removes 64 MiB where checkpoints would be. Exit status 1 if there is a problem; warnings are none.
+    Writes and removes 64 MiB where checkpoints would be (1 KiB in an object store). Exit status 1 if there is a
+    problem; warnings are none.
     """
     found = []
     for check in examine(run, url):

@@ -45,7 +45,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
 
     For systemd, Slurm, or a container of its own. Tells a service manager that set NOTIFY_SOCKET when it answers and
     when it leaves. Takes over from an agent that a running trainer has started. Exit status 0 when training has
-    finished, 7 if another agent of this run is here already.
+    finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
     """
     from memckpt.agent.sd_notify import READY, STOPPING, ServiceManager
     from memckpt.agent.server import serve

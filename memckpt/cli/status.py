@@ -199,8 +199,9 @@ def status(
 ) -> None:
     """Show what a run has in this node's memory and in storage.
 
-    Exit status 11 if no agent answers and storage has nothing; with --memory, if no agent answers. 9 if one is there
-    that does not answer in time. With --watch --json: one line for each look.
+    Without --url a living agent says where storage is. Exit status 11 if no agent answers and storage has nothing; with
+    --memory, if no agent answers. 9 if one is there that does not answer in time, 10 if none is and storage cannot be
+    read. With --watch --json: one line for each look.
     """
     if memory and url is not None:
         raise ConfigurationError(f"--url {url}: expected no place with --memory, which does not look into storage")

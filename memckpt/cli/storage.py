@@ -55,7 +55,7 @@ from memckpt.storage.format import Batch
 from memckpt.storage.store import LocalStore, Store
 
 Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
-To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp. It must not exist.")]
+To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp and accelerate. It must not exist.")]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
 Format = Annotated[
     str, typer.Option("--format", help="torch, lightning, accelerate, safetensors (the model alone) or dcp.")
