@@ -6,6 +6,7 @@
      |   '- UnsupportedStateError           a value that the safe codec does not take
      |- NothingHeldError (LookupError)      resume="require" or a step number, and it is not held
      |- ForeignStateError (ValueError)      what is held belongs to another model or optimizer
+     |- DataPositionError (RuntimeError)    a data loader does not repeat what it has handed out
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
      |- DamagedStateError (ValueError)      bytes that are not what they claim to be
@@ -69,6 +70,13 @@ class ForeignStateError(MemckptError, ValueError):
     """What is held was written by another model or optimizer; the first difference is named."""
 
     exit_code = 5
+
+
+class DataPositionError(MemckptError, RuntimeError):
+    """A loader cannot be brought exactly to a recorded position, so training must not go on with its data.
+
+    The message names what differs (usually the sampler class) and the remedy.
+    """
 
 
 class MemoryBudgetError(MemckptError, MemoryError):

@@ -187,6 +187,27 @@ def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(
     lab.check_same(PLAIN, final)
 
 
+def test_a_final_step_that_has_no_place_is_held_until_there_is_one(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_RETRY_SECONDS", 0.3)
+    blocked = tmp_path / "blocked"
+    blocked.write_text("no directory")
+    settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
+    agent = lab.start_agent()
+    ended = lab.train(PLAIN, settings)
+    assert f"the agent (pid {agent.pid}) keeps it in memory for 60 s, and tries again" in ended.log
+    status = lab.status()
+    assert status.step == PLAIN.steps
+    assert status.storage is not None
+    assert "NotADirectoryError" in status.storage.alarm
+    blocked.unlink()
+    assert agent.wait() == 0
+    assert "leaving: training finished" in agent.log.read_text()
+    (held,) = read_catalog(LocalStore(blocked / "store")).complete
+    assert held.step == PLAIN.steps
+
+
 def test_a_node_without_an_agent_has_nothing_to_export(lab: Lab, tmp_path: Path) -> None:
     from memckpt.errors import AgentNotFoundError
 

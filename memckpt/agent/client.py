@@ -23,6 +23,7 @@ from memckpt.agent.messages import (
     Gap,
     Goodbye,
     Hello,
+    HoldingOn,
     Inventory,
     Leaving,
     Logged,
@@ -250,13 +251,22 @@ class AgentClient:
             self.abandon()
 
     def _wait_for_end(self, saving_seconds: float) -> None:
-        """Unless other ranks still train, the agent says that it leaves; see it end."""
+        """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet."""
         while True:
             message, fds = self.channel.receive(_END_SECONDS + saving_seconds)
             for fd in fds:
                 os.close(fd)
             if isinstance(message, Leaving):
                 break
+            if isinstance(message, HoldingOn):
+                _log.warning(
+                    "memckpt: the final step is not in storage: %s; the agent (pid %d) keeps it in memory for "
+                    "%.0f s, and tries again",
+                    message.reason,
+                    self.agent_pid,
+                    message.linger_seconds,
+                )
+                return
         try:
             process_fd = os.pidfd_open(self.agent_pid)
         except ProcessLookupError:

@@ -16,7 +16,7 @@ from memckpt.state.records import HeldRecords, Timeline
 from memckpt.storage.format import Part
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -367,6 +367,13 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Last message of an agent: it has let go of everything and ends."""
 
 
+class HoldingOn(msgspec.Struct, frozen=True, tag="holding"):
+    """Training has finished, but its final step could not be brought to storage: the agent stays, and tries again."""
+
+    reason: str
+    linger_seconds: float
+
+
 class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
     """What the command line asks."""
 
@@ -481,6 +488,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Preempted,
     Goodbye,
     Leaving,
+    HoldingOn,
     StatusRequest,
     Status,
     StopRequest,

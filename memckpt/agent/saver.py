@@ -93,7 +93,8 @@ class Saver:
         self._mode_of: int | None = None
         self._last: Saved | None = None
         self._saved_record: tuple[Timeline, int] | None = None
-        self._alarm = ""
+        #: Why the last checkpoint could not be written; empty if it could.
+        self.alarm = ""
         self._retry_at = float("-inf")
         #: Where, and for whom, somebody wants a checkpoint of their own.
         self._asked: deque[tuple[str, Done]] = deque()
@@ -349,11 +350,11 @@ class Saver:
         """A checkpoint of this run's own tier is there, or not."""
         if isinstance(message, SaveFailed):
             _log.error("step %d is not in storage: %s", message.step, message.reason)
-            self._alarm = message.reason
+            self.alarm = message.reason
             self._tell(message)
             self._failed()
             return
-        self._last, self._alarm = message, ""
+        self._last, self.alarm = message, ""
         if message.timeline is not None and message.timeline == self._timeline:
             self._saved_record = message.timeline, message.record
             self._log.checkpoint_saved(message.record)
@@ -428,7 +429,7 @@ class Saver:
             every_steps=config.every_steps,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
             saving=self.saving,
-            alarm=self._alarm or self._log.alarm,
+            alarm=self.alarm or self._log.alarm,
             mode=self._mode,
             reason=self._mode_reason,
             batch_steps=self._log.batch_steps if self._mode == "log" else None,

@@ -32,6 +32,7 @@ from memckpt.agent.messages import (
     GenerationCommit,
     Goodbye,
     Hello,
+    HoldingOn,
     Inventory,
     Leaving,
     Message,
@@ -109,6 +110,8 @@ class Agent:
         )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
+        #: Training has finished: its final step has to be in storage first, whatever time that takes.
+        self._finishing = False
         self._saved_alone = False
 
     # Life
@@ -163,8 +166,9 @@ class Agent:
         if self._lonely_since is not None and self._held is not None:
             self._saver.save_asked(self._held)
         if self._must_save_alone and self._saver.patience(self._lonely_since or 0.0) <= 0:
-            self._save_held()
-        if self._leaving_when_saved is not None and not self._saver.saving:
+            self._save_held(as_checkpoint=self._finishing)
+        owed = self._finishing and not self._saved_alone
+        if self._leaving_when_saved is not None and not self._saver.saving and not owed:
             self._leaving = self._leaving_when_saved
         if self._linger_left() == 0.0 and not self._saver.saving:
             self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
@@ -188,10 +192,12 @@ class Agent:
         if self._saved_alone:
             self._saved_alone = False
             self._saver.retry_later()
+            if self._finishing:
+                self._tell_members(HoldingOn(self._saver.alarm, self._linger_seconds))
 
-    def _leave_when_saved(self, reason: str, as_checkpoint: bool = False) -> None:
-        self._leaving_when_saved = reason
-        self._save_held(as_checkpoint)
+    def _leave_when_saved(self, reason: str, finishing: bool = False) -> None:
+        self._leaving_when_saved, self._finishing = reason, finishing
+        self._save_held(as_checkpoint=finishing)
 
     def _stop_answering(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
@@ -323,7 +329,7 @@ class Agent:
                 member.finished = message.finished
                 if self._attempt.all_finished:
                     # Its connection ends when everything is gone.
-                    self._leave_when_saved("training finished", as_checkpoint=True)
+                    self._leave_when_saved("training finished", finishing=True)
                 else:
                     self._connections.drop(connection)
             case _:
@@ -375,6 +381,7 @@ class Agent:
                 member.process.close()
             self._past_nonces.add(self._attempt.nonce)
             self._leaving = self._leaving_when_saved = None
+            self._finishing = False
         if self._held is None or self._held.spec.world_size == hello.world_size:
             self._saver.abort()
         self._saved_alone = False

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memckpt.agent.address import AgentAddress
+from memckpt.arguments import config_from_environment
 from memckpt.storage.store import Store, open_store
 
 out = Console(highlight=False)
@@ -22,7 +23,9 @@ Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpo
 Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
 Url = Annotated[
     str | None,
-    typer.Option(help="Where the checkpoints are: a directory or a URL. Default: storage in the run directory."),
+    typer.Option(
+        help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or RUN/storage."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -33,8 +36,9 @@ def print_json(value: Any) -> None:
 
 
 def place_of(run: Path, url: str | None) -> str:
-    """Where a run's checkpoints are."""
-    return url or str(run.resolve() / "storage")
+    """Where a run's checkpoints are: what was asked for, or what the environment says, or in the run."""
+    configured = config_from_environment().storage
+    return url or (configured.url if configured is not None else None) or str(run.resolve() / "storage")
 
 
 def store_of(run: Path, url: str | None) -> Store:

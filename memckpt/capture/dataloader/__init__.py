@@ -12,7 +12,6 @@ augmentation in the same workers, and no skipped sample is loaded.
     passes.py       book-keeping of one pass
 """
 
-from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.graft import (
     derived,
     go_live,
@@ -26,6 +25,7 @@ from memckpt.capture.dataloader.graft import (
     resume,
     unreplayable,
 )
+from memckpt.errors import DataPositionError
 
 __all__ = [
     "DataPositionError",

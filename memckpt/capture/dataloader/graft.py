@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memckpt.capture.dataloader import own_state
-from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.iteration import (
     FORMAT,
     RECORD,
@@ -19,6 +18,7 @@ from memckpt.capture.dataloader.iteration import (
     record_of,
     subclass,
 )
+from memckpt.errors import DataPositionError
 
 
 def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from memckpt.capture.dataloader import own_state
-from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.passes import Pass, Phase
 from memckpt.capture.dataloader.sampler_tap import tap
 from memckpt.capture.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
+from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
 FORMAT = 2

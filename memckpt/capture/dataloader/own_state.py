@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from memckpt.capture.dataloader.errors import DataPositionError
+from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
 OwnState = dict[str, Any]

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from memckpt.capture.dataloader.errors import DataPositionError
+from memckpt.errors import DataPositionError
 
 _UNDO_DEPTH = 8
 """How many batches a position can go back, at least; a loader that is read further ahead remembers more."""

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from memckpt.capture.dataloader.errors import DataPositionError
 from memckpt.capture.dataloader.passes import Pass, Phase
+from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
 # How many draws of a loader's first pass are watched for use of the global generators. The first one is
