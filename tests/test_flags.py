@@ -59,6 +59,23 @@ def test_nothing_given_is_the_default() -> None:
     assert parse("--run-dir", "x", run_dir="runs/default").run_dir == "x"
 
 
+def test_step_zero_of_the_environment_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCKPT_RESUME", "0")
+    assert parse(run_dir="x").resume == 0
+    assert parse("--resume", "auto", run_dir="x").resume == "auto"
+
+
+def test_a_percent_sign_in_the_run_directory_does_not_break_the_help() -> None:
+    parser = argparse.ArgumentParser()
+    memckpt.add_arguments(parser, run_dir="runs/50%d")
+    assert "runs/50%d" in parser.format_help()
+
+
+def test_an_empty_run_directory_is_an_error() -> None:
+    with pytest.raises(argparse.ArgumentError, match="--run-dir: expected a directory, found ''"):
+        parse("--run-dir", "")
+
+
 def test_every_field_of_every_dataclass_is_an_option() -> None:
     fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
     fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
