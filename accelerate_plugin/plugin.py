@@ -20,7 +20,7 @@ import accelerate
 from accelerate import Accelerator
 
 import memckpt
-from accelerate_plugin.loaders import Follower, grafting_stateful_loaders
+from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch
 from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
 from memckpt.arguments import with_environment
@@ -70,6 +70,7 @@ class MemCheckpointPlugin:
         self._prepared: Prepared | None = None
         self._session: memckpt.Session | None = None
         self._followers: list[Follower] = []
+        self._rounds = Rounds()
         self._registered: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
@@ -129,7 +130,8 @@ class MemCheckpointPlugin:
         session.provide(STATE, self._capture)
         self._watch.install(prepared.torch_optimizers)
         for number, loader in enumerate(prepared.loaders):
-            self._followers.append(Follower(loader, f"loader {number}", begin=self._begin, on_live=self._restore_rng))
+            name = f"loader {number}"
+            self._followers.append(Follower(loader, name, self._rounds, begin=self._begin, on_live=self._restore_rng))
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
 
@@ -196,6 +198,7 @@ class MemCheckpointPlugin:
         while self._epoch < total:
             yield self._epoch
             self._watch.check_epoch()
+            self._rounds.ended += 1
             self._epoch += 1
             self._batch = 0
 

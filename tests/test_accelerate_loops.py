@@ -1,0 +1,168 @@
+"""Loops of other shapes with Accelerate: killed, gone on with, and compared with one that never saw the plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_plugin import MemCheckpointPlugin
+from memckpt.errors import UsageError
+from tests.accelerate_runs import in_child
+from tests.engine_child import config
+from tests.engine_harness import Lab
+
+#: Where a process dies, and the how-manieth time that it comes by.
+Kill = tuple[str, int]
+
+
+class _Unprotected:
+    """What a loop calls of the plugin, without it."""
+
+    step = epoch = batch = 0
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.prepare = accelerator.prepare
+
+    def epochs(self, total: int) -> Iterator[int]:
+        return iter(range(total))
+
+    def commit(self, *, epoch_over: bool = False) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Process:
+    """One process of a run: what its loop is given.
+
+    Args:
+        ckpt: the plugin, or what stands for it in the undisturbed run.
+        noted: where the values go that have to come out the same.
+        dies: as `Kill`; None to train to the end.
+    """
+
+    def __init__(self, ckpt: Any, noted: Path, dies: Kill | None) -> None:
+        self.ckpt = ckpt
+        self._noted = noted
+        self._dies = dies
+        self._visits: dict[str, int] = {}
+
+    def at(self, place: str) -> None:
+        self._visits[place] = self._visits.get(place, 0) + 1
+        if self._dies == (place, self._visits[place]):
+            os._exit(0)
+
+    def note(self, what: str, value: Any) -> None:
+        with self._noted.open("a") as file:
+            file.write(f"{what} {float(value).hex()}\n")
+
+    def objects(self) -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def step(self, what: str, model: Any, optimizer: Any, batch: Any) -> None:
+        loss = self.loss(model, batch)
+        self.ckpt.accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.note(what, loss.detach() + batch[0].sum())
+
+
+def loader(samples: int, **arguments: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(samples)
+    x, y = torch.randn(samples, 4, generator=generator), torch.randn(samples, 1, generator=generator)
+    return DataLoader(TensorDataset(x, y), 4, shuffle=True, **arguments)
+
+
+def survives(lab: Lab, loop: Callable[[Process], None], kills: list[Kill]) -> str:
+    """Kill `loop` at each of `kills` in turn, let it end, and compare; what the processes have printed."""
+
+    def run(noted: Path, protected: bool, kill: Kill | None) -> str:
+        def body() -> None:
+            torch.manual_seed(3)
+            accelerator = Accelerator(cpu=True)
+            plugin = MemCheckpointPlugin(accelerator, lab.run_dir, config=config()) if protected else None
+            loop(Process(plugin or _Unprotected(accelerator), noted, kill))
+
+        return in_child(lab, body)
+
+    expected, found = lab.directory / "expected", lab.directory / "found"
+    run(expected, False, None)
+    log = "".join(run(found, True, kill) for kill in [*kills, None])
+    assert sorted(set(found.read_text().splitlines())) == sorted(expected.read_text().splitlines())
+    return log
+
+
+# Several loaders
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, pytest.param({"num_workers": 1, "persistent_workers": True}, marks=pytest.mark.slow)],
+    ids=["alone", "persistent"],
+)
+@pytest.mark.parametrize("samples", [(12, 20), (20, 12)], ids=["short_first", "long_first"])
+def test_loaders_of_unequal_length_in_a_zip(lab: Lab, samples: tuple[int, int], arguments: dict[str, Any]) -> None:
+    def loop(process: Process) -> None:
+        ckpt = process.ckpt
+        model, optimizer, one, other = ckpt.prepare(
+            *process.objects(), loader(samples[0], **arguments), loader(samples[1], **arguments)
+        )
+        for epoch in ckpt.epochs(3):
+            for number, (first, second) in enumerate(zip(one, other, strict=False), start=ckpt.batch):
+                process.note(f"second {epoch} {number}", second[0].sum())
+                process.step(f"loss {epoch} {number}", model, optimizer, first)
+                ckpt.commit()
+                process.at("committed")
+            process.at("epoch end")
+        ckpt.close()
+
+    survives(lab, loop, [("epoch end", 1), ("committed", 1), ("committed", 2)])
+
+
+def test_a_loader_that_is_given_twice_is_followed_once(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        ckpt = process.ckpt
+        prepared = ckpt.accelerator.prepare(loader(12))
+        model, optimizer, one, other = ckpt.prepare(*process.objects(), prepared, prepared)
+        assert one is other is prepared
+        for epoch in ckpt.epochs(2):
+            for number, batch in enumerate(one, start=ckpt.batch):
+                process.step(f"loss {epoch} {number}", model, optimizer, batch)
+                ckpt.commit()
+                process.at("committed")
+        ckpt.close()
+        assert "Followed" not in type(prepared).__name__
+
+    survives(lab, loop, [("committed", 2)])
+
+
+def test_a_loader_of_another_plugin_is_refused(lab: Lab) -> None:
+    def body() -> None:
+        accelerator = Accelerator(cpu=True)
+        prepared = accelerator.prepare(loader(12))
+        plugins = [
+            MemCheckpointPlugin(accelerator, each, config=config()) for each in (lab.directory / "a", lab.run_dir)
+        ]
+        process = Process(None, lab.directory / "noted", None)
+        plugins[0].prepare(*process.objects(), prepared)
+        with pytest.raises(UsageError, match=r"loader 0: .* another plugin follows; close\(\) that one"):
+            plugins[1].prepare(*process.objects(), prepared)
+        plugins[0].close()
+        assert len(list(prepared)) == 3
+
+    in_child(lab, body)
+    lab.stop()
