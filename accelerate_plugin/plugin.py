@@ -81,6 +81,8 @@ class MemCheckpointPlugin:
         self._epoch = 0
         self._batch = 0
         self._commits = 0
+        #: The gradient scaler's at the last commit.
+        self._scale: float | None = None
 
     # Before the loop
 
@@ -222,8 +224,8 @@ class MemCheckpointPlugin:
         if epoch_over:
             for each in self._followers:
                 each.leave()
-        skipped = self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped
         stepped = self._watch.stepped
+        skipped = self.accelerator.sync_gradients and self._scaler_skipped(stepped)
         pending = False if skipped and not stepped else None
         if not (stepped or skipped) or not self.accelerator.sync_gradients:
             self._watch.nothing_to_commit()
@@ -241,6 +243,16 @@ class MemCheckpointPlugin:
             self._look_at_loaders()
         self._log_metrics(session)
         return True
+
+    def _scaler_skipped(self, stepped: bool) -> bool:
+        """Whether the gradient scaler has skipped a step since the last commit.
+
+        Accelerate's own flag stands until an optimizer is asked for its next step: in a loop that accumulates by hand
+        also behind batches whose gradients are still due. A step that is skipped changes the scale.
+        """
+        if not self.accelerator.optimizer_step_was_skipped:
+            return False
+        return stepped or self.accelerator.scaler.get_scale() != self._scale
 
     def metrics(self) -> dict[str, float]:
         """What a step costs, see docs/lightning.md: milliseconds stalled since the last call, and more."""
@@ -263,6 +275,8 @@ class MemCheckpointPlugin:
     def _capture(self) -> dict[str, Any]:
         assert self._prepared is not None
         scaler = self.accelerator.scaler
+        scaling = None if scaler is None else scaler.state_dict()
+        self._scale = None if scaling is None else scaling.get("scale")
         return {
             "accelerate": accelerate.__version__,
             "epoch": self._epoch,
@@ -270,7 +284,9 @@ class MemCheckpointPlugin:
             "models": len(self._prepared.models),
             "micro_step": self.accelerator.step,
             "schedulers": [each.state_dict() for each in self._prepared.schedulers],
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "scaler": scaling,
+            # A scheduler that is stepped behind the loop over batches looks at it.
+            "skipped": [each.step_was_skipped for each in self._prepared.optimizers],
             "custom": [each.state_dict() for each in self.accelerator._custom_objects],
             "registered": {name: each.state_dict() for name, each in self._registered.items()},
             "loaders": [each.state() for each in self._followers],
@@ -304,6 +320,9 @@ class MemCheckpointPlugin:
             raise self._foreign("a gradient scaler" if state["scaler"] is not None else "no gradient scaler")
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
+            self._scale = state["scaler"].get("scale")
+        for optimizer, skipped in zip(self._prepared.optimizers, state.get("skipped", ()), strict=False):
+            optimizer._is_overflow = skipped
         self.accelerator.step = state["micro_step"]
         self._load_loaders(state["loaders"])
 

@@ -166,3 +166,57 @@ def test_a_loader_of_another_plugin_is_refused(lab: Lab) -> None:
 
     in_child(lab, body)
     lab.stop()
+
+
+# Steps that the gradient scaler skips
+
+
+def _scale(process: Process, scale: float) -> None:
+    """As fp16 does; Accelerate itself makes a scaler for accelerators only."""
+    process.ckpt.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3)
+
+
+def test_gradients_that_are_due_behind_a_skipped_step(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        ckpt = process.ckpt
+        _scale(process, 2.0**121)
+        model, optimizer, batches = ckpt.prepare(*process.objects(), loader(48))
+        for epoch in ckpt.epochs(2):
+            for number, batch in enumerate(batches, start=ckpt.batch):
+                loss = process.loss(model, batch) * 100
+                process.note(f"loss {epoch} {number}", loss)
+                ckpt.accelerator.backward(loss)
+                due = (number + 1) % 3 != 0  # accumulates by hand: Accelerate knows nothing of it
+                if not due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if ckpt.accelerator.optimizer_step_was_skipped:
+                        print("skipped")
+                assert ckpt.commit() is not due or isinstance(ckpt, _Unprotected)
+                process.at("committed")
+        ckpt.close()
+
+    log = survives(lab, loop, [("committed", 4), *[("committed", 3)] * 4])
+    assert "skipped" in log
+
+
+def test_a_scheduler_that_is_stepped_behind_a_skipped_last_step(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        ckpt = process.ckpt
+        _scale(process, 2.0**127)
+        model, optimizer = process.objects()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, batches, scheduler = ckpt.prepare(model, optimizer, loader(4), scheduler)
+        for epoch in ckpt.epochs(2):
+            for batch in batches:
+                ckpt.accelerator.backward(process.loss(model, batch) * 100)
+                optimizer.step()
+                optimizer.zero_grad()
+                ckpt.commit()
+            process.at("epoch end")
+            scheduler.step()
+            process.note(f"rate {epoch}", optimizer.param_groups[0]["lr"])
+        assert ckpt.accelerator.optimizer_step_was_skipped
+        ckpt.close()
+
+    survives(lab, loop, [("epoch end", 1)])
