@@ -133,7 +133,9 @@ class MemCheckpointPlugin:
         self._watch.install(prepared.torch_optimizers)
         for number, loader in enumerate(prepared.loaders):
             name = f"loader {number}"
-            self._followers.append(Follower(loader, name, self._rounds, begin=self._begin, on_live=self._restore_rng))
+            self._followers.append(
+                Follower(loader, name, self._rounds, begin=self._begin_loop, on_live=self._restore_rng)
+            )
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
 
@@ -173,14 +175,18 @@ class MemCheckpointPlugin:
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps; from `prepare` on those of the run that is continued."""
-        self._watch.place_is_known = True
+        """Committed optimizer steps; from `prepare` on those of the run that is continued.
+
+        Raises:
+            UsageError: the first look at it stands inside the loop over a prepared loader.
+        """
+        self._place_is_asked("ckpt.step")
         return self._step
 
     @property
     def epoch(self) -> int:
-        """The epoch in which `epochs` is, or will begin."""
-        self._watch.place_is_known = True
+        """The epoch in which `epochs` is, or will begin; errors as of `step`."""
+        self._place_is_asked("ckpt.epoch")
         return self._epoch
 
     @property
@@ -192,10 +198,11 @@ class MemCheckpointPlugin:
         """In place of ``range(total)``: begins with the epoch to resume.
 
         Raises:
-            UsageError: before `prepare`; or an epoch went by in which no step was ended with `commit`.
+            UsageError: before `prepare`; inside the loop over a prepared loader; or an epoch went by in which no step
+                was ended with `commit`.
         """
         self._attached_session("epochs()")
-        self._watch.place_is_known = True
+        self._place_is_asked("ckpt.epochs()")
         self._begin()
         while self._epoch < total:
             yield self._epoch
@@ -203,6 +210,15 @@ class MemCheckpointPlugin:
             self._rounds.ended += 1
             self._epoch += 1
             self._batch = 0
+
+    def _place_is_asked(self, what: str) -> None:
+        """The loop learns where it resumes: what is iterated from now on, goes on there."""
+        if not self._watch.place_is_known and any(each.active for each in self._followers):
+            raise UsageError(
+                f"{what}: expected the first look at it before the loop over a prepared loader, found it inside: "
+                "that loop has begun with its first batch, whatever is held; look at ckpt.step before it"
+            )
+        self._watch.place_is_known = True
 
     # Each step
 
@@ -291,6 +307,11 @@ class MemCheckpointPlugin:
             "registered": {name: each.state_dict() for name, each in self._registered.items()},
             "loaders": [each.state() for each in self._followers],
         }
+
+    def _begin_loop(self) -> None:
+        """A prepared loader is iterated. Before the loop knows its place this is a look at the data, and no more."""
+        if self._watch.place_is_known:
+            self._begin()
 
     def _begin(self) -> None:
         """The loop begins: put everything back."""

@@ -220,3 +220,39 @@ def test_a_scheduler_that_is_stepped_behind_a_skipped_last_step(lab: Lab) -> Non
         ckpt.close()
 
     survives(lab, loop, [("epoch end", 1)])
+
+
+# Looks at the data before the loop
+
+
+def test_a_look_at_the_data_before_the_loop(lab: Lab) -> None:
+    def loop(process: Process) -> None:
+        ckpt = process.ckpt
+        model, optimizer, batches = ckpt.prepare(*process.objects(), loader(24))
+        process.note("mean", torch.cat([batch[0] for batch in batches]).mean())
+        process.note("first", next(iter(batches))[0].sum())
+        for epoch in ckpt.epochs(2):
+            for number, batch in enumerate(batches, start=ckpt.batch):
+                process.step(f"loss {epoch} {number}", model, optimizer, batch)
+                ckpt.commit()
+                process.at("committed")
+        ckpt.close()
+
+    survives(lab, loop, [("committed", 2), ("committed", 6)])
+
+
+def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
+    def body() -> None:
+        with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
+            process = Process(ckpt, lab.directory / "noted", None)
+            _, _, batches = ckpt.prepare(*process.objects(), loader(12))
+            looks: list[Callable[[], Any]] = [lambda: ckpt.step, lambda: ckpt.epoch, lambda: next(ckpt.epochs(1))]
+            for _ in batches:
+                for look in looks:
+                    with pytest.raises(
+                        UsageError, match=r"ckpt\.\w+(\(\))?: expected the first look .* found it inside"
+                    ):
+                        look()
+            assert ckpt.step == 0
+
+    in_child(lab, body)
