@@ -114,11 +114,16 @@ class Follower:
         """Batches of the current iteration that the user has been given."""
         return self._consumed
 
+    @property
+    def over(self) -> bool:
+        """Whether the user is in an iteration that has no further batch for it."""
+        return self.active and (self._left or bool(self._loader.end_of_dataloader))
+
     def state(self) -> dict[str, Any]:
         """Where the user stands in it, as plain values."""
         if self._held is not None:
             return self._held
-        exhausted = self.active and (self._left or bool(self._loader.end_of_dataloader))
+        exhausted = self.over
         ahead = 0
         if self.active and self._per_batch and not exhausted:
             ahead = max(dataloader.handed_out(self._base) - self._consumed * self._per_batch, 0)

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 
 import memckpt
 from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
-from accelerate_plugin.loop import LoopWatch
+from accelerate_plugin.loop import LoopWatch, Place
 from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
 from memckpt.arguments import with_environment
 from memckpt.config import MemckptConfig, ResumeChoice
@@ -76,6 +76,7 @@ class MemCheckpointPlugin:
         self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
         self._rng_pending = False
+        self._in_epochs = False
         self._closed = False
         self._step = 0
         self._epoch = 0
@@ -204,9 +205,11 @@ class MemCheckpointPlugin:
         self._attached_session("epochs()")
         self._place_is_asked("ckpt.epochs()")
         self._begin()
+        self._in_epochs = True
         while self._epoch < total:
             yield self._epoch
             self._watch.check_epoch()
+            self._warn_inexact(self._watch.left(self._places()))
             self._rounds.ended += 1
             self._epoch += 1
             self._batch = 0
@@ -253,7 +256,7 @@ class MemCheckpointPlugin:
             self._step, self._batch = before
             self._watch.nothing_to_commit()
             return False
-        self._watch.committed()
+        self._warn_inexact(self._watch.committed(self._places(), self._in_epochs))
         self._commits += 1
         if self._commits % _LOOK_EVERY_COMMITS == 1:
             self._look_at_loaders()
@@ -285,6 +288,13 @@ class MemCheckpointPlugin:
         if not any(each.active for each in self._followers):
             return None
         return tuple(each.at for each in self._followers)
+
+    def _places(self) -> list[Place]:
+        return [Place(each.at, each.active, each.over) for each in self._followers]
+
+    def _warn_inexact(self, line: str | None) -> None:
+        if line is not None:
+            self._messages.warn(f"not exact after a restart: {line}")
 
     # State
 
@@ -382,7 +392,7 @@ class MemCheckpointPlugin:
 
     def _look_at_loaders(self) -> None:
         for line in filter(None, (each.unreplayable() for each in self._followers)):
-            self._messages.warn(f"not exact after a restart: {line}")
+            self._warn_inexact(line)
 
     # The end
 
@@ -397,6 +407,8 @@ class MemCheckpointPlugin:
             return
         self._closed = True
         self._watch.remove()
+        if finished:
+            self._warn_inexact(self._watch.left(self._places()))
         for follower in self._followers:
             follower.release()
         self._followers = []

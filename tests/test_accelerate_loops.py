@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,90 @@ def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
             assert ckpt.step == 0
 
     in_child(lab, body)
+
+
+# Loops that a restart cannot repeat
+
+
+def _said(lab: Lab, epoch: Callable[[Any, Any, Any, Callable[[Any], None]], None]) -> str:
+    def body() -> None:
+        with MemCheckpointPlugin(Accelerator(cpu=True), lab.run_dir, config=config()) as ckpt:
+            process = Process(ckpt, lab.directory / "noted", None)
+            model, optimizer, one, other = ckpt.prepare(*process.objects(), loader(12), loader(20))
+            for _ in ckpt.epochs(2):
+                epoch(ckpt, one, other, lambda batch: process.step("loss", model, optimizer, batch))
+
+    return in_child(lab, body)
+
+
+def _two_loops(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    for each in (one, other):
+        for batch in each:
+            train(batch)
+            ckpt.commit()
+
+
+def _one_loader_twice(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    _two_loops(ckpt, one, one, train)
+
+
+def _left_behind_a_commit(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    for number, batch in enumerate(one):
+        train(batch)
+        ckpt.commit()
+        if number == 1:
+            break
+
+
+@pytest.mark.parametrize(
+    ("epoch", "line"),
+    [
+        (_two_loops, "a second loop over batches in one epoch"),
+        (_one_loader_twice, "a second loop over batches in one epoch"),
+        (_left_behind_a_commit, r"the loop over batches was left behind a commit .* commit\(epoch_over=True\)"),
+    ],
+)
+def test_a_loop_that_a_restart_cannot_repeat_is_said(lab: Lab, epoch: Any, line: str) -> None:
+    assert re.search(f"not exact after a restart: {line}", _said(lab, epoch))
+
+
+def _left_as_said(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    for number, batch in enumerate(one, start=ckpt.batch):
+        train(batch)
+        ckpt.commit(epoch_over=number == 1)
+        if number == 1:
+            break
+
+
+def _left_at_the_top(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    for number, batch in enumerate(one, start=ckpt.batch):
+        if number == 2:
+            break
+        train(batch)
+        ckpt.commit()
+
+
+def _together(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    short = iter(one)
+    for batch in other:
+        try:
+            extra = next(short)
+        except StopIteration:
+            short = iter(one)
+            extra = next(short)
+        train(batch)
+        train(extra)
+        ckpt.commit()
+
+
+def _with_an_evaluation(ckpt: Any, one: Any, other: Any, train: Callable[[Any], None]) -> None:
+    for batch in one:
+        train(batch)
+        next(iter(other))
+        ckpt.commit()
+    list(other)
+
+
+@pytest.mark.parametrize("epoch", [_left_as_said, _left_at_the_top, _together, _with_an_evaluation])
+def test_of_other_loops_nothing_is_said(lab: Lab, epoch: Any) -> None:
+    assert "not exact" not in _said(lab, epoch)
