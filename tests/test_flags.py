@@ -215,3 +215,31 @@ def _fails(scripts: Scripts, *arguments: str) -> str:
     child = scripts.start(APP, *arguments)
     assert child.wait() == 3, child.log.read_text()
     return child.log.read_text()
+
+
+@pytest.mark.parametrize("place", ["trainer_defaults", "add_lightning_class_args"])
+def test_a_callback_of_the_program_is_given_the_flag(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningArgumentParser
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from lightning_memckpt import MemCheckpoint
+    from lightning_memckpt.cli import MemCheckpointCLI
+
+    class OfTheProgram(MemCheckpointCLI):
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            if place == "add_lightning_class_args":
+                parser.add_lightning_class_args(MemCheckpoint, "ckpt")
+                parser.set_defaults({"ckpt.run_dir": "runs/own"})
+
+    def found(*flags: str) -> list[tuple[str, Any]]:
+        defaults: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
+        if place == "trainer_defaults":
+            defaults["callbacks"] = [MemCheckpoint("runs/own")]
+        cli = OfTheProgram(BoringModel, trainer_defaults=defaults, run=False, args=list(flags))
+        return [(each.run_dir, each.resume) for each in cli.trainer.callbacks if isinstance(each, MemCheckpoint)]  # type: ignore[attr-defined]
+
+    monkeypatch.setenv("MEMCKPT_RUN_DIR", "runs/elsewhere")
+    assert found() == [("runs/own", "auto")]
+    assert found("--resume", "require") == [("runs/own", "require")]
+    with pytest.raises(ConfigurationError, match=r"--run_dir: expected none beside a MemCheckpoint .*of runs/own"):
+        found("--run_dir", "runs/other")
