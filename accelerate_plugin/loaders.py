@@ -25,20 +25,31 @@ _FOLLOWER = "_memckpt_follower"
 _RELIED_ON = ("base_dataloader", "iteration", "end_of_dataloader", "begin", "end", "get_sampler", "_drop_last")
 
 
+class Rounds:
+    """Counts what ends in a training: an iteration over a followed loader, or an epoch."""
+
+    def __init__(self) -> None:
+        self.ended = 0
+
+
 class Follower:
     """One prepared loader, followed from `prepare` to `close`.
 
     Args:
         loader: a loader as Accelerate has prepared it.
         name: how messages call it.
+        rounds: of all loaders of the training.
         begin: called when an iteration begins, before anything else.
         on_live: called when a resumed iteration is about to yield what is new: restores the global generators.
 
     Raises:
         UnsupportedError: Accelerate prepared it in a way that cannot be followed.
+        UsageError: it is followed already.
     """
 
-    def __init__(self, loader: Any, name: str, *, begin: Callable[[], None], on_live: Callable[[], None]) -> None:
+    def __init__(
+        self, loader: Any, name: str, rounds: Rounds, *, begin: Callable[[], None], on_live: Callable[[], None]
+    ) -> None:
         if not isinstance(loader, (DataLoaderShard, DataLoaderDispatcher)):
             raise UnsupportedError(
                 f"{name}: expected a DataLoaderShard or a DataLoaderDispatcher, found {type(loader).__name__}; "
@@ -50,8 +61,15 @@ class Follower:
                 f"{name}: expected a {type(loader).__name__} with {', '.join(missing)}, found none in Accelerate "
                 f"{accelerate.__version__}; docs/accelerate.md names the version that this was tested with"
             )
+        if _FOLLOWER in vars(loader):
+            raise UsageError(
+                f"{name}: expected a loader of this training alone, found one that another plugin follows; "
+                "close() that one first"
+            )
         self.name = name
         self._loader: Any = loader
+        self._rounds = rounds
+        self._opened: int | None = None
         self._begin = begin
         self._on_live = on_live
         self._held: dict[str, Any] | None = None
@@ -96,11 +114,16 @@ class Follower:
         """Batches of the current iteration that the user has been given."""
         return self._consumed
 
+    @property
+    def over(self) -> bool:
+        """Whether the user is in an iteration that has no further batch for it."""
+        return self.active and (self._left or bool(self._loader.end_of_dataloader))
+
     def state(self) -> dict[str, Any]:
         """Where the user stands in it, as plain values."""
         if self._held is not None:
             return self._held
-        exhausted = self.active and (self._left or bool(self._loader.end_of_dataloader))
+        exhausted = self.over
         ahead = 0
         if self.active and self._per_batch and not exhausted:
             ahead = max(dataloader.handed_out(self._base) - self._consumed * self._per_batch, 0)
@@ -129,6 +152,7 @@ class Follower:
             DataPositionError: the loader is not the one that `state` was read from.
         """
         self._loader.iteration = state["iteration"]
+        self._opened = None
         if state["active"]:
             self._held = state
             dataloader.resume(self._base, state["position"])
@@ -136,8 +160,24 @@ class Follower:
             dataloader.recreate_persistent_iterator(self._base, state["position"])
             dataloader.restore_generators(self._base, state["position"])
 
-    def iterate(self) -> Iterator[Any]:
-        """What a `for` loop of the user's gets."""
+    def open(self) -> Iterator[Any]:
+        """What `iter()` gives: nothing happens before its first batch is asked for."""
+        if self._held is not None:
+            if self._opened is not None and self._opened != self._rounds.ended:
+                self._leave_held(self._held)
+            self._opened = self._rounds.ended
+        return self._iterate()
+
+    def _leave_held(self, held: dict[str, Any]) -> None:
+        """Another iteration is begun, and the one before, which would have gone on behind `held`, was never asked.
+
+        So it was left in the killed process, too: `zip` ends with its shortest, and asks no other.
+        """
+        self._held = None
+        dataloader.resume(self._base, {**held["position"], "exhausted": True})
+        self._drain({**held, "left": True})
+
+    def _iterate(self) -> Iterator[Any]:
         self._begin()
         self._left = False
         held, self._held = self._held, None
@@ -163,13 +203,18 @@ class Follower:
                     held = None
                 self._consumed += 1
                 yield batch
+            self._rounds.ended += 1
         finally:
             self.active = False
 
     def _pass_over(self, held: dict[str, Any]) -> None:
         """The killed process had taken its last batch of this iteration: leave the loader as it was left then."""
-        loader = self._loader
         dataloader.resume(self._base, held["position"], on_live=self._on_live)
+        self._drain(held)
+        self._rounds.ended += 1
+
+    def _drain(self, held: dict[str, Any]) -> None:
+        loader = self._loader
         loader.begin()
         for _ in self._base:
             raise ForeignStateError(
@@ -194,7 +239,7 @@ class Follower:
 
 def _iterate(loader: Any) -> Iterator[Any]:
     follower: Follower = loader.__dict__[_FOLLOWER]
-    yield from follower.iterate()
+    return follower.open()
 
 
 def _set_class(loader: Any, kind: type[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -22,6 +22,28 @@ _NEVER_STEPPED = (
     "ckpt.commit() was called and no optimizer has stepped: call step() of the optimizer that ckpt.prepare() returned, "
     "inside accelerator.accumulate(model) where gradients are accumulated"
 )
+_LEFT = (
+    "the loop over batches was left behind a commit although its loader has more, and a restart would go on in it: "
+    "pass commit(epoch_over=True) there, or leave the loop before its next batch is trained"
+)
+_SECOND_LOOP = (
+    "a second loop over batches in one epoch: a restart within it runs the first one again; "
+    "give each an epoch of its own"
+)
+
+
+class Place(NamedTuple):
+    """Where the user stands in one prepared loader.
+
+    Attributes:
+        at: which batch of which iteration it is.
+        active: whether the user is in an iteration over it.
+        over: whether that has given its last batch.
+    """
+
+    at: tuple[int, int]
+    active: bool
+    over: bool
 
 
 class LoopWatch:
@@ -37,6 +59,8 @@ class LoopWatch:
         self._commits = 0
         self._last_place: Any = None
         self._warned = False
+        self._places: list[Place] = []
+        self._first_places: list[Place] | None = None
         #: Whether the loop can know where it resumes.
         self.place_is_known = False
 
@@ -88,10 +112,26 @@ class LoopWatch:
         if self._empty_commits == _LONG and not self.stepped:
             self._warn(_NEVER_STEPPED)
 
-    def committed(self) -> None:
+    def committed(self, places: list[Place], in_epochs: bool) -> str | None:
+        """A line on why a restart would not be exact, as far as the `places` in the prepared loaders tell."""
         self._steps = self._empty_commits = 0
         self._commits += 1
         self._commits_in_epoch += 1
+        self._places = places
+        if self._first_places is None:
+            self._first_places = places
+        first = [(then, now) for then, now in zip(self._first_places, places, strict=True) if then.active]
+        # Those that are iterated together with another one may begin anew as often as they end.
+        again = bool(first) and all(then.at[0] != now.at[0] for then, now in first)
+        ended = any(not now.active for _, now in first)
+        return _SECOND_LOOP if in_epochs and (again or ended) else None
+
+    def left(self, places: list[Place]) -> str | None:
+        """The same, behind the loop over batches."""
+        self._first_places = None
+        pairs = [(then, now) for then, now in zip(self._places, places, strict=False) if then.active]
+        still_there = all(then.at == now.at and not now.active and not then.over for then, now in pairs)
+        return _LEFT if pairs and still_there else None
 
     def check_epoch(self) -> None:
         """At the end of an epoch.

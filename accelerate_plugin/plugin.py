@@ -20,8 +20,8 @@ import accelerate
 from accelerate import Accelerator
 
 import memckpt
-from accelerate_plugin.loaders import Follower, grafting_stateful_loaders
-from accelerate_plugin.loop import LoopWatch
+from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
+from accelerate_plugin.loop import LoopWatch, Place
 from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
 from memckpt.arguments import with_environment
 from memckpt.config import MemckptConfig, ResumeChoice
@@ -70,16 +70,20 @@ class MemCheckpointPlugin:
         self._prepared: Prepared | None = None
         self._session: memckpt.Session | None = None
         self._followers: list[Follower] = []
+        self._rounds = Rounds()
         self._registered: dict[str, Any] = {}
         self._watch = LoopWatch()
         self._messages = Messages(_log, accelerator.is_main_process)
         self._begun = False
         self._rng_pending = False
+        self._in_epochs = False
         self._closed = False
         self._step = 0
         self._epoch = 0
         self._batch = 0
         self._commits = 0
+        #: The gradient scaler's at the last commit.
+        self._scale: float | None = None
 
     # Before the loop
 
@@ -129,7 +133,10 @@ class MemCheckpointPlugin:
         session.provide(STATE, self._capture)
         self._watch.install(prepared.torch_optimizers)
         for number, loader in enumerate(prepared.loaders):
-            self._followers.append(Follower(loader, f"loader {number}", begin=self._begin, on_live=self._restore_rng))
+            name = f"loader {number}"
+            self._followers.append(
+                Follower(loader, name, self._rounds, begin=self._begin_loop, on_live=self._restore_rng)
+            )
         self._messages.inform(session.describe().removeprefix("memckpt: "))
         self._look_at_loaders()
 
@@ -169,14 +176,18 @@ class MemCheckpointPlugin:
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps; from `prepare` on those of the run that is continued."""
-        self._watch.place_is_known = True
+        """Committed optimizer steps; from `prepare` on those of the run that is continued.
+
+        Raises:
+            UsageError: the first look at it stands inside the loop over a prepared loader.
+        """
+        self._place_is_asked("ckpt.step")
         return self._step
 
     @property
     def epoch(self) -> int:
-        """The epoch in which `epochs` is, or will begin."""
-        self._watch.place_is_known = True
+        """The epoch in which `epochs` is, or will begin; errors as of `step`."""
+        self._place_is_asked("ckpt.epoch")
         return self._epoch
 
     @property
@@ -188,16 +199,29 @@ class MemCheckpointPlugin:
         """In place of ``range(total)``: begins with the epoch to resume.
 
         Raises:
-            UsageError: before `prepare`; or an epoch went by in which no step was ended with `commit`.
+            UsageError: before `prepare`; inside the loop over a prepared loader; or an epoch went by in which no step
+                was ended with `commit`.
         """
         self._attached_session("epochs()")
-        self._watch.place_is_known = True
+        self._place_is_asked("ckpt.epochs()")
         self._begin()
+        self._in_epochs = True
         while self._epoch < total:
             yield self._epoch
             self._watch.check_epoch()
+            self._warn_inexact(self._watch.left(self._places()))
+            self._rounds.ended += 1
             self._epoch += 1
             self._batch = 0
+
+    def _place_is_asked(self, what: str) -> None:
+        """The loop learns where it resumes: what is iterated from now on, goes on there."""
+        if not self._watch.place_is_known and any(each.active for each in self._followers):
+            raise UsageError(
+                f"{what}: expected the first look at it before the loop over a prepared loader, found it inside: "
+                "that loop has begun with its first batch, whatever is held; look at ckpt.step before it"
+            )
+        self._watch.place_is_known = True
 
     # Each step
 
@@ -219,8 +243,8 @@ class MemCheckpointPlugin:
         if epoch_over:
             for each in self._followers:
                 each.leave()
-        skipped = self.accelerator.sync_gradients and self.accelerator.optimizer_step_was_skipped
         stepped = self._watch.stepped
+        skipped = self.accelerator.sync_gradients and self._scaler_skipped(stepped)
         pending = False if skipped and not stepped else None
         if not (stepped or skipped) or not self.accelerator.sync_gradients:
             self._watch.nothing_to_commit()
@@ -232,12 +256,22 @@ class MemCheckpointPlugin:
             self._step, self._batch = before
             self._watch.nothing_to_commit()
             return False
-        self._watch.committed()
+        self._warn_inexact(self._watch.committed(self._places(), self._in_epochs))
         self._commits += 1
         if self._commits % _LOOK_EVERY_COMMITS == 1:
             self._look_at_loaders()
         self._log_metrics(session)
         return True
+
+    def _scaler_skipped(self, stepped: bool) -> bool:
+        """Whether the gradient scaler has skipped a step since the last commit.
+
+        Accelerate's own flag stands until an optimizer is asked for its next step: in a loop that accumulates by hand
+        also behind batches whose gradients are still due. A step that is skipped changes the scale.
+        """
+        if not self.accelerator.optimizer_step_was_skipped:
+            return False
+        return stepped or self.accelerator.scaler.get_scale() != self._scale
 
     def metrics(self) -> dict[str, float]:
         """What a step costs, see docs/lightning.md: milliseconds stalled since the last call, and more."""
@@ -255,11 +289,20 @@ class MemCheckpointPlugin:
             return None
         return tuple(each.at for each in self._followers)
 
+    def _places(self) -> list[Place]:
+        return [Place(each.at, each.active, each.over) for each in self._followers]
+
+    def _warn_inexact(self, line: str | None) -> None:
+        if line is not None:
+            self._messages.warn(f"not exact after a restart: {line}")
+
     # State
 
     def _capture(self) -> dict[str, Any]:
         assert self._prepared is not None
         scaler = self.accelerator.scaler
+        scaling = None if scaler is None else scaler.state_dict()
+        self._scale = None if scaling is None else scaling.get("scale")
         return {
             "accelerate": accelerate.__version__,
             "epoch": self._epoch,
@@ -267,11 +310,18 @@ class MemCheckpointPlugin:
             "models": len(self._prepared.models),
             "micro_step": self.accelerator.step,
             "schedulers": [each.state_dict() for each in self._prepared.schedulers],
-            "scaler": None if scaler is None else scaler.state_dict(),
+            "scaler": scaling,
+            # A scheduler that is stepped behind the loop over batches looks at it.
+            "skipped": [each.step_was_skipped for each in self._prepared.optimizers],
             "custom": [each.state_dict() for each in self.accelerator._custom_objects],
             "registered": {name: each.state_dict() for name, each in self._registered.items()},
             "loaders": [each.state() for each in self._followers],
         }
+
+    def _begin_loop(self) -> None:
+        """A prepared loader is iterated. Before the loop knows its place this is a look at the data, and no more."""
+        if self._watch.place_is_known:
+            self._begin()
 
     def _begin(self) -> None:
         """The loop begins: put everything back."""
@@ -301,6 +351,9 @@ class MemCheckpointPlugin:
             raise self._foreign("a gradient scaler" if state["scaler"] is not None else "no gradient scaler")
         if state["scaler"] is not None:
             self.accelerator.scaler.load_state_dict(state["scaler"])
+            self._scale = state["scaler"].get("scale")
+        for optimizer, skipped in zip(self._prepared.optimizers, state.get("skipped", ()), strict=False):
+            optimizer._is_overflow = skipped
         self.accelerator.step = state["micro_step"]
         self._load_loaders(state["loaders"])
 
@@ -339,7 +392,7 @@ class MemCheckpointPlugin:
 
     def _look_at_loaders(self) -> None:
         for line in filter(None, (each.unreplayable() for each in self._followers)):
-            self._messages.warn(f"not exact after a restart: {line}")
+            self._warn_inexact(line)
 
     # The end
 
@@ -354,6 +407,8 @@ class MemCheckpointPlugin:
             return
         self._closed = True
         self._watch.remove()
+        if finished:
+            self._warn_inexact(self._watch.left(self._places()))
         for follower in self._followers:
             follower.release()
         self._followers = []

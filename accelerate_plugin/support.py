@@ -100,7 +100,7 @@ def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
         wrappers[0] if wrappers else None,
         [each for each in objects if isinstance(each, AcceleratedOptimizer)],
         [each for each in objects if isinstance(each, AcceleratedScheduler)],
-        [each for each in objects if isinstance(each, DataLoader)],
+        list({id(each): each for each in objects if isinstance(each, DataLoader)}.values()),  # one may be given twice
     )
 
 

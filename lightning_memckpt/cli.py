@@ -54,13 +54,13 @@ class MemCheckpointCLI(LightningCLI):
         """Make the trainer, with the callback.
 
         Raises:
-            ConfigurationError: the flags name a run, and ``trainer.callbacks`` has a MemCheckpoint already; or they
-                say how to resume, and there is neither.
+            ConfigurationError: the flags name a run, and there is a MemCheckpoint already; or they say how to resume,
+                and there is neither.
         """
         run_dir, resume, config = (self._get(self.config_init, name) for name in _FLAGS)
         configured = self._get(self.config_init, "trainer").get("callbacks") or []
         listed = configured if isinstance(configured, list) else [configured]
-        ours = [each for each in listed if isinstance(each, MemCheckpoint)]
+        ours = [each for each in [*listed, *self._callbacks_of_the_program()] if isinstance(each, MemCheckpoint)]
         if ours and run_dir is not None:
             raise ConfigurationError(
                 f"--run_dir: expected none beside a MemCheckpoint in trainer.callbacks (of {ours[0].run_dir}), found "
@@ -78,3 +78,12 @@ class MemCheckpointCLI(LightningCLI):
             callback = MemCheckpoint(run_dir, resume=resume, config=config)
             kwargs = {"callbacks": [*listed, callback], **kwargs}
         return super().instantiate_trainer(**kwargs)
+
+    def _callbacks_of_the_program(self) -> list[Any]:
+        """Those of ``trainer_defaults`` and ``add_lightning_class_args``, which no file names."""
+        defaults = self.trainer_defaults.get("callbacks") or []
+        keys = self._parser(self.subcommand).callback_keys
+        return [
+            *(defaults if isinstance(defaults, list) else [defaults]),
+            *(self._get(self.config_init, key) for key in keys),
+        ]

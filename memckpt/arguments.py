@@ -171,8 +171,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
     group = parser.add_argument_group("memckpt", "protection of every step; docs/configuration.md")
     directory = run_dir_from_environment() or run_dir
     fallback = "" if run_dir is None else f", or {run_dir}"
+    resume = resume_from_environment()
     group.add_argument(
         "--run-dir",
+        type=_argument(_not_empty),
         default=directory,
         required=directory is None,
         help=f"names the run; the same directory continues it (default: {RUN_DIR}{fallback})".replace("%", "%%"),
@@ -180,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
     group.add_argument(
         "--resume",
         type=_argument(parse_resume),
-        default=resume_from_environment() or "auto",
+        default="auto" if resume is None else resume,
         metavar="auto|require|never|STEP",
         help=f"{_RESUME_HELP} (default: {RESUME}, or auto)",
     )
@@ -251,6 +253,12 @@ def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ConfigurationError("expected a directory, found ''")
+    return text
+
+
 # Environment variables
 
 
@@ -315,6 +323,8 @@ def with_environment(
     directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
+    if directory == "":  # Path() would take it for the current one
+        raise ConfigurationError("run_dir: expected a directory, found ''")
     if resume is None:
         resume = resume_from_environment()
     return ProtectionArguments(

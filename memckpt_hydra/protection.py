@@ -22,7 +22,8 @@ def protection(cfg: DictConfig) -> ProtectionArguments:
 
     ``run_dir``, where it is absent or null, is ``memckpt`` in Hydra's output directory. That has a timestamp in its
     name unless ``hydra.run.dir`` (with ``--multirun`` ``hydra.sweep.dir`` and ``subdir``) says otherwise; a restart
-    would not find the run again, and a warning says so.
+    would not find the run again, and a warning says so; likewise where ``hydra.job.chdir`` puts a relative ``run_dir``
+    there, and where all jobs of a ``--multirun`` have the same.
 
     Raises:
         ConfigurationError: a part is missing, or a value is out of its range.
@@ -35,11 +36,29 @@ def protection(cfg: DictConfig) -> ProtectionArguments:
     if not isinstance(values, dict):
         raise ConfigurationError(f"memckpt: expected a mapping, found {values!r}")
     run_dir = cfg.get("run_dir")
+    if run_dir is not None:
+        written: Any = OmegaConf.to_container(cfg, resolve=False)
+        _look_at(str(run_dir), str(written["run_dir"]))
     return ProtectionArguments(
         str(run_dir) if run_dir is not None else _in_output_directory(),
         parse_resume(cfg.get("resume", "auto")),
         from_mapping({str(name): value for name, value in values.items()}),
     )
+
+
+def _look_at(run_dir: str, written: str) -> None:
+    """Say what makes the run's directory another one at the next start, or that of several jobs."""
+    if not HydraConfig.initialized():
+        return
+    hydra: Any = HydraConfig.get()
+    if hydra.job.chdir and not Path(run_dir).is_absolute():
+        _in_output_directory()
+    elif hydra.mode is not None and hydra.mode.name == "MULTIRUN" and "${" not in written:
+        _log.warning(
+            "memckpt: every job of a --multirun whose run_dir is %r continues the same run: set it to null, or to "
+            "a name of each job's own such as runs/${hydra:job.override_dirname}",
+            run_dir,
+        )
 
 
 def _in_output_directory() -> str:
@@ -53,7 +72,7 @@ def _in_output_directory() -> str:
     if any("${now:" in place for place in places):
         _log.warning(
             "memckpt: Hydra's output directory has a timestamp in its name, so a restart will not find this run: set "
-            "run_dir, or hydra.run.dir (with --multirun hydra.sweep.dir) to a name that stays"
+            "an absolute run_dir, or hydra.run.dir (with --multirun hydra.sweep.dir) to a name that stays"
         )
     elif hydra.mode.name == "MULTIRUN" and "${hydra.job.num}" in places[1]:
         _log.warning(

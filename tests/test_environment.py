@@ -127,3 +127,8 @@ def test_a_wrong_resume_is_named(text: str) -> None:
 def test_an_empty_run_directory_is_named() -> None:
     with pytest.raises(ConfigurationError, match="MEMCKPT_RUN_DIR: expected a directory, found ''"):
         run_dir_from_environment({"MEMCKPT_RUN_DIR": ""})
+
+
+def test_an_empty_run_directory_is_not_the_current_one() -> None:
+    with pytest.raises(ConfigurationError, match="run_dir: expected a directory, found ''"):
+        with_environment("", None, None)

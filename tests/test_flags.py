@@ -59,6 +59,23 @@ def test_nothing_given_is_the_default() -> None:
     assert parse("--run-dir", "x", run_dir="runs/default").run_dir == "x"
 
 
+def test_step_zero_of_the_environment_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCKPT_RESUME", "0")
+    assert parse(run_dir="x").resume == 0
+    assert parse("--resume", "auto", run_dir="x").resume == "auto"
+
+
+def test_a_percent_sign_in_the_run_directory_does_not_break_the_help() -> None:
+    parser = argparse.ArgumentParser()
+    memckpt.add_arguments(parser, run_dir="runs/50%d")
+    assert "runs/50%d" in parser.format_help()
+
+
+def test_an_empty_run_directory_is_an_error() -> None:
+    with pytest.raises(argparse.ArgumentError, match="--run-dir: expected a directory, found ''"):
+        parse("--run-dir", "")
+
+
 def test_every_field_of_every_dataclass_is_an_option() -> None:
     fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
     fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
@@ -198,3 +215,31 @@ def _fails(scripts: Scripts, *arguments: str) -> str:
     child = scripts.start(APP, *arguments)
     assert child.wait() == 3, child.log.read_text()
     return child.log.read_text()
+
+
+@pytest.mark.parametrize("place", ["trainer_defaults", "add_lightning_class_args"])
+def test_a_callback_of_the_program_is_given_the_flag(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.cli import LightningArgumentParser
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from lightning_memckpt import MemCheckpoint
+    from lightning_memckpt.cli import MemCheckpointCLI
+
+    class OfTheProgram(MemCheckpointCLI):
+        def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+            if place == "add_lightning_class_args":
+                parser.add_lightning_class_args(MemCheckpoint, "ckpt")
+                parser.set_defaults({"ckpt.run_dir": "runs/own"})
+
+    def found(*flags: str) -> list[tuple[str, Any]]:
+        defaults: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
+        if place == "trainer_defaults":
+            defaults["callbacks"] = [MemCheckpoint("runs/own")]
+        cli = OfTheProgram(BoringModel, trainer_defaults=defaults, run=False, args=list(flags))
+        return [(each.run_dir, each.resume) for each in cli.trainer.callbacks if isinstance(each, MemCheckpoint)]  # type: ignore[attr-defined]
+
+    monkeypatch.setenv("MEMCKPT_RUN_DIR", "runs/elsewhere")
+    assert found() == [("runs/own", "auto")]
+    assert found("--resume", "require") == [("runs/own", "require")]
+    with pytest.raises(ConfigurationError, match=r"--run_dir: expected none beside a MemCheckpoint .*of runs/own"):
+        found("--run_dir", "runs/other")

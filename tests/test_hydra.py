@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +172,43 @@ def test_a_directory_with_a_timestamp_is_warned_of(scripts: Scripts) -> None:
     log = scripts.run("examples/train.py", *arguments, "hydra.run.dir=outputs/${now:%H-%M}", "run_dir=fixed")
     assert "has a timestamp" not in log
     assert last_words(log)
+
+
+_LOOK = """
+import hydra, memckpt_hydra
+@hydra.main(version_base="1.3", config_path=None)
+def main(cfg):
+    print(memckpt_hydra.protection(cfg).run_dir)
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (["+run_dir=fixed"], None),
+        (["+run_dir=fixed", "hydra.job.chdir=true"], "has a timestamp in its name"),
+        (["+run_dir=fixed", "hydra.job.chdir=true", "hydra.run.dir=same"], None),
+        (["+run_dir=/fixed", "hydra.job.chdir=true"], None),
+        (["+run_dir=fixed", "+width=1,2", "--multirun"], "whose run_dir is 'fixed' continues the same run"),
+        (["+run_dir=of-${width}", "+width=1,2", "--multirun"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_run_directory_that_moves_or_is_shared_is_warned_of(
+    overrides: list[str], warning: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "look.py").write_text(_LOOK)
+    done = subprocess.run(
+        [sys.executable, "look.py", "+memckpt=default", *overrides],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said = "WARNING" in done.stdout or "memckpt: " in done.stdout
+    assert said is (warning is not None), done.stdout
+    assert warning is None or warning in done.stdout

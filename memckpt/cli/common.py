@@ -23,9 +23,7 @@ Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpo
 Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
 Url = Annotated[
     str | None,
-    typer.Option(
-        help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or RUN/storage."
-    ),
+    typer.Option(help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or RUN/storage."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
