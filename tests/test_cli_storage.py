@@ -65,7 +65,7 @@ def test_ls_shows_what_is_there(run: Path) -> None:
 def test_the_environment_says_where_storage_is(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCKPT_STORAGE_URL", str(run / "storage"))
     assert steps_in(tmp_path / "elsewhere") == [2, 1]
-    with pytest.raises(NothingHeldError, match="no checkpoints in .*/empty"):
+    with pytest.raises(NothingHeldError, match=r"no checkpoints in .*/empty"):
         invoke("ls", tmp_path / "elsewhere", "--url", tmp_path / "empty")  # what is asked for wins
 
 
