@@ -209,7 +209,11 @@ def from_args(args: argparse.Namespace) -> ProtectionArguments:
         for setting in describe_settings()
         if hasattr(args, setting.destination)
     }
-    config = _assemble({**_from_variables(os.environ), **given}, lambda s: s.option if s in given else s.variable)
+    variables = _from_variables(os.environ)
+    if any(setting.path.startswith("storage.") for setting in given):
+        # Whoever says on the command line how to store wants to, whatever the environment is for others.
+        variables = {setting: value for setting, value in variables.items() if setting.path != "storage"}
+    config = _assemble({**variables, **given}, lambda s: s.option if s in given else s.variable)
     return ProtectionArguments(args.run_dir, args.resume, config)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler
 
 from memckpt.capture import dataloader as data
@@ -194,3 +195,32 @@ def test_without_lookahead_what_was_read_ahead_is_something_else() -> None:
     position["loader"]["pass"]["fetches"] = []
     rest, _ = _read_ahead(make("shuffle", NONE), position, 2)
     assert str(first + rest) != str(expected)
+
+
+@pytest.mark.parametrize("seed", [7, 2**64 - 3])
+def test_a_sampler_whose_seed_is_another_in_each_process_goes_on_with_the_first_one(seed: int) -> None:
+    def seeded(number: int) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(number % 1000)
+        sampler: Any = SeedableRandomSampler(range(20), generator=generator, data_seed=number)
+        loader: DataLoader[Any] = DataLoader(range(20), 4, sampler=sampler)  # type: ignore[arg-type]
+        data.graft(loader)
+        return loader
+
+    def passes(loader: DataLoader[Any], number: int) -> list[Any]:
+        found = []
+        for epoch in range(number):
+            cast(Any, loader.sampler).set_epoch(epoch)
+            found.append([batch.tolist() for batch in loader])
+        return found
+
+    expected = passes(seeded(seed), 2)
+    first = seeded(seed)
+    cast(Any, first.sampler).set_epoch(0)
+    taken = list(itertools.islice(first, 2))
+    held: Any = codec.decode(codec.encode(data.position(first)))
+    second = seeded(11)
+    data.resume(second, held)
+    rest = [batch.tolist() for batch in second]
+    assert [batch.tolist() for batch in taken] + rest == expected[0]
+    cast(Any, second.sampler).set_epoch(1)
+    assert [batch.tolist() for batch in second] == expected[1]

@@ -122,6 +122,17 @@ def test_a_value_out_of_range_is_the_dataclass_s_error() -> None:
         parse("--run-dir", "x", "--memckpt-slots", "1")
 
 
+def test_an_option_of_storage_wins_over_a_variable_that_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMCKPT_STORAGE", "none")
+    assert parse("--run-dir", "x").config.storage is None
+    storage = parse("--run-dir", "x", "--memckpt-storage-keep-last", "4").config.storage
+    assert storage is not None
+    assert storage.keep_last == 4
+    assert (
+        parse("--run-dir", "x", "--memckpt-storage-keep-last", "4", "--memckpt-storage", "off").config.storage is None
+    )
+
+
 def test_an_option_wins_over_a_variable_and_a_variable_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RUN_DIR": "there", "RESUME": "7", "SLOTS": "5", "REDO": "lazy", "AGENT_THREADS": "0"}.items():
         monkeypatch.setenv(f"MEMCKPT_{name}", value)

@@ -26,6 +26,9 @@ Progress = dict[str, list[str]]
 _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LARGEST_INT = 2**63
+#: Attributes that belong to the pass and not to the sampler's configuration. The second is of Accelerate's and HF's
+#: samplers, which may have drawn it anew in this process.
+_ALWAYS = ("epoch", "initial_seed")
 
 
 def capture(roots: Mapping[str, object]) -> OwnState:
@@ -72,15 +75,18 @@ def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | N
         sampler = samplers.get(path)
         if sampler is not None:
             names = values if progress is None else progress.get(path, ())
-            vars(sampler).update({name: values[name] for name in names if name in values})
+            found = {name: values[name] for name in names if name in values}
+            if isinstance(found.get("initial_seed"), str):
+                found["initial_seed"] = int(found["initial_seed"])
+            vars(sampler).update(found)
 
 
 def changed(before: OwnState, now: OwnState) -> Progress:
-    """The sampler attributes that differ between two captures, and every ``epoch``."""
+    """The sampler attributes that differ between two captures, and those that always belong to the pass."""
     progress: Progress = {}
     for path, values in now["attributes"].items():
         old = before["attributes"].get(path, {})
-        names = [name for name in values if name == "epoch" or name not in old or old[name] != values[name]]
+        names = [name for name in values if name in _ALWAYS or name not in old or old[name] != values[name]]
         if names:
             progress[path] = names
     return progress
@@ -119,8 +125,10 @@ def _is_sampler(path: str, found: object) -> bool:
 
 
 def _scalars(sampler: object) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in getattr(sampler, "__dict__", {}).items()
-        if isinstance(value, _SCALARS) and not (isinstance(value, int) and abs(value) >= _LARGEST_INT)
-    }
+    found: dict[str, Any] = {}
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if name == "initial_seed" and isinstance(value, int):
+            found[name] = str(value)  # torch's own seeds have 64 bits, too many for the codec
+        elif isinstance(value, _SCALARS) and not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
+            found[name] = value
+    return found
