@@ -164,7 +164,8 @@ class TransformersGPT(PreTrainedModel):
     def __init__(self, size: str) -> None:
         super().__init__(PreTrainedConfig())
         self.gpt = make_model(size)
-        super().post_init()  # type: ignore[no-untyped-call]
+        untyped: Any = self
+        untyped.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
         """It is initialized."""

@@ -14,6 +14,8 @@ from memckpt.config import MemckptConfig
 from memckpt.errors import ConfigurationError
 
 _FLAGS = ("run_dir", "resume", "memckpt")
+# Any: jsonargparse takes type hints, and says that it takes classes.
+_RESUME: Any = Literal["auto", "require", "never"] | NonNegativeInt | None
 
 
 class MemCheckpointCLI(LightningCLI):
@@ -42,7 +44,7 @@ class MemCheckpointCLI(LightningCLI):
         )
         parser.add_argument(
             "--resume",
-            type=Literal["auto", "require", "never"] | NonNegativeInt | None,  # type: ignore[arg-type, unused-ignore]
+            type=_RESUME,
             default=None,
             help="auto (default): continue if anything is held; require: continue or fail; never: start over; a step.",
         )

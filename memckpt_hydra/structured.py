@@ -46,7 +46,8 @@ def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
         inner = node(typing.cast(type, inner))
         value = dataclasses.field(default_factory=inner)
     elif typing.get_origin(inner) is Literal:
-        choices = Enum(  # type: ignore[misc]
+        make_enum: Any = Enum  # type checkers want the names of the members where it is called
+        choices = make_enum(
             f"{name.capitalize()}Choice", {each: each for each in typing.get_args(inner)}, module=__name__
         )
         globals()[choices.__name__] = choices

@@ -217,7 +217,8 @@ def _step(
         if last:
             loss.backward()
         else:
-            with model.no_sync():  # type: ignore[operator]
+            untyped: Any = model
+            with untyped.no_sync():
                 loss.backward()
         total += float(loss.detach())
     nn.utils.clip_grad_norm_(net.parameters(), 0.5)

@@ -19,7 +19,7 @@ class Momentum(Optimizer):
         super().__init__(params, {"lr": lr, "momentum": 0.9})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

@@ -79,13 +79,13 @@ class StepInBackward(Training):
     """An optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
 
     def make_optimizers(self) -> list[Optimizer]:
-        own = {param: torch.optim.AdamW([param], lr=0.01) for param in self.model.parameters()}
+        own: dict[Tensor, Optimizer] = {param: torch.optim.AdamW([param], lr=0.01) for param in self.model.parameters()}
 
         def step(param: Tensor) -> None:
-            own[param].step()  # type: ignore[index]
-            own[param].zero_grad()  # type: ignore[index]
+            own[param].step()
+            own[param].zero_grad()
 
-        for param in own:
+        for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(step)
         return list(own.values())
 

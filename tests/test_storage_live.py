@@ -169,12 +169,16 @@ def test_killed_at_random_no_more_is_lost_than_status_said(url: str | None, lab:
     lab.check_same(LONG, *attempts, final)
 
 
-def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of a directory, until it is unlinked; the agent tries again soon."""
     monkeypatch.setattr(saver, "_RETRY_SECONDS", 0.3)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("no directory")
+    path = tmp_path / "blocked"
+    path.write_text("no directory")
+    return path
+
+
+def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(blocked: Path, lab: Lab) -> None:
     settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
     agent = lab.start_agent()
     lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
@@ -187,12 +191,7 @@ def test_what_is_held_is_tried_again_until_there_is_a_place_for_it(
     lab.check_same(PLAIN, final)
 
 
-def test_a_final_step_that_has_no_place_is_held_until_there_is_one(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver, "_RETRY_SECONDS", 0.3)
-    blocked = tmp_path / "blocked"
-    blocked.write_text("no directory")
+def test_a_final_step_that_has_no_place_is_held_until_there_is_one(blocked: Path, lab: Lab) -> None:
     settings = config("lazy", storage=StorageConfig(url=str(blocked / "store"), every_steps=1000))
     agent = lab.start_agent()
     ended = lab.train(PLAIN, settings)

@@ -9,7 +9,7 @@ import sys
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.launch import report_failure, report_ready
-from memckpt.agent.server import serve
+from memckpt.agent.serve import serve
 from memckpt.errors import MemckptError
 
 

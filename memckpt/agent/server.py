@@ -11,15 +11,13 @@ import contextlib
 import logging
 import os
 import selectors
-import signal
 import time
 from collections.abc import Callable
 
-from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.address import AgentAddress
 from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.building import Building
 from memckpt.agent.connections import Connection, Connections
-from memckpt.agent.control import relieve
 from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
@@ -510,40 +508,3 @@ class Agent:
             stall_ms=self._stall_ms,
             by_operator=self._by_operator,
         )
-
-
-def serve(
-    address: AgentAddress,
-    linger_seconds: float,
-    ready: Callable[[], None],
-    by_operator: bool = False,
-    stopping: Callable[[], None] = lambda: None,
-) -> None:
-    """Run an agent in this process until it is told to leave. Called in the process's main thread.
-
-    Args:
-        address: of the run and node.
-        linger_seconds: how long to hold the state with no trainer.
-        ready: called once it answers.
-        by_operator: as for :class:`Agent`.
-        stopping: as for :class:`Agent`.
-
-    Raises:
-        RunBusyError: another agent serves this run on this node. One that runs by operator takes over from one that
-            living trainers have started.
-    """
-    agent = Agent(address, linger_seconds, by_operator, stopping)
-    if by_operator:
-        relieve(address)
-    with address.starting():
-        other = address.connect()
-        if other is not None:
-            pid = peer(other)[0]
-            other.close()
-            raise RunBusyError(f"an agent already serves {address.run_dir} on node {address.node} (pid {pid})")
-        agent.listen()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, _: agent.leave(f"signal {signal.Signals(received).name}"))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ready()
-    agent.run()

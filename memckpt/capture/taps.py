@@ -7,6 +7,7 @@ A tap never raises into the user's backward: the recorder keeps what goes wrong.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,7 +39,7 @@ class Tap(Protocol):
         """Leave nothing behind in the user's objects, as far as torch allows."""
 
 
-class _ParameterHooks:
+class _ParameterHooks(ABC):
     """A hook on each parameter, which sees its accumulated gradient as backward produces it."""
 
     def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
@@ -56,8 +57,8 @@ class _ParameterHooks:
             handle.remove()
         self._handles = []
 
-    def _fired(self, param: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _fired(self, param: torch.Tensor) -> None: ...
 
 
 class ParameterTap(_ParameterHooks):
@@ -145,7 +146,7 @@ class CommHookTap:
         memckpt_tap.__annotations__.clear()
         self._model.register_comm_hook(None, memckpt_tap)
         # From now on a user's registration reaches us and not torch, which would refuse a second hook.
-        self._model.register_comm_hook = self._adopt  # type: ignore[method-assign]
+        vars(self._model)["register_comm_hook"] = self._adopt
 
     def _adopt(self, state: Any, hook: CommHook) -> None:
         if self._users is not None:
@@ -286,7 +287,8 @@ class StepHooks:
             self._handles.append(optimizer.register_step_pre_hook(stepping))
             handle = optimizer.register_step_post_hook(stepped)
             # Ours first: what a user's hook then does to parameters is seen as a change outside the step.
-            optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            hooks: Any = vars(optimizer)["_optimizer_step_post_hooks"]
+            hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)
 
     def remove(self) -> None:

@@ -48,7 +48,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
     finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
     """
     from memckpt.agent.sd_notify import READY, STOPPING, ServiceManager
-    from memckpt.agent.server import serve
+    from memckpt.agent.serve import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     address = AgentAddress.of(run, node)
