@@ -27,7 +27,7 @@ import torch
 from memckpt.agent.address import NODE_VARIABLE, RUNTIME_VARIABLE, AgentAddress
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import StatusRequest, StopRequest
-from memckpt.agent.server import serve
+from memckpt.agent.serve import serve
 from memckpt.config import MemckptConfig
 from memckpt.session import session as session_module
 from tests.engine_child import REFERENCE_SEED, Attempt, kill_self, train
