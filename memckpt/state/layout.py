@@ -51,12 +51,25 @@ def aligned(size: int, unit: int = ALIGN) -> int:
     return -(-size // unit) * unit
 
 
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """Where a piece of a tensor lies in the whole of it, as in DCP: its first element, and the shape of the whole."""
+
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Name, shape and dtype of one tensor."""
+    """Name, shape and dtype of what a rank holds of one tensor.
+
+    Attributes:
+        shape: of what is held: all of a plain tensor, this rank's piece of a DTensor.
+        shard: which piece that is; None for a plain tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    shard: Shard | None = None
 
     @property
     def numel(self) -> int:
@@ -65,6 +78,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     @property
     def nbytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the tensor that this is a piece of; without pieces, its own."""
+        return self.shape if self.shard is None else self.shard.whole
 
 
 class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -133,6 +151,9 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `static` are tensors that no optimizer steps (frozen parameters), staged once a generation; `by_value` tensors
     (buffers, averaged models) are staged with every record by every local rank.
 
+    `local_ranks` are the ranks of this node that hold the same shards: their parts of a record share its slot.
+    `replicas` are all ranks of the job that do, these among them; empty: all ranks of the job.
+
     `aliases` and `outside` say how these names relate to the model's ``state_dict()``: keys under which a tensor
     appears once more, with its name here (tied weights); names that are not in it (buffers that are not persistent,
     modules beside the model).
@@ -149,6 +170,17 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     world_size: int
     aliases: tuple[tuple[str, str], ...] = ()
     outside: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
+
+    @property
+    def serves(self) -> tuple[int, ...]:
+        """The ranks whose parameters and optimizer state these are, ascending."""
+        return self.replicas or tuple(range(self.world_size))
+
+    @property
+    def full(self) -> bool:
+        """Whether this node's part of a checkpoint has the tensors: one part among those that hold the same does."""
+        return self.serves[0] in self.local_ranks
 
     def digest(self) -> str:
         """A digest that is equal exactly when the layouts are."""
@@ -158,15 +190,29 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
         return msgspec.structs.replace(self, mode="eager", period=1, slots=3).digest()
 
+    def _tensors(self) -> list[TensorSpec]:
+        return [*(param.tensor for param in self.params), *self.static, *self.by_value]
+
     def fingerprint(self) -> list[str]:
         """One line for each thing that must match for a held state to be restored into a model.
 
-        Names, shapes, dtypes and optimizer classes; not the groups, which change with freezing.
+        Names, shapes of whole tensors, dtypes and optimizer classes; not the groups, which change with freezing, nor
+        how tensors are cut into shards.
         """
-        tensors = [*(param.tensor for param in self.params), *self.static, *self.by_value]
-        lines = [f"{spec.name} {list(spec.shape)} {spec.dtype}" for spec in sorted(tensors, key=lambda one: one.name)]
+        tensors = sorted(self._tensors(), key=lambda one: one.name)
+        lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         return lines
+
+    def sharding(self) -> str:
+        """A digest of which pieces of which tensors these are; empty if none is cut.
+
+        A held state goes straight back into a rank with the same one; into another it has to be resharded.
+        """
+        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self._tensors() if spec.shard is not None)
+        if not pieces:
+            return ""
+        return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
 
 
 def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
