@@ -27,20 +27,29 @@ class _Shell:
 class HostState:
     """Room for a state, to be filled by a restore.
 
+    Args:
+        spec: of the state.
+        by_value: whether there is room for by-value tensors, too.
+        wanted: names of the tensors for which there is room; None: all.
+
     Attributes:
         tensors: by name; stepped parameters are Parameters.
         optimizers: what a restore takes for optimizers, with :meth:`build` to redo on them.
     """
 
-    def __init__(self, spec: StateSpec, by_value: bool) -> None:
+    def __init__(self, spec: StateSpec, by_value: bool, wanted: Collection[str] | None = None) -> None:
         self._spec = spec
+
+        def room(one: TensorSpec) -> torch.Tensor:
+            device = "cpu" if wanted is None or one.name in wanted else "meta"
+            return torch.empty(one.shape, dtype=dtype_of(one.dtype), device=device)
+
         named = [param.tensor for param in spec.params] + list(spec.static)
         self.tensors: dict[str, torch.Tensor] = {
-            one.name: torch.nn.Parameter(torch.empty(one.shape, dtype=dtype_of(one.dtype)), requires_grad=False)
-            for one in named
+            one.name: torch.nn.Parameter(room(one), requires_grad=False) for one in named
         }
         if by_value:
-            self.tensors |= {one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype)) for one in spec.by_value}
+            self.tensors |= {one.name: room(one) for one in spec.by_value}
         self._shells = [_Shell() for _ in spec.optimizers]
 
     @property
@@ -54,18 +63,19 @@ class HostState:
     def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
         """All but by-value tensors, by the names they have in a store, and what belongs to them."""
         spec = self._spec
-        tensors = {model_name(one.name): self.tensors[one.name].data for one in spec.static}
+        names = StoredNames(spec)
+        tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static}
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
         for index, param in enumerate(spec.params):
             tensor = self.tensors[param.tensor.name]
-            tensors[model_name(param.tensor.name)] = tensor.data
+            tensors[names.tensor(param.tensor)] = tensor.data
             for owner in param.owners:
                 kept = self._shells[owner.optimizer].state.get(tensor, {})
                 for one in owner.state:
                     value = kept.get(one.key)
                     if isinstance(value, torch.Tensor):
-                        tensors[state_name(owner.optimizer, param.tensor.name, one.key)] = value
+                        tensors[names.state(param, owner.optimizer, one)] = value
                     else:
                         missing.append((index, owner.optimizer, one.key))
                 values = {key: value for key, value in kept.items() if not isinstance(value, torch.Tensor)}

@@ -8,39 +8,69 @@ import msgspec
 
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.host_state import HostState
-from memckpt.state.layout import whole
+from memckpt.state.layout import ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.base import StoredNames, write_base
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
-from memckpt.storage.format import decode_node_state
+from memckpt.storage.format import FORMAT_VERSION, decode_node_state
 from memckpt.storage.store import Store
 
 
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
-    """Write a state that has to be redone as a checkpoint of its own: that of the first rank.
+    """Write a state that has to be redone as a checkpoint of its own: that of the first rank, its tensors whole.
 
     Args:
         store: which can produce it.
         point: the state, verified.
         into: another store, for the checkpoint.
     """
-    part = point.checkpoint.full_part()
-    rank = part.ranks[0]
-    stored = StoredState(store, point, rank)
-    spec = stored.state.spec
+    part = point.checkpoint.part_serving(0)
+    spec = unsharded(decode_node_state(store.read(part.state_path)).spec)
+    stored = StoredState(store, point, 0, spec)
     host = HostState(spec, by_value=True)
     stored.restore(host.tensors, host.optimizers, host.build)
-    tensors, state = host.described({rank: stored.rank_state})
-    for one in spec.by_value:
-        tensors[by_value_name(one.name, rank, spec.local_ranks, True)] = host.tensors[one.name]
+    tensors, state = host.described({0: stored.rank_state})
+    names = StoredNames(spec)
+    tensors |= {names.by_value(one, 0): host.tensors[one.name] for one in spec.by_value}
     written = msgspec.structs.replace(
         part,
+        format=FORMAT_VERSION,
         timeline=point.timeline,
         record=point.record,
         step=point.step,
         created=time.time(),
         world_size=1,
-        ranks=(rank,),
+        ranks=(0,),
+        serves=(0,),
+        content=spec.content(),
     )
     written = write_base(into, written, state, tensors)
     return Checkpoint(point.timeline, point.record, {part.node: written})
+
+
+def unsharded(spec: StateSpec) -> StateSpec:
+    """What one rank would hold of the same state if it held all of each tensor."""
+    replace = msgspec.structs.replace
+
+    def tensor(one: TensorSpec) -> TensorSpec:
+        return replace(one, shape=one.whole_shape, shard=None)
+
+    def param(one: ParamSpec) -> ParamSpec:
+        shape = one.tensor.whole_shape
+        owners = tuple(
+            replace(
+                owner, state=tuple(replace(each, shape=shape) if each.elementwise else each for each in owner.state)
+            )
+            for owner in one.owners
+        )
+        return replace(one, tensor=tensor(one.tensor), owners=owners)
+
+    return replace(
+        spec,
+        params=tuple(param(one) for one in spec.params),
+        static=tuple(tensor(one) for one in spec.static),
+        by_value=tuple(tensor(one) for one in spec.by_value),
+        local_ranks=(0,),
+        world_size=1,
+        replicas=(),
+    )

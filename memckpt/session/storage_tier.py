@@ -81,7 +81,7 @@ class StorageTier:
 
     def _open(self, point: StoredPoint, spec: StateSpec) -> StoredState:
         assert self._store is not None
-        opened = StoredState(self._store, point, self._ranks.rank)
+        opened = StoredState(self._store, point, self._ranks.rank, spec)
         difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(

@@ -171,7 +171,7 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
         DamagedStateError: they do not belong together.
         StorageError: one cannot be read.
     """
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     planner_data: dict[str, Any] = {}
     for name in below:
@@ -183,8 +183,8 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
             known = tensors.setdefault(tensor, TensorStorageMetadata(entry.properties, entry.size, []))
             if (known.size, known.properties.dtype) != (entry.size, entry.properties.dtype):
                 raise DamagedStateError(
-                    f"{directory}/{name}: expected {tensor} of {known.properties.dtype} and shape {list(known.size)} as "
-                    f"in {below[0]}, found {entry.properties.dtype} and {list(entry.size)}"
+                    f"{directory}/{name}: expected {tensor} of {known.properties.dtype} and shape {list(known.size)}, "
+                    f"as others have it, found {entry.properties.dtype} and {list(entry.size)}"
                 )
             for chunk in entry.chunks:
                 index = MetadataIndex(tensor, chunk.offsets)
@@ -197,9 +197,14 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
     return Metadata(tensors, planner_data, places)
 
 
+def encode_metadata(metadata: Metadata) -> bytes:
+    """The content of a ``.metadata`` file."""
+    return pickle.dumps(metadata)
+
+
 def write_merged(store: Store, directory: str, below: Sequence[str]) -> StoredFile:
     """Make one checkpoint for stock tools of what lies in directories below one; whoever does it writes the same."""
-    return store.write(f"{directory}/{MERGED}", pickle.dumps(merged(store, directory, below)))
+    return store.write(f"{directory}/{MERGED}", encode_metadata(merged(store, directory, below)))
 
 
 def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:
