@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.optim import Optimizer
 
-from memckpt.recovery.resharding import Resharding, refuse_what_cannot_be_cut
+from memckpt.recovery.resharding import Resharding, copy_overlap, refuse_what_cannot_be_cut
 from memckpt.recovery.stored_unit import StoredUnit
 from memckpt.recovery.target import RestoreTarget
 from memckpt.state.layout import Layout, StateSpec, TensorSpec
@@ -35,6 +35,7 @@ class StoredState:
 
     Attributes:
         point: which state.
+        resharded: whether what the rank holds has to be put together from pieces of others.
         exact: whether training goes on as if it had not been interrupted: this rank was there, with these pieces.
         state: what belongs to the tensors that the rank's parameters come from; of several parts, of the first.
         own: what belongs to the part with the rank's own state.
@@ -62,7 +63,8 @@ class StoredState:
             self._resharding = Resharding(store, point, self._records)
             self.state = self._resharding.state
             refuse_what_cannot_be_cut(self.state.spec, spec)
-        self.exact = self._unit is not None and point.world_size == spec.world_size
+        self.resharded = self._resharding is not None
+        self.exact = not self.resharded and point.world_size == spec.world_size
 
     @property
     def rank_state(self) -> bytes:
@@ -127,6 +129,10 @@ class StoredState:
         last = self.point.last_batch_of(self._rank)
         if last is None:
             return
-        for spec in self._own_tensors(sharded=self._unit is not None):
+        for spec in self._own_tensors(sharded=not self.resharded):
             name = batches.by_value_name(self.point.record, self._rank, spec.name)
-            local(tensors[spec.name]).copy_(self._records.tensor(last, name))
+            value = self._records.tensor(last, name)
+            if self.resharded:
+                copy_overlap(spec, value, tensors[spec.name])
+            else:
+                local(tensors[spec.name]).copy_(value)

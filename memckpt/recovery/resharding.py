@@ -204,10 +204,16 @@ class Resharding:
         rank = unit.part.served[0]
         last = self._point.last_batch_of(rank)
         for spec in unit.state.spec.by_value:
-            overlap = _overlap(spec, tensors[spec.name]) if spec.shard is not None else None
-            if last is not None and overlap is not None:
+            if last is not None and spec.shard is not None:
                 name = batches.by_value_name(self._point.record, rank, spec.name)
-                local(tensors[spec.name])[overlap[1]].copy_(self._records.tensor(last, name)[overlap[0]])
+                copy_overlap(spec, self._records.tensor(last, name), tensors[spec.name])
+
+
+def copy_overlap(stored: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> None:
+    """Copy what is held of what is stored."""
+    overlap = _overlap(stored, live)
+    if overlap is not None:
+        local(live)[overlap[1]].copy_(source[overlap[0]])
 
 
 def _overlap(stored: TensorSpec, live: torch.Tensor) -> _Overlap | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -76,7 +76,7 @@ class StoredUnit:
         layout = self.layout
         members = []
         for index, spec, param in self._params(target, wanted):
-            states = {one.optimizer: dict(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners}
+            states = {one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners}
             held = local(param)
             parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
             members.append(Member(index, 0, held.numel(), parameter, states))
@@ -98,6 +98,11 @@ class StoredUnit:
         for index, (spec, param) in enumerate(zip(self.layout.spec.params, target.params, strict=True)):
             if wanted is None or index in wanted:
                 yield index, spec, param
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of one parameter as this rank holds it."""
+    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def plain_state(state: NodeState) -> dict[int, Any]:
