@@ -32,16 +32,12 @@ def mesh_of(shape: Sequence[int], rank: int) -> Iterator[DeviceMesh]:
 
 
 def empty(shape: Sequence[int], mesh: DeviceMesh, cuts: Sequence[int | None]) -> DTensor:
-    """A DTensor full of NaN, cut along a dimension for each dimension of the mesh; None, or one that it has not: not."""
-    placements: list[Placement] = [
-        Shard(cut) if cut is not None and cut < len(shape) else Replicate() for cut in cuts
-    ]
+    """A DTensor full of NaN, cut along one of its dimensions for each of the mesh's; None: not cut."""
+    placements: list[Placement] = [Shard(cut) if cut is not None and cut < len(shape) else Replicate() for cut in cuts]
     size = torch.Size(shape)
     held, _ = compute_local_shape_and_global_offset(size, mesh, placements)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(
-        torch.full(held, torch.nan), mesh, placements, run_check=False, shape=size, stride=stride
-    )
+    return DTensor.from_local(torch.full(held, torch.nan), mesh, placements, run_check=False, shape=size, stride=stride)
 
 
 def all_empty(wholes: Mapping[str, Sequence[int]], mesh: DeviceMesh, cuts: Sequence[int | None]) -> dict[str, DTensor]:

@@ -62,11 +62,7 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
     boxes = [Box((), ())]
     for size, places in zip(shape, cuts, strict=True):
         edges = [0, *sorted({place for place in places if 0 < place < size}), size]
-        boxes = [
-            Box((*box.offsets, low), (*box.sizes, high - low))
-            for box in boxes
-            for low, high in pairwise(edges)
-        ]
+        boxes = [Box((*box.offsets, low), (*box.sizes, high - low)) for box in boxes for low, high in pairwise(edges)]
     return boxes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,13 @@ from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.resharding import refuse_what_cannot_be_cut
 from memckpt.state.layout import Shard, StateTensorSpec
 from memckpt.state.records import Timeline
-from memckpt.state.tensors import local
 from memckpt.storage import dcp
 from memckpt.storage.catalog import leftovers, read_catalog, remove, verify
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import MERGED, Part, place_of
-from memckpt.storage.store import LocalStore, Store, matches
+from memckpt.storage.store import LocalStore, matches
 from tests.mesh import all_empty, mesh_of
-from tests.sharded_job import PARAMS, WHOLE, Box, Live, Stored, Unit, check, grid, rows, train, write_part
+from tests.sharded_job import WHOLE, Box, Live, Stored, Unit, check, grid, rows, train, write_part
 
 #: Each example writes files.
 ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -117,7 +117,12 @@ def sharded_jobs(draw: st.DrawFn) -> dict[str, Any]:
             if len(cells) <= units:
                 boxes[name] = [cells[index % len(cells)] for index in range(units)]
     cut = draw(st.sampled_from([boxes, boxes, boxes, None]))
-    return {"boxes": cut, "units": units if cut else 1, "copies": draw(st.integers(1, 2)), "last": draw(st.integers(2, 4))}
+    return {
+        "boxes": cut,
+        "units": units if cut else 1,
+        "copies": draw(st.integers(1, 2)),
+        "last": draw(st.integers(2, 4)),
+    }
 
 
 MESHES = st.sampled_from([(1,), (2,), (3,), (5,), (8,), (2, 2), (2, 3)])
@@ -155,3 +160,183 @@ def test_any_ranks_go_on_from_what_any_others_had(described: dict[str, Any], sha
 @settings(max_examples=200, **ANY)
 def test_the_same_for_many_more(described: dict[str, Any], shape: Sequence[int], data: Any) -> None:
     check_resharding(described, shape, [data.draw(st.sampled_from([0, 1, 2, None])) for _ in shape], set(range(8)))
+
+
+@pytest.mark.parametrize("record", [2, 4])
+@pytest.mark.parametrize(("copies", "shape", "cuts"), [(1, (3,), (0,)), (2, (2, 3), (None, 0))], ids=["fsdp", "hsdp"])
+def test_the_same_ranks_go_on_from_their_own_parts(
+    here: LocalStore, record: int, copies: int, shape: tuple[int, ...], cuts: tuple[int | None, ...]
+) -> None:
+    job = train(here, rows(3), 3, copies, last=4)
+    for rank in range(3 * copies):
+        with mesh_of(shape, rank) as mesh:
+            live = Live.of({**all_empty(WHOLE, mesh, cuts)})
+            stored = live.restore(job, record, rank, 3 * copies)
+            assert stored.exact
+            check(live, job, record, own=rank % 3)
+            assert live.tensors["count"] == 100 * record + rank
+
+
+def test_the_same_ranks_need_no_part_but_their_own(here: LocalStore) -> None:
+    job = train(here, rows(2), 2)
+    point = job.point(2)
+    here.delete_directory(point.checkpoint.parts["n0"].base_directory)
+    with mesh_of((2,), 1) as mesh:
+        live = Live.of({**all_empty(WHOLE, mesh, (0,))})
+        StoredState(here, point, 1, live.spec(1, 2)).restore(live.tensors, live.optimizers)
+        check(live, job, 2, own=1)
+
+
+def test_other_numbers_of_copies_of_the_same_pieces_are_not_put_together_anew(here: LocalStore) -> None:
+    job = train(here, rows(2), 2, copies=2, last=3)
+    with mesh_of((2,), 1) as mesh:
+        live = Live.of({**all_empty(WHOLE, mesh, (0,))})
+        stored = live.restore(job, 3, 1, 2)
+        assert (stored.exact, stored.resharded) == (False, False)
+        check(live, job, 3, own=1)
+
+
+# Which of them there are
+
+
+def committed(job: Stored) -> dict[str, Part]:
+    (checkpoint,) = read_catalog(job.store).checkpoints
+    return checkpoint.parts
+
+
+def test_a_checkpoint_exists_when_there_are_parameters_for_all_ranks(here: LocalStore) -> None:
+    job = train(here, rows(2), 2, copies=2)
+    parts = committed(job)
+    assert {node: (part.full, part.serves) for node, part in parts.items()} == {
+        "n0": (True, (0, 2)), "n1": (True, (1, 3)), "n2": (False, (0, 2)), "n3": (False, (1, 3))
+    }  # fmt: skip
+    (checkpoint,) = read_catalog(here).complete
+    assert [checkpoint.part_serving(rank).node for rank in range(4)] == ["n0", "n1", "n0", "n1"]
+    assert [checkpoint.part_of(rank).node for rank in range(4)] == ["n0", "n1", "n2", "n3"]
+    # With the states of all ranks, but parameters of some of them only:
+    not_full = msgspec.structs.replace(parts["n1"], full=False)
+    checkpoint.parts["n1"] = not_full
+    assert not checkpoint.complete
+    for node in parts:
+        here.delete(parts[node].commit_path)
+        assert read_catalog(here).complete == ()
+
+
+def test_a_record_is_there_with_the_gradients_of_all_units(here: LocalStore) -> None:
+    train(here, rows(2), 2, copies=2, last=4)
+    catalog = read_catalog(here)
+    assert [one.record for one in stored_points(catalog)] == [4, 2]
+    assert len(list(stored_points(catalog)[0].batches)) == 4
+    for batch in catalog.batches:
+        here.delete(batch.commit_path)
+        assert [one.record for one in stored_points(read_catalog(here))] == [2]
+
+
+def test_gradients_of_other_pieces_are_not_redone(here: LocalStore) -> None:
+    """A node that dies and comes back with other ranks holds other pieces under the same name."""
+    train(here, rows(2), 2, last=4)
+    catalog = read_catalog(here)
+    one, other = catalog.batches
+    for change in ({"serves": other.serves}, {"content": other.content}):
+        swapped = replace(catalog, batches=(msgspec.structs.replace(one, **change), other))
+        assert [point.record for point in stored_points(swapped)] == [2]
+
+
+# What makes one of all parts
+
+
+def test_the_last_writer_makes_one_checkpoint_of_all_parts(here: LocalStore) -> None:
+    job = train(here, rows(3), 3)
+    (checkpoint,) = read_catalog(here).complete
+    assert checkpoint.merged_path in read_catalog(here).files
+    written = here.read(checkpoint.merged_path)
+    here.delete(checkpoint.parts["n2"].commit_path)
+    here.delete(checkpoint.merged_path)
+    again = Stored(here, 3, units=job.units)
+    write_part(again, job.units[1], 1, 2, Timeline(1, "a"))
+    assert checkpoint.merged_path not in read_catalog(here).files, "a part is missing"
+    write_part(again, job.units[2], 2, 2, Timeline(1, "a"))
+    assert here.read(checkpoint.merged_path) == written, "two that finish at once must write the same"
+
+
+def test_what_was_not_merged_is_read_by_us_and_merged_with_the_next(here: LocalStore) -> None:
+    job = train(here, rows(2), 2)
+    (checkpoint,) = read_catalog(here).complete
+    here.delete(checkpoint.merged_path)
+    live = plain()
+    live.restore(job, 2)
+    check(live, job, 2)
+    train(here, rows(2), 2, base_at=3, last=3)
+    assert {checkpoint.merged_path, read_catalog(here).complete[0].merged_path} <= set(read_catalog(here).files)
+
+
+def test_nothing_is_left_of_what_is_let_go(here: LocalStore) -> None:
+    for record in (2, 3, 4):
+        train(here, rows(2), 2, base_at=record, last=record, keep_last=1)
+        assert [one.record for one in read_catalog(here).checkpoints] == [record]
+        assert {place.record for path in here.find("") if (place := place_of(path)) is not None} == {record}
+    remove(here, read_catalog(here).checkpoints[0])
+    assert here.find("", unfinished=True) == []
+
+
+def test_a_file_that_makes_one_of_what_is_gone_is_left_over(here: LocalStore) -> None:
+    train(here, rows(2), 2, base_at=2)
+    train(here, rows(2), 2, base_at=3, last=3)
+    newest, older = read_catalog(here).complete
+    unfinished = f"{older.merged_path}.partial-0123"
+    for path in (unfinished, f"{newest.merged_path}.partial-0123"):
+        here.write(path, b"half")
+    assert leftovers(read_catalog(here), "n1", ()) == [unfinished], "of the newest one it may be on its way"
+    for part in older.parts.values():
+        here.delete(part.commit_path)
+    assert {older.merged_path, unfinished} <= set(leftovers(read_catalog(here), "n1", ()))
+    place = place_of(older.merged_path)
+    assert place is not None
+    assert (place.record, place.node) == (2, "")
+
+
+def test_a_flipped_byte_in_any_part_is_found(here: LocalStore) -> None:
+    train(here, rows(3), 3)
+    (checkpoint,) = read_catalog(here).complete
+    assert verify(here, checkpoint) == []
+    for part in checkpoint.parts.values():
+        file = next(file for file in part.files if file.path.endswith(".distcp"))
+        data = here.read(file.path)
+        here.write(file.path, data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        (wrong,) = verify(here, checkpoint)
+        assert wrong.startswith(f"{file.path}: expected checksum")
+        here.write(file.path, data)
+        assert matches(here, file) is None
+
+
+def test_a_planted_pickle_among_the_parts_is_refused(here: LocalStore) -> None:
+    train(here, rows(2), 2)
+    (checkpoint,) = read_catalog(here).complete
+    here.write(f"{checkpoint.parts['n1'].base_directory}/{MERGED}", pickle.dumps(print))
+    with pytest.raises(DamagedStateError, match=r"found builtins\.print in it"):
+        dcp.names(here, checkpoint.directory, checkpoint.tensor_nodes)
+
+
+# What cannot be cut
+
+
+def test_state_that_cannot_be_cut_is_refused_by_name() -> None:
+    unit = Unit(0, {name: boxes[0] for name, boxes in rows(2).items()}, 7)
+    unit.step(1)
+    stored, whole = unit.spec((0,), (0,), 2), plain().spec(0, 1)
+    refuse_what_cannot_be_cut(stored, whole)
+    matrix = StateTensorSpec("precondition", (4, 4), "float32", False, False)
+    (param,) = [one for one in stored.params if one.tensor.name == "w"]
+    owner = msgspec.structs.replace(param.owners[0], state=(*param.owners[0].state, matrix))
+    odd = msgspec.structs.replace(param, owners=(owner,))
+    kept = msgspec.structs.replace(stored, params=(odd, *(one for one in stored.params if one is not param)))
+    with pytest.raises(
+        UnsupportedError, match=r"'precondition' that Adam keeps for w .* resume with the number of ranks"
+    ):
+        refuse_what_cannot_be_cut(kept, whole)
+    # One that all ranks hold all of may go to any number of ranks that do.
+    tensor = msgspec.structs.replace(param.tensor, shape=WHOLE["w"], shard=None)
+    uncut = msgspec.structs.replace(kept, params=(msgspec.structs.replace(odd, tensor=tensor), *kept.params[1:]))
+    refuse_what_cannot_be_cut(uncut, whole)
+    with pytest.raises(UnsupportedError, match="'precondition'"):
+        refuse_what_cannot_be_cut(uncut, stored)

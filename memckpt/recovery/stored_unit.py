@@ -76,7 +76,9 @@ class StoredUnit:
         layout = self.layout
         members = []
         for index, spec, param in self._params(target, wanted):
-            states = {one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners}
+            states = {
+                one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners
+            }
             held = local(param)
             parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
             members.append(Member(index, 0, held.numel(), parameter, states))
