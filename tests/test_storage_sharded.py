@@ -96,6 +96,17 @@ def test_a_piece_that_is_not_there_is_missed(here: LocalStore) -> None:
         dcp.load_into(here, "base", {"t": torch.empty(4, 2)}, below=["n0", "n1"])
 
 
+def test_an_empty_piece_takes_no_place(here: LocalStore) -> None:
+    """Ranks that are left without a piece may say that it begins where another's does."""
+    dcp.save(
+        here, "base/a", {"t": torch.zeros(0), "u": torch.zeros(0)}, {"t": Shard((0,), (4,)), "u": Shard((0,), (0,))}
+    )
+    dcp.save(here, "base/b", {"t": torch.arange(4.0)}, {"t": Shard((0,), (4,))})
+    found = torch.empty(4)
+    dcp.load_into(here, "base", {"t": found, "u": torch.empty(0)}, below=["a", "b"])
+    assert torch.equal(found, torch.arange(4.0))
+
+
 def test_pieces_of_different_tensors_are_not_put_together(here: LocalStore) -> None:
     dcp.save(here, "base/a", {"t": torch.zeros(2)}, {"t": Shard((0,), (4,))})
     dcp.save(here, "base/b", {"t": torch.zeros(2)}, {"t": Shard((2,), (5,))})
