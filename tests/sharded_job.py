@@ -369,6 +369,11 @@ class Live:
         return found
 
 
+def plain() -> Live:
+    """A rank that holds all of everything."""
+    return Live.of({name: torch.full(shape, torch.nan) for name, shape in WHOLE.items()})
+
+
 def check(live: Live, job: Stored, record: int, own: int = 0) -> None:
     """Every element is that of the whole at its place; plain tensors are those of the unit `own`."""
     whole = job.wholes[record] | job.plains[record, own]

@@ -17,26 +17,23 @@ import torch.distributed.checkpoint as stock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.errors import DamagedStateError, UnsupportedError
+from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.resharding import refuse_what_cannot_be_cut
 from memckpt.state.layout import Shard, StateTensorSpec
 from memckpt.state.records import Timeline
 from memckpt.storage import dcp
+from memckpt.storage.base import write_files
 from memckpt.storage.catalog import leftovers, read_catalog, remove, verify
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import MERGED, Part, place_of
-from memckpt.storage.store import LocalStore, matches
+from memckpt.storage.store import LocalStore, Store, matches
+from memckpt.writer import writer
 from tests.mesh import all_empty, mesh_of
-from tests.sharded_job import WHOLE, Box, Live, Stored, Unit, check, grid, rows, train, write_part
+from tests.sharded_job import TIMELINE, WHOLE, Box, Live, Stored, Unit, check, grid, plain, rows, train, write_part
 
 #: Each example writes files.
 ANY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-
-
-def plain() -> Live:
-    """A rank that holds all of everything."""
-    return Live.of({name: torch.full(shape, torch.nan) for name, shape in WHOLE.items()})
 
 
 @pytest.fixture
@@ -279,6 +276,26 @@ def test_what_was_not_merged_is_read_by_us_and_merged_with_the_next(here: LocalS
     check(live, job, 2)
     train(here, rows(2), 2, base_at=3, last=3)
     assert {checkpoint.merged_path, read_catalog(here).complete[0].merged_path} <= set(read_catalog(here).files)
+
+
+def test_a_part_that_cannot_be_read_back_does_not_count(here: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it was to replace stays."""
+    job = train(here, rows(2), 2)
+
+    def damaging(store: Store, *arguments: Any) -> Part:
+        part = write_files(store, *arguments)
+        path = next(file.path for file in part.files if file.path.endswith(".distcp"))
+        store.write(path, store.read(path)[:-1])
+        return part
+
+    write_part(job, job.units[0], 0, 3, TIMELINE, keep_last=1)
+    monkeypatch.setattr(writer, "write_files", damaging)
+    with pytest.raises(StorageError, match=r"what was written cannot be read back: .*n1"):
+        write_part(job, job.units[1], 1, 3, TIMELINE, keep_last=1)
+    catalog = read_catalog(here)
+    assert [(one.record, one.complete) for one in catalog.checkpoints] == [(3, False), (2, True)]
+    assert verify(here, catalog.checkpoints[1]) == []
+    assert not [path for path in catalog.files if "000000000003/n1" in path]
 
 
 def test_nothing_is_left_of_what_is_let_go(here: LocalStore) -> None:

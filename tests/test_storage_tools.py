@@ -26,7 +26,7 @@ from memckpt.storage.store import LocalStore
 from tests.cli_harness import invoke, invoke_json
 from tests.engine_harness import Lab
 from tests.mesh import all_empty
-from tests.sharded_job import PARAMS, WHOLE, Box, Live, Stored, check, rows, train
+from tests.sharded_job import PARAMS, WHOLE, Box, Stored, check, plain, rows, train
 
 STEPPED = [name for name in PARAMS if name in WHOLE]
 
@@ -90,6 +90,22 @@ def test_torch_loads_what_one_node_has_written(tmp_path: Path, boxes: Any) -> No
         stock.load(state, checkpoint_id=tmp_path / directory, no_dist=True)
         for name, tensor in state["model"].items():
             assert torch.equal(tensor, job.wholes[2][name]), name
+
+
+def test_what_is_private_to_ranks_is_there_for_each(tmp_path: Path) -> None:
+    job = train(LocalStore(tmp_path), rows(2), 2)
+    (checkpoint,) = read_catalog(job.store).checkpoints
+    for index, prefix in enumerate(("", "ranks.1.")):
+        expected = {
+            f"{prefix}model.scale": job.plains[2, index]["scale"],
+            f"{prefix}optimizers.0.scale.exp_avg": job.plains[2, index]["scale.exp_avg"],
+            f"{prefix}optimizers.0.w.step": torch.tensor(2.0),
+            f"{prefix}model.count": torch.tensor(200.0 + index),
+        }
+        found = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        stock.load(found, checkpoint_id=tmp_path / checkpoint.directory, no_dist=True)
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
 
 
 # Exports
@@ -215,7 +231,7 @@ def test_what_the_version_before_wrote_is_read(tmp_path: Path, world_size: int) 
     assert [(part.format, part.serves, part.served) for part in parts.values()] == [(2, (), (0, 1))] * 2
     assert verify(store, checkpoint) == []
     for rank in range(world_size):
-        live = Live.of({name: torch.full(shape, torch.nan) for name, shape in WHOLE.items()})
+        live = plain()
         stored = live.restore(job, 2, rank, world_size)
         assert stored.exact == (world_size == 2)
         check(live, job, 2)

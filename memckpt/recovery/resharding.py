@@ -146,8 +146,8 @@ class Resharding:
 
     def _is_wanted(self, unit: StoredUnit, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
         place = spec.name, spec.shard.offsets if spec.shard is not None else (0,) * len(spec.shape)
-        if place in self._taken or (spec.shard is None and unit is not self._first):
-            return False  # another part has the same; or it is this part's own
+        if place in self._taken:
+            return False  # another part has the same, or, of what is not cut, one of its own: the first counts
         live = tensors[spec.name]
         if _overlap(spec, live) is None and (local(live).numel() or unit is not self._first):
             return False
