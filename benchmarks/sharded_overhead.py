@@ -27,10 +27,11 @@ model of a quick run 256.
 The ratio is the median over rounds of a training's time over that of the first one with nothing, the spread half the
 distance between the quartiles; the null pair is the second one with nothing over the first. What it differs from 1 is
 noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank.
-What is left in the background after a block is waited for, untimed: by an eager agent's records, and by the last save
-of `dcp.async_save`. That one saves `get_state_dict` of model and optimizer after each step, to a disk, without a sync,
-the newest two kept in turn; a save begins when the last one has ended, as it must. It has a process group of its own,
-since it communicates beside the training, and keeps its stager, so that memory for its copies is allocated once.
+What a block has left in the background is waited for after it, untimed: an eager agent's redo, and the last save of
+`dcp.async_save`. That one saves `get_state_dict` of model and optimizer after each step, to a disk, without a sync, in
+turn over the older of two checkpoints; a save begins when the last one has ended, as it must. It has a process group of
+its own, since it communicates beside the training, and keeps its stager, so that the memory for its copies is allocated
+once.
 
 Bytes are counted in each rank, over a whole anchor period in steps that are not timed, by wrapping what copies:
 memckpt's copier into the slots, by the area of the slot that it writes to, its rank state (of RNGs and groups, sent to
@@ -159,6 +160,7 @@ def add_ratios(report: Report, scale: Scale, found: Measured) -> None:
             arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
             without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall_ms,
         )  # fmt: skip
+        print(f"{scale.size} sharded, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
 
 
 def _megabytes(nbytes: float | None) -> str:
