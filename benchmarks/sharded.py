@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import async_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.fsdp import fully_shard
 
 import memckpt
@@ -332,8 +332,8 @@ def run_rank(task: RankTask, orders: Connection) -> None:
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    store = dist.FileStore(str(task.directory / "rendezvous"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=RANKS)
+    rendezvous = f"file://{task.directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=task.rank, world_size=RANKS)
     try:
         with protected(task) as protection:
             orders.send(Ready(protection.agent))
