@@ -16,6 +16,7 @@ NAMES = (
     "restore_time",
     "storage_rate",
     "resharding",
+    "sharded_overhead",
     "framework_overhead",
     "step_overhead",
 )
