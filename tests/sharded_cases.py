@@ -124,7 +124,7 @@ class Distributed:
     def __init__(self, setup: Setup, at: At, seed: int = 0) -> None:
         """Build the model, the same on all ranks; then each rank of data parallelism draws numbers of its own."""
         self.setup = setup
-        self.data_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = self.data_rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(seed)
         self.net = Net(setup.table)
         self.net.at = self._at_last
@@ -159,7 +159,7 @@ class Distributed:
                 self._shard(mesh["shard"])
                 self.data_rank = mesh["shard"].get_local_rank()
             case "ddp":
-                self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.02)
+                self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.02, broadcast_buffers=False)
 
     def _shard(self, mesh: DeviceMesh) -> None:
         precisions = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import select
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,6 +111,31 @@ def fresh_directory(lab: Lab) -> Path:
 # In a rank
 
 
+def join(job: Job, rank: int) -> None:
+    """Become a rank of the attempt, on its node."""
+    torch.set_num_threads(1)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
+    os.environ[NODE_VARIABLE] = job.node(rank)
+    if job.world_size == 1:
+        return
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.directory}/store",
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
+        )
+    except RuntimeError as error:
+        _give_up(error)
+
+
+def _give_up(error: RuntimeError) -> NoReturn:
+    """Gloo's ranks do not always find each other, with or without us: the attempt is made once more."""
+    print(error)
+    os._exit(NO_PROCESS_GROUP)
+
+
 class _Rank:
     """One rank of an attempt."""
 
@@ -138,36 +162,28 @@ class _Rank:
         if death is None:
             return
         if death.who not in ("agent", "agents"):
+            self._note_layout()
             self.journal.note("killed", who="rank", step=self.step)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.session is not None and self.session.agent_pid is not None:
             kill_and_wait(self.session.agent_pid)
             self.journal.note("killed", who="agent", step=self.step)
 
-    def join(self) -> None:
-        job = self.job
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
-        os.environ[NODE_VARIABLE] = job.node(self.rank)
-        if job.world_size == 1:
-            return
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{job.directory}/store",
-            rank=self.rank,
-            world_size=job.world_size,
-            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
-        )
+    def _note_layout(self) -> None:
+        """What this rank's unit takes of its node's memory."""
+        writer = None if self.session is None else self.session._staging.writer
+        if writer is not None:
+            spec = writer.layout.spec
+            self.journal.note("layout", nbytes=writer.layout.total_bytes, ranks=spec.local_ranks, serves=spec.serves)
 
     def train(self) -> None:
         job = self.job
+        join(job, self.rank)
         try:
-            self.join()
             # Other numbers than in the attempt before: what is not restored shows.
             training = Distributed(job.setup, self.at, seed=job.number)
         except RuntimeError as error:
-            # Gloo's ranks do not always find each other, with or without us: the attempt is made once more.
-            print(error)
-            os._exit(NO_PROCESS_GROUP)
+            _give_up(error)
         if job.prepare is not None:
             job.prepare(self.rank)
         start = self._attach(training)
@@ -254,18 +270,16 @@ def _between_groups(at: Callable[[], None]) -> Iterator[None]:
 
 def train(job: Job, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
     _Rank(job, rank).train()
 
 
 # From outside
 
 
-def run(lab: Lab, job: Job) -> list[int]:
+def run(lab: Lab, job: Job, body: Callable[[Job, int], None] = train) -> list[int]:
     """Run one attempt as a launcher does; the exit codes of its ranks."""
     for _ in range(TRIES):
-        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
+        ranks = [lab.fork(lambda rank=rank: body(job, rank), f"rank{rank}") for rank in range(job.world_size)]
         codes = _supervise(ranks, job)
         if NO_PROCESS_GROUP not in codes:
             break
@@ -350,8 +364,11 @@ def start_agents(lab: Lab, job: Job) -> list[Child]:
     return started
 
 
-def survives(lab: Lab, job: Job, deaths: Sequence[Death]) -> Job:
+def survives(lab: Lab, job: Job, deaths: Sequence[Death], resumed: Sequence[int] | None = None) -> Job:
     """Each attempt ends as planned, each next one goes on where it must, the last result is the undisturbed one.
+
+    Args:
+        resumed: where each next attempt goes on; None: with nothing lost that all ranks have committed.
 
     Returns:
         The last attempt.
@@ -359,18 +376,18 @@ def survives(lab: Lab, job: Job, deaths: Sequence[Death]) -> Job:
     expected = reference(lab, job)
     if job.config is not None and job.config.redo == "eager":
         start_agents(lab, job)
-    attempt, resumed = job, 0
-    for number, death in enumerate([*deaths, None]):
+    begins = [0, *([death.resumed for death in deaths] if resumed is None else resumed)]
+    attempt, codes = job, [0]
+    for number, (death, begin) in enumerate(zip([*deaths, None], begins, strict=True)):
         attempt = replace(job, directory=fresh_directory(lab), number=number, deaths=() if death is None else (death,))
         codes = run(lab, attempt)
         starts = [rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")]
-        assert starts == [resumed] * job.world_size, f"attempt {number} went on at {starts}, expected {resumed}"
+        assert starts == [begin] * job.world_size, f"attempt {number} went on at {starts}, expected {begin}"
         if death is None:
             break
         killed = range(job.world_size) if death.who == "all" else [death.who]
         assert all(codes[int(rank)] == -signal.SIGKILL for rank in killed), codes
         assert all(noted(attempt, "killed")[int(rank)] for rank in killed)
-        resumed = death.resumed
     assert codes == [0] * job.world_size, codes
     check_same(results(attempt), expected)
     return attempt

@@ -1,0 +1,148 @@
+"""Another number of ranks, or another way to shard: every element of parameters and optimizer state is carried over."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memckpt.config import StorageConfig
+from tests.engine_child import config
+from tests.engine_harness import Lab
+from tests.frozen import differences
+from tests.sharded_cases import Setup
+from tests.sharded_lab import (
+    Death,
+    Job,
+    check_same,
+    fresh_directory,
+    job_of,
+    logs,
+    noted,
+    reference,
+    results,
+    run,
+    start_agents,
+)
+
+PLAIN, DDP = Setup("plain", 1), Setup("ddp")
+FSDP1, FSDP2, FSDP4 = (Setup(world_size=size) for size in (1, 2, 4))
+HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)
+
+slow = pytest.mark.slow
+AT = 6
+
+
+def restored(lab: Lab, died: Job, setup: Setup, **settings: Any) -> Job:
+    """Go on in another way, without a further step: what is compared is what was restored."""
+    job = replace(
+        died, setup=setup, directory=fresh_directory(lab), number=1, deaths=(), wait_at=None, last_step=AT, **settings
+    )
+    assert run(lab, job) == [0] * setup.world_size, logs(lab)[-6000:]
+    return job
+
+
+def check_carried_over(lab: Lab, died: Job, job: Job) -> None:
+    """Every rank has the undisturbed training's parameters and optimizer state, element for element."""
+    expected = reference(lab, replace(died, last_step=AT))[0]["full"]
+    found = results(job)
+    for rank, ours in enumerate(found):
+        assert ours["start"] == AT
+        different = differences(expected, ours["full"])
+        assert not different, f"rank {rank}:\n" + "\n".join(different[:10])
+    if job.world_size != died.world_size and "tp" not in job.setup.kind:
+        assert len({ours["state"]["rng"] for ours in found}) == len(found), "ranks must not draw the same numbers"
+        assert {each["exact"] for rank in noted(job, "restored") for each in rank} == {False}
+
+
+FROM_AND_TO = pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FSDP4, FSDP2),
+        (FSDP2, PLAIN),
+        pytest.param(FSDP4, PLAIN, marks=slow),
+        pytest.param(FSDP4, FSDP1, marks=slow),
+        pytest.param(FSDP2, FSDP4, marks=slow),
+        pytest.param(FSDP2, FSDP1, marks=slow),
+        pytest.param(PLAIN, FSDP2, marks=slow),
+        (HSDP, FSDP2),
+        pytest.param(HSDP, FSDP4, marks=slow),
+        pytest.param(FSDP4, HSDP, marks=slow),
+        (FSDP2, DDP),
+        pytest.param(DDP, FSDP2, marks=slow),
+        pytest.param(DDP, FSDP4, marks=slow),
+        pytest.param(TP, PLAIN, marks=slow),
+        pytest.param(TP, Setup("tp", 4), marks=slow),
+        pytest.param(FSDP_TP, FSDP2, marks=slow),
+        pytest.param(FSDP_TP, TP, marks=slow),
+        pytest.param(FSDP4, FSDP_TP, marks=slow),
+        pytest.param(Setup(world_size=4, optimizer="sgd"), Setup(optimizer="sgd"), marks=slow),
+        pytest.param(Setup(world_size=4, precision="bf16"), Setup(precision="bf16"), marks=slow),
+        pytest.param(Setup(world_size=4, table=True), Setup(table=True), marks=slow),
+    ],
+    ids=lambda setup: setup.name,
+)
+
+
+@FROM_AND_TO
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+def test_carried_over_from_memory(lab: Lab, before: Setup, after: Setup, redo: str) -> None:
+    """The ranks died, their agent lives: it brings to storage what it holds of them."""
+    died = job_of(lab, before, config(redo, storage=StorageConfig(every_steps=100)))
+    died = replace(died, deaths=[Death("all", AT - 1, "committed")])
+    if redo == "eager":
+        start_agents(lab, died)
+    assert run(lab, died) == [-9] * before.world_size
+    check_carried_over(lab, died, restored(lab, died, after))
+
+
+def stored(lab: Lab, setup: Setup, nodes: int, redo: str = "lazy") -> Job:
+    """A training whose ranks and agents are all dead: what is left of it, after step AT, is in storage."""
+    job = job_of(lab, setup, config(redo, storage=StorageConfig(every_steps=AT)), nodes=nodes)
+    if redo == "eager":
+        start_agents(lab, job)
+    deaths = [Death("agents", AT + 2), Death("all", AT + 2, "backward")]
+    died = replace(job, deaths=deaths, wait_at=AT + 1)
+    assert run(lab, died) == [-9] * setup.world_size
+    return died
+
+
+@FROM_AND_TO
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=slow)])
+def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup, nodes: int) -> None:
+    nodes = min(nodes, before.world_size)
+    died = stored(lab, before, nodes)
+    check_carried_over(lab, died, restored(lab, died, after, nodes=min(nodes, after.world_size)))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(FSDP4, FSDP2, marks=slow),
+        pytest.param(FSDP2, FSDP4, marks=slow),
+        pytest.param(HSDP, FSDP2, marks=slow),
+        pytest.param(FSDP2, DDP, marks=slow),
+        pytest.param(FSDP_TP, FSDP2, marks=slow),
+    ],
+    ids=lambda setup: setup.name,
+)
+def test_what_goes_on_in_another_way_is_protected_as_ever(lab: Lab, before: Setup, after: Setup) -> None:
+    """Two trainings go on from the same storage: one undisturbed, one with a death. They end with the same bits."""
+    died = stored(lab, before, 1)
+    assert died.run_dir is not None
+    copy = lab.directory / "copy"
+    shutil.copytree(died.run_dir, copy)
+    undisturbed = replace(
+        died, setup=after, directory=fresh_directory(lab), number=1, deaths=(), wait_at=None, run_dir=copy
+    )
+    assert run(lab, undisturbed) == [0] * after.world_size, logs(lab)[-6000:]
+    killed = replace(
+        undisturbed, directory=fresh_directory(lab), run_dir=died.run_dir, deaths=[Death("all", AT + 2, "backward")]
+    )
+    assert run(lab, killed) == [-9] * after.world_size
+    last = replace(killed, directory=fresh_directory(lab), number=2, deaths=())
+    assert run(lab, last) == [0] * after.world_size
+    assert [one["start"] for one in results(last)] == [AT + 2] * after.world_size
+    check_same(results(last), results(undisturbed))
