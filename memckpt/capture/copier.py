@@ -73,6 +73,8 @@ class CudaCopier:
         self._stream = torch.cuda.Stream(device)
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_bytes = 0
+        #: The streams on which what is in the bucket was made: fully_shard reduces gradients on one of its own.
+        self._sources: set[torch.cuda.Stream] = set()
         self._registered: dict[int, int] = {}
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -80,6 +82,7 @@ class CudaCopier:
             destination.copy_(source)
             return
         self._bucket.append((destination, source))
+        self._sources.add(torch.cuda.current_stream(self._device))
         self._bucket_bytes += source.nbytes
         if self._bucket_bytes >= self.BUCKET_BYTES:
             self._launch()
@@ -88,7 +91,9 @@ class CudaCopier:
         if not self._bucket:
             return
         bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        sources, self._sources = self._sources, set()
+        for made_on in sources:
+            self._stream.wait_stream(made_on)
         with torch.cuda.stream(self._stream):
             for destination, source in bucket:
                 destination.copy_(source, non_blocking=True)

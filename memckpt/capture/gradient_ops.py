@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.utils import clip_grad
 
+from memckpt.state.tensors import whole
+
 
 class Listener(Protocol):
     """Told of each in-place change, right before it is made and right after."""
@@ -78,7 +80,8 @@ def _install() -> None:
         def wrapper(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
             parameters = _as_list(parameters)
             with torch.no_grad():
-                factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+                # The norm of DTensors is one, too: here all ranks take part, whatever becomes of the record.
+                factor = torch.clamp(float(max_norm) / (whole(total_norm) + 1e-6), max=1.0)
             with _telling("mul", factor, parameters):
                 original(parameters, max_norm, total_norm, foreach)
 

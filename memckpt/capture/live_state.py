@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from memckpt.config import RedoMode
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
-from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
 from memckpt.state.optimizers import (
     DryRuns,
     attributes,
@@ -30,6 +30,7 @@ from memckpt.state.optimizers import (
     is_elementwise,
     refuse_unsupported,
 )
+from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied at every step without asking whether they change.
 SMALL_BYTES = 64 << 10
@@ -45,6 +46,7 @@ class SpecRequest:
     slots: int
     local_ranks: tuple[int, ...]
     world_size: int
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass
@@ -91,10 +93,14 @@ class LiveState:
         if not stepped:
             raise UnsupportedError("expected at least one parameter in the optimizers, found none")
         for name, tensor in self.tensors().items():
-            if type(tensor.data) is not torch.Tensor and type(tensor) not in (torch.Tensor, nn.Parameter):
+            if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
                 raise UnsupportedError(
-                    f"{name} is a {type(tensor).__name__}: sharded and subclassed tensors are not supported yet; "
-                    "use a single device or DDP"
+                    f"{name} is a DTensor with the placements {tensor.placements}: expected Shard or Replicate, since "
+                    "a partial sum is nobody's value"
+                )
+            if type(local(tensor)) is not torch.Tensor:
+                raise UnsupportedError(
+                    f"{name} is a {type(local(tensor)).__name__}, expected plain tensors, or DTensors of plain tensors"
                 )
             if dtype_name(tensor.dtype) not in ITEM_BYTES:
                 raise UnsupportedError(f"{name} has dtype {tensor.dtype}, which is not supported")
@@ -124,7 +130,25 @@ class LiveState:
         return {
             name: tensor
             for name, tensor in self.tensors().items()
-            if id(tensor) not in params and not tensor.requires_grad and tensor.nbytes > SMALL_BYTES
+            if id(tensor) not in params and not tensor.requires_grad and local(tensor).nbytes > SMALL_BYTES
+        }
+
+    @property
+    def sharded(self) -> bool:
+        """Whether some tensor lives on a device mesh: FSDP2, HSDP, tensor parallel."""
+        return any(is_dtensor(tensor) for tensor in self.tensors().values())
+
+    def pieces(self) -> list[tuple[str, tuple[int, ...], Shard]]:
+        """Which pieces of which tensors this rank holds, without what is held whole."""
+        found = ((name, tuple(local(tensor).shape), shard_of(tensor)) for name, tensor in self.tensors().items())
+        return [(name, shape, shard) for name, shape, shard in found if shard is not None]
+
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters that are plain tensors, by name."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if isinstance(tensor, nn.Parameter) and not is_dtensor(tensor)
         }
 
     def buffer_holders(self) -> dict[str, tuple[nn.Module, str]]:
@@ -165,7 +189,7 @@ class LiveState:
         by_value: list[TensorSpec] = []
         model_params = {id(param) for param in self.model.parameters()}
         for name, tensor in self.tensors().items():
-            described = TensorSpec(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+            described = TensorSpec(name, tuple(local(tensor).shape), dtype_name(tensor.dtype), shard_of(tensor))
             small_buffer = id(tensor) not in model_params and described.nbytes <= SMALL_BYTES
             if id(tensor) in owners:
                 params.append(self._param_spec(described, tensor, owners[id(tensor)], request))
@@ -184,6 +208,7 @@ class LiveState:
             slots=request.slots,
             local_ranks=request.local_ranks,
             world_size=request.world_size,
+            replicas=request.replicas,
             aliases=tuple((key, name) for key, name in keys.items() if key != name),
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
         )
@@ -203,7 +228,7 @@ class LiveState:
         self, described: TensorSpec, param: torch.Tensor, owners: list[tuple[int, int]], request: SpecRequest
     ) -> ParamSpec:
         specs = []
-        whole = not param.is_contiguous() or param.dtype not in (torch.float32, torch.float64)
+        whole = not local(param).is_contiguous() or param.dtype not in (torch.float32, torch.float64)
         for index, group_index in owners:
             optimizer = self.optimizers[index]
             group = optimizer.param_groups[group_index]

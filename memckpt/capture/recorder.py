@@ -24,6 +24,7 @@ from memckpt.capture.watch import ParameterWatch
 from memckpt.state import codec
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import GradientOp, SparseGradient, SubStep
+from memckpt.state.tensors import is_dtensor, local, version
 
 _log = logging.getLogger("memckpt")
 
@@ -132,7 +133,7 @@ class Recorder:
                     self._copier.copy(writer.gradient_view(self.record, optimizer, taken, index), gradient)
             self._staged_after[index] = 1 + len(self._ops)
             held = param.grad
-            self._versions[index] = None if held is None else (held, held._version)
+            self._versions[index] = None if held is None else (held, version(held))
         except Exception as error:  # a tap must never end the user's training
             _log.exception("memckpt: staging failed")
             self.fail(f"staging a gradient failed: {type(error).__name__}: {error}")
@@ -159,15 +160,16 @@ class Recorder:
         for index in indices:
             if index is not None and self._staged_after[index]:
                 gradient = writer.params[index].grad
-                self._versions[index] = None if gradient is None else (gradient, gradient._version)
+                self._versions[index] = None if gradient is None else (gradient, version(gradient))
 
     def _as_staged(self, number: int, index: int, gradient: torch.Tensor, stepped: bool) -> bool:
         """Whether a staged gradient went through known changes only, as far as version counters tell."""
         noted = self._versions[index]
         if noted is None:
             return True  # not known; the check of the values is left
-        moves = self._live.version_moves[number] if stepped else 0
-        return noted[0] is gradient and gradient._version == noted[1] + moves
+        # What a fused step does to DTensors is not counted.
+        moves = self._live.version_moves[number] if stepped and not is_dtensor(gradient) else 0
+        return noted[0] is gradient and version(gradient) == noted[1] + moves
 
     # From optimizers
 
@@ -260,7 +262,7 @@ class Recorder:
             if staged:
                 self._changed = writer.spec.params[index].tensor.name
             view = writer.gradient_view(self.record, step.optimizer, step.index, index)
-            self._copier.copy(view, gradient)
+            self._copier.copy(view, local(gradient))
         # Staged after all the changes: none of them applies.
         self._staged_after[index] = 1 + len(self._ops)
 

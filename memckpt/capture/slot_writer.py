@@ -18,6 +18,7 @@ from memckpt.state.layout import ITEM_BYTES, Layout, Piece, StateSpec
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.tensors import local
 
 Missing = tuple[tuple[int, int, str], ...]
 
@@ -52,6 +53,7 @@ class SlotWriter:
         self._copier = copier
         self.ring = SlotRing(slots, self.layout, generation)
         tensors = live.tensors()
+        #: The live parameters, DTensors among them; what is staged is what this rank holds of them.
         self.params = [tensors[param.tensor.name] for param in spec.params]
         self.index = {id(param): index for index, param in enumerate(self.params)}
         holders = live.buffer_holders()
@@ -153,7 +155,7 @@ class SlotWriter:
         param = self.params[piece.param]
         mine = self.mine[piece.param]
         if mine:
-            self._copier.copy(views[0], _cut(param, piece))
+            self._copier.copy(views[0], _cut(local(param), piece))
         position = 1
         for owner in self.spec.params[piece.param].owners:
             state = state_of(self._live.optimizers[owner.optimizer], param)
@@ -165,7 +167,8 @@ class SlotWriter:
                     missing.append((piece.param, owner.optimizer, spec.key))
                     continue
                 if mine:
-                    source = _cut(value, piece) if spec.elementwise else value.detach()
+                    value = local(value)
+                    source = _cut(value, piece) if spec.elementwise else value
                     if source.shape != view.shape or source.dtype != view.dtype:
                         raise LayoutChangedError(
                             f"state {spec.key!r} of {self.spec.params[piece.param].tensor.name}: expected "
@@ -196,11 +199,12 @@ class SlotWriter:
 
     def _stage_by_value_at(self, region: Region, base: int) -> None:
         for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
-            tensor = _now_at(place)
+            held = _now_at(place)
+            tensor = None if held is None else local(held)
             if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
                 found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                 raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
-            self._copier.copy(tensor_at(region.map, base + offset, spec.shape, spec.dtype), tensor.detach())
+            self._copier.copy(tensor_at(region.map, base + offset, spec.shape, spec.dtype), tensor)
 
     def static_tensor(self, position: int) -> torch.Tensor | None:
         """The live static tensor as it hangs in its module now."""
@@ -221,7 +225,7 @@ class SlotWriter:
             for position in range(len(self.spec.static)):
                 tensor = self.static_tensor(position)
                 if tensor is not None:
-                    self._copier.copy(self.static_copy(position), tensor.detach())
+                    self._copier.copy(self.static_copy(position), local(tensor))
         if self.spec.mode == "eager":
             assert self._replica is not None
             missing, plain = self._fill(self._replica)
@@ -279,6 +283,5 @@ def _now_at(place: tuple[torch.Tensor, tuple[nn.Module, str] | None]) -> torch.T
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """A piece's elements in row-major order, as a view where the memory allows it."""
-    tensor = tensor.detach()
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
     return flat if piece.stop - piece.start == tensor.numel() else flat[piece.start : piece.stop]

@@ -14,6 +14,7 @@ import torch
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.state.redo import change_values
+from memckpt.state.tensors import local
 
 #: Elements of each tensor that are compared.
 WINDOW = 256
@@ -56,7 +57,7 @@ class StagingCheck:
                 size = view.numel() if full else min(WINDOW, view.numel())
                 start = record * WINDOW % (view.numel() - size + 1)
                 staged.append(_window(view, start, size))
-                used.append(_window(gradient, start, size))
+                used.append(_window(local(gradient), start, size))
             with torch.no_grad():
                 expected = torch.cat(staged)
                 for op in ops:

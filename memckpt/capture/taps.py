@@ -6,9 +6,11 @@ A tap never raises into the user's backward: the recorder keeps what goes wrong.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
+from memckpt.state.tensors import is_dtensor, local
 
 _log = logging.getLogger("memckpt")
 
@@ -28,9 +31,14 @@ CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 class Tap(Protocol):
-    """Takes gradients from a training and gives them to a recorder."""
+    """Takes gradients from a training and gives them to a recorder.
+
+    Attributes:
+        reductions: how many gradients have been seen that all ranks had a part in.
+    """
 
     name: str
+    reductions: int
 
     def install(self) -> None:
         """Start to tap."""
@@ -40,16 +48,21 @@ class Tap(Protocol):
 
 
 class _ParameterHooks(ABC):
-    """A hook on each parameter, which sees its accumulated gradient as backward produces it."""
+    """A hook on each parameter, which sees its accumulated gradient as backward produces it.
+
+    With fully_shard it fires once the gradient is reduced and cut, and not at all where reduction is put off
+    (``set_requires_gradient_sync(False)``).
+    """
 
     def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder) -> None:
         self._params = params
         self._recorder = recorder
         self._handles: list[Any] = []
+        self.reductions = 0
 
     def install(self) -> None:
         self._handles = [
-            param.register_post_accumulate_grad_hook(self._fired) for param in self._params if param.requires_grad
+            param.register_post_accumulate_grad_hook(self._fire) for param in self._params if param.requires_grad
         ]
 
     def remove(self) -> None:
@@ -57,8 +70,13 @@ class _ParameterHooks(ABC):
             handle.remove()
         self._handles = []
 
+    def _fire(self, param: torch.Tensor) -> None:
+        if param.grad is not None:  # else a hook of the user's has stepped and taken it away
+            self.reductions += 1
+            self._fired(param, param.grad)
+
     @abstractmethod
-    def _fired(self, param: torch.Tensor) -> None: ...
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None: ...
 
 
 class ParameterTap(_ParameterHooks):
@@ -74,18 +92,98 @@ class ParameterTap(_ParameterHooks):
         self._copier = copier
         self._callback_queued = False
 
-    def _fired(self, param: torch.Tensor) -> None:
-        if param.grad is None:
-            return
-        self._recorder.stage(param, param.grad.detach())
-        if self._copier.asynchronous and not self._callback_queued:
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._recorder.stage(param, local(gradient))
+        if self._copier.asynchronous:
             # Gradients may be changed in place as soon as backward has ended.
+            self._queue_callback()
+
+    def _queue_callback(self) -> None:
+        if not self._callback_queued:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._callback_queued = False
         self._copier.wait_before_changes()
+
+
+class ShardTap(ParameterTap):
+    """Streaming of sharded models: FSDP2, HSDP, tensor parallel and their products.
+
+    With fully_shard the hooks see each parameter's reduced shard, on the stream that has reduced it; the copier makes
+    its own wait for that one.
+
+    Args:
+        model: whose modules are sharded.
+        params, recorder, copier: as for :class:`ParameterTap`.
+        before_reduction: called before a backward reaches the first reduction: no rank may have a part in a gradient
+            of the next record while its commit of the last one waits to be sent.
+    """
+
+    name = "streaming (reduced shards)"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[nn.Parameter],
+        recorder: Recorder,
+        copier: Copier,
+        before_reduction: Callable[[], None],
+    ) -> None:
+        super().__init__(params, recorder, copier)
+        self._model = model
+        self._before_reduction = before_reduction
+        self._offloaded: list[torch.Tensor] = []
+
+    def install(self) -> None:
+        super().install()
+        if not self._copier.asynchronous:
+            return  # commits have been sent by the time that commit() returns
+        for module in self._model.modules():
+            if any(is_dtensor(param) for param in module.parameters(recurse=False)) or _is_fsdp(module):
+                self._handles.append(module.register_forward_hook(self._watch_outputs))
+
+    def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._before_reduction())
+
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
+            # Offloaded: it is on its way to the host, and there once fully_shard's own callback has waited for it.
+            self._recorder.gradient_seen()
+            self._offloaded.append(param)
+            self._queue_callback()
+        else:
+            super()._fired(param, gradient)
+
+    def _backward_ended(self) -> None:
+        offloaded, self._offloaded = self._offloaded, []
+        for param in offloaded:
+            if param.grad is not None:
+                self._recorder.stage(param, local(param.grad))
+        super()._backward_ended()
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a module returns."""
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_in(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from _tensors_in(getattr(output, field.name))
 
 
 @dataclass
@@ -260,9 +358,8 @@ class PendingTap(_ParameterHooks):
 
     name = "step"
 
-    def _fired(self, param: torch.Tensor) -> None:
-        if param.grad is not None:  # else a hook of the user's has stepped and taken it away
-            self._recorder.gradient_seen()
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._recorder.gradient_seen()
 
 
 class StepHooks:

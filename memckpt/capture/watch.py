@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.state.tensors import local, version
 
 #: A window of so many elements out of every so many. Neighbours share a cache line: a strided sample of as many
 #: elements takes several times as long.
@@ -27,8 +28,10 @@ class ParameterWatch:
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
-        self._versions = [param._version for param in writer.params]
-        self._sampled = [i for i, param in enumerate(writer.params) if param.device.type == "cpu" and param.numel()]
+        self._versions = [version(param) for param in writer.params]
+        self._sampled = [
+            i for i, param in enumerate(writer.params) if param.device.type == "cpu" and local(param).numel()
+        ]
         self._pointers: list[int] = []
         #: By dtype and width, the parameters' indices and views of their windows: rows of that width.
         self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
@@ -47,12 +50,12 @@ class ParameterWatch:
 
     def _take(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
         """The sampled values, as copies. The views on them are kept as long as the parameters keep their memory."""
-        params = self._writer.params
-        pointers = [params[index].data_ptr() for index in self._sampled]
+        params = {index: local(self._writer.params[index]) for index in self._sampled}
+        pointers = [param.data_ptr() for param in params.values()]
         if pointers != self._pointers:
             self._pointers, self._windows = pointers, {}
             for index in self._sampled:
-                window = self._window(params[index].data)
+                window = self._window(params[index])
                 self._windows.setdefault((window.dtype, window.shape[1]), []).append((index, window))
         return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
 
@@ -60,7 +63,7 @@ class ParameterWatch:
         """An optimizer has just changed its parameters, as it should."""
         params = self._writer.params
         for index in self._writer.layout.optimizer_params(optimizer):
-            self._versions[index] = params[index]._version
+            self._versions[index] = version(params[index])
         self._sample = self._take()
 
     def _end_full_check(self) -> None:
@@ -72,8 +75,8 @@ class ParameterWatch:
 
     def counted_change(self) -> str | None:
         """The name of a parameter whose count of changes is not as its optimizer left it; None if all are."""
-        for index, (param, version) in enumerate(zip(self._writer.params, self._versions, strict=True)):
-            if param._version != version:
+        for index, (param, noted) in enumerate(zip(self._writer.params, self._versions, strict=True)):
+            if version(param) != noted:
                 return self._writer.spec.params[index].tensor.name
         return None
 
@@ -115,17 +118,17 @@ class StaticWatch:
 
     def _look(self, position: int) -> tuple[torch.Tensor | None, int]:
         tensor = self._writer.static_tensor(position)
-        return tensor, -1 if tensor is None else tensor._version
+        return tensor, -1 if tensor is None else version(tensor)
 
     def changed(self) -> str | None:
         """The name of a static tensor whose values are no longer the staged ones; None if all are."""
-        for position, (seen, version) in enumerate(self._seen):
+        for position, (seen, noted) in enumerate(self._seen):
             tensor, now = self._look(position)
-            if tensor is seen and now == version:
+            if tensor is seen and now == noted:
                 continue
             staged = self._writer.static_copy(position)
             # Equal floats of different bits (-0.0, NaN) are taken as changed, which only costs a copy.
-            if tensor is None or not torch.equal(tensor.detach().to(staged.device), staged):
+            if tensor is None or not torch.equal(local(tensor).to(staged.device), staged):
                 return self._writer.spec.static[position].name
             self._seen[position] = (tensor, now)
         return None

@@ -18,6 +18,7 @@ from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, StagedGradients, tensor_at
+from memckpt.state.tensors import local
 
 
 class Restorer:
@@ -95,7 +96,7 @@ class Restorer:
                 zip(self._layout.spec.params, self._layout.replica_offsets, strict=True)
             ):
                 param = self._params[index]
-                param.data.copy_(tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype))
+                local(param).copy_(tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype))
                 advance(spec.tensor.nbytes)
                 for owner in spec.owners:
                     values = dict(plain.get(index, {}).get(owner.optimizer, {}))
@@ -104,7 +105,7 @@ class Restorer:
                             continue
                         room = self._target.state_tensor(param, state)
                         offset = offsets[1][owner.optimizer, state.key]
-                        room.copy_(tensor_at(source, offset, state.shape, state.dtype))
+                        local(room).copy_(tensor_at(source, offset, state.shape, state.dtype))
                         values[state.key] = room
                         advance(state.nbytes)
                     if values:
@@ -142,7 +143,7 @@ class Restorer:
         spec = self._layout.spec.params[piece.param]
         param = self._params[piece.param]
         whole = piece.stop - piece.start == spec.tensor.numel
-        target = param.data if whole else param.data.view(-1)[piece.start : piece.stop]
+        target = local(param) if whole else local(param).view(-1)[piece.start : piece.stop]
         absent = set(meta.missing)
         plain = codec.decode(meta.plain) if meta.plain else {}
         base = self._layout.slot_offset(meta.record)
@@ -168,11 +169,11 @@ class Restorer:
         """The live state's own memory for element-wise state; for the rest a tensor of the member's own."""
         param = self._params[piece.param]
         if not state.elementwise:
-            return self._target.state_tensor(param, state)
+            return local(self._target.state_tensor(param, state))
         live = self._optimizers[owner.optimizer].state[param]
         if state.key not in live:
             live[state.key] = self._target.state_tensor(param, state)
-        tensor: torch.Tensor = live[state.key]
+        tensor = local(live[state.key])
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
 
     # The rest
@@ -180,24 +181,24 @@ class Restorer:
     def _restore_static(self) -> None:
         for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
             assert self._static is not None
-            self._tensors[spec.name].data.copy_(tensor_at(self._static.map, offset, spec.shape, spec.dtype))
+            local(self._tensors[spec.name]).copy_(tensor_at(self._static.map, offset, spec.shape, spec.dtype))
 
     def _restore_by_value(self, record: int, rank: int) -> None:
         self._ring.check(record, [rank])
         base = self._layout.slot_offset(record) + self._layout.by_value_base(rank)
         for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets, strict=True):
-            self._tensors[spec.name].data.copy_(tensor_at(self._slots, base + offset, spec.shape, spec.dtype))
+            local(self._tensors[spec.name]).copy_(tensor_at(self._slots, base + offset, spec.shape, spec.dtype))
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:
     """A sum over the bits of parameters and element-wise state: equal on ranks that hold equal replicas."""
     total = 0
     for param in params:
-        tensors = [param.detach()]
+        tensors = [local(param)]
         for optimizer in optimizers:
             if param in optimizer.state:
                 state = optimizer.state[param]
-                tensors += [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+                tensors += [local(state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor)]
         for position, tensor in enumerate(tensors):
             bits = tensor.contiguous().view(-1).view(torch.uint8)
             words = bits[: bits.numel() // 8 * 8].view(torch.int64) if bits.data_ptr() % 8 == 0 else bits

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memckpt.state.layout import Layout, StateTensorSpec
 from memckpt.state.redo import Member
+from memckpt.state.tensors import local
 
 #: From this size on, copying takes long enough to show a progress bar.
 _PROGRESS_BYTES = 1 << 30
@@ -53,7 +54,7 @@ class RestoreTarget:
                         optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
 
     def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
-        """Room for state, not zeroed: every byte of it is about to be overwritten."""
+        """Room for state, not zeroed: every byte of it is about to be overwritten. A DTensor for a DTensor."""
         dtype = getattr(torch, spec.dtype)
         if spec.elementwise:
             return torch.empty_like(param, dtype=dtype, requires_grad=False)
@@ -62,7 +63,7 @@ class RestoreTarget:
     def bring_home(self, member: Member) -> None:
         """What redo left in tensors of its own goes into the live optimizer's state."""
         param = self.params[member.param]
-        whole = member.stop - member.start == param.numel()
+        whole = member.stop - member.start == local(param).numel()
         specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[member.param].owners for s in o.state}
         for optimizer, values in member.states.items():
             for key, value in values.items():
@@ -73,7 +74,7 @@ class RestoreTarget:
                     continue
                 if key not in live:
                     live[key] = self.state_tensor(param, spec)
-                home = live[key] if whole else live[key].view(-1)[member.start : member.stop]
+                home = local(live[key]) if whole else local(live[key]).view(-1)[member.start : member.stop]
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)
 

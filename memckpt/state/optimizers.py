@@ -19,6 +19,7 @@ from torch.optim import optimizer as _optimizer_module
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
 from memckpt.state.layout import OptimizerSpec, StateTensorSpec
+from memckpt.state.tensors import local
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
 #: Any other class gets whole tensors.
@@ -194,7 +195,8 @@ def describe_state(
     if state:
         return _describe(state, param, elementwise)
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
-    shape = (_PROBE_ELEMENTS,) if elementwise else tuple(param.shape)
+    held = local(param)
+    shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
     settings = tuple(sorted((name, repr(value)) for name, value in group.items() if name != "params"))
     key = (shape, param.dtype, str(param.device), settings)
     if key not in dry_runs:
@@ -205,18 +207,19 @@ def describe_state(
     tensors = []
     for spec in found.tensors:
         same = elementwise and spec.shape == shape
-        full = tuple(param.shape) if same else spec.shape
+        full = tuple(held.shape) if same else spec.shape
         tensors.append(StateTensorSpec(spec.key, full, spec.dtype, same, spec.on_cpu))
     return StateDescription(tuple(tensors), found.keys)
 
 
 def _describe(state: dict[str, Any], param: torch.Tensor, elementwise: bool) -> StateDescription:
+    shape = local(param).shape
     tensors = tuple(
         StateTensorSpec(
             key=key,
-            shape=tuple(value.shape),
+            shape=tuple(local(value).shape),
             dtype=dtype_name(value.dtype),
-            elementwise=elementwise and value.shape == param.shape,
+            elementwise=elementwise and local(value).shape == shape,
             on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
         )
         for key, value in state.items()
@@ -243,7 +246,7 @@ def gradient_habits(optimizer: Optimizer) -> GradientHabits:
     """Found by a dry run of two steps on the smallest parameter of each group."""
     changes, moves = False, 0
     for group in optimizer.param_groups:
-        params = [param for param in group["params"] if param.numel()]
+        params = [local(param) for param in group["params"] if local(param).numel()]
         if params:
             smallest = min(params, key=lambda param: param.numel())
             stand_in = torch.nn.Parameter(torch.ones_like(smallest))
