@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,9 @@ BATCH, LENGTH = 4, 6
 #: What tensor parallelism leaves as it is, the same on all ranks.
 REPLICATED = ("embed.*", "head.*", "frozen.*", "norm.*", "blocks.*.norm.*", "blocks.*.mix", "blocks.*.attend.*")
 
+#: The step whose gradients overflow, where there is a scaler.
+OVERFLOW_AT = 3
+
 At = Callable[[str], None]
 
 
@@ -36,10 +40,12 @@ class Setup:
     Attributes:
         kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
         world_size: "hsdp" and "fsdp-tp" have a mesh of two by half of it.
-        optimizer: "adamw", "sgd" (momentum) or "nesterov" (and foreach, which changes gradients in its step).
+        optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
+            step), or "muon" (which needs whole matrices, and AdamW beside it).
         accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
         precision: of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
         reshard: whether parameters are freed between forward and backward.
+        scaler: whether the loss is scaled; the gradients of one step overflow, on one rank.
         table: whether there is a buffer too large to be copied with every record.
     """
 
@@ -51,6 +57,7 @@ class Setup:
     precision: str = ""
     reshard: bool = True
     offload: bool = False
+    scaler: bool = False
     table: bool = False
 
     @property
@@ -58,7 +65,8 @@ class Setup:
         parts = [self.kind, str(self.world_size), self.optimizer, self.precision]
         if self.accumulate > 1:
             parts += [f"accumulate{self.accumulate}", "sync-each" if self.sync_each else ""]
-        parts += ["" if self.reshard else "kept", "offload" if self.offload else "", "table" if self.table else ""]
+        parts += ["" if self.reshard else "kept"]
+        parts += [each for each in ("offload", "scaler", "table") if getattr(self, each)]
         return "-".join(part for part in parts if part)
 
 
@@ -133,7 +141,12 @@ class Distributed:
         self._last = False
         self._distribute()
         torch.manual_seed(1000 * (seed + 1) + self.data_rank)
-        self.optimizer = self._make_optimizer()
+        self.optimizers = self._make_optimizers()
+        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.95) for each in self.optimizers]
+        self.registered: dict[str, Any] = {f"scheduler {index}": each for index, each in enumerate(self.schedulers)}
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=setup.scaler)
+        if setup.scaler:
+            self.registered["scaler"] = self.scaler
 
     def _at_last(self, place: str) -> None:
         """Of a step's micro-batches, only the last one is a place to die at."""
@@ -181,24 +194,26 @@ class Distributed:
         for block in self.net.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         trained = [param for param in self.net.parameters() if param.requires_grad]
-        groups = [
-            {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
-            {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
-        ]
+        matrices = [param for param in trained if param.dim() > 1]
+        others = [param for param in trained if param.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         match self.setup.optimizer:
             case "sgd":
-                return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+                return [torch.optim.SGD(groups, lr=0.05, momentum=0.9)]
             case "nesterov":
-                return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=True)
-        return torch.optim.AdamW(groups, lr=0.01)
+                return [torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=True)]
+            case "muon":
+                return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+        return [torch.optim.AdamW(groups, lr=0.01, fused=self.setup.optimizer == "fused" or None)]
 
     # A step
 
-    def step(self) -> str:
+    def step(self, number: int) -> str:
         """Train one step; returns its loss, exactly."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         total = 0.0
         for micro in range(self.setup.accumulate):
             self._last = micro == self.setup.accumulate - 1
@@ -207,11 +222,18 @@ class Distributed:
             tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
             logits = self.model(tokens[:, :-1])
             loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            (loss / self.setup.accumulate).backward()
+            overflow = self.setup.scaler and number == OVERFLOW_AT and self.data_rank == 0
+            scaled = self.scaler.scale(loss / self.setup.accumulate)
+            (scaled * math.inf if overflow else scaled).backward()
             total += float(loss.detach())
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
         clip_gradients(self.net.parameters(), 0.5)
         self._at("reduced")
-        self.optimizer.step()
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            self.scaler.step(optimizer)
+            scheduler.step()
+        self.scaler.update()
         return total.hex()
 
     # What it leaves behind
@@ -221,7 +243,8 @@ class Distributed:
         return {
             "params": {name: freeze(_local(param)) for name, param in self.net.named_parameters()},
             "buffers": {name: freeze(buffer) for name, buffer in self.net.named_buffers()},
-            "optimizer": freeze(_locals(self.optimizer.state_dict())),
+            "optimizers": [freeze(_locals(optimizer.state_dict())) for optimizer in self.optimizers],
+            "registered": {name: freeze(each.state_dict()) for name, each in self.registered.items()},
             "rng": torch.get_rng_state().numpy().tobytes(),
         }
 
@@ -229,8 +252,9 @@ class Distributed:
         """Whole parameters and their optimizer state by name, alike on all ranks, however they are sharded."""
         found = {}
         for name, param in self.net.named_parameters():
-            state = {key: freeze(_full(value)) for key, value in self.optimizer.state.get(param, {}).items()}
-            found[name] = (freeze(_full(param.detach())), state)
+            states = [optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state]
+            frozen = [{key: freeze(_full(value)) for key, value in state.items()} for state in states]
+            found[name] = (freeze(_full(param.detach())), frozen)
         return found
 
 

@@ -192,10 +192,11 @@ class _Rank:
             for self.step in range(start, job.last_step):
                 if job.each_step is not None:
                     job.each_step(training, self.step)
-                losses[self.step] = training.step()
+                losses[self.step] = training.step(self.step)
                 self.at("stepped")
                 if self.session is not None:
-                    assert self.session.commit()
+                    # A scaler that has skipped the step leaves gradients behind: nobody else knows that it is over.
+                    assert self.session.commit(gradients_pending=False if job.setup.scaler else None)
                 self.journal.note("committed", step=self.step)
                 self.at("committed")
                 if self.step == job.wait_at:
@@ -216,7 +217,9 @@ class _Rank:
         settings: dict[str, Any] = {"run_dir": job.run_dir, "resume": job.resume, "config": job.config}
         if "tp" in job.setup.kind and job.declare:
             settings["replicated"] = REPLICATED
-        session = self.session = memckpt.attach(training.model, training.optimizer, **settings)
+        session = self.session = memckpt.attach(training.model, training.optimizers, **settings)
+        for name, each in training.registered.items():
+            session.register(name, each)
         session.register("probe", _Probe(self))
         print("described:", session.describe())
         report = session.restore()
@@ -253,7 +256,7 @@ def _between_groups(at: Callable[[], None]) -> Iterator[None]:
 
     def watched(original: Any) -> Any:
         def init_group(optimizer: Any, group: Any, *rest: Any) -> Any:
-            if group is optimizer.param_groups[1]:
+            if group is optimizer.param_groups[-1] and len(optimizer.param_groups) > 1:
                 at()
             return original(optimizer, group, *rest)
 
