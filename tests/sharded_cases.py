@@ -70,6 +70,11 @@ class Setup:
         return "-".join(part for part in parts if part)
 
 
+def named(value: Any) -> str | None:
+    """A setup's name, where tests are named by what they are given."""
+    return value.name if isinstance(value, Setup) else None
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import pytest
 from memckpt.config import StorageConfig
 from tests.engine_child import config
 from tests.engine_harness import Lab
-from tests.sharded_cases import Setup
+from tests.sharded_cases import Setup, named
 from tests.sharded_lab import (
     Death,
     Job,
@@ -50,7 +50,7 @@ PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "
 
 slow = pytest.mark.slow
 EVERY_SETUP = pytest.mark.parametrize(
-    "setup", [*SAMPLE, *(pytest.param(each, marks=slow) for each in VARIATIONS)], ids=lambda setup: setup.name
+    "setup", [*SAMPLE, *(pytest.param(each, marks=slow) for each in VARIATIONS)], ids=named
 )
 
 
@@ -73,7 +73,7 @@ def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, redo: str) -> None:
 
 
 @slow
-@pytest.mark.parametrize("setup", [FSDP4, HSDP, TP, FSDP_TP], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", [FSDP4, HSDP, TP, FSDP_TP], ids=named)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: Setup, redo: str, nodes: int) -> None:
@@ -98,7 +98,7 @@ def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) ->
         pytest.param(FSDP_TP, 2, marks=slow),
         pytest.param(FSDP_TP, 4, marks=slow),
     ],
-    ids=lambda value: value.name if isinstance(value, Setup) else f"{value}-nodes",
+    ids=named,
 )
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_resumes_exactly_on_several_nodes(lab: Lab, setup: Setup, nodes: int, redo: str) -> None:
@@ -107,12 +107,12 @@ def test_resumes_exactly_on_several_nodes(lab: Lab, setup: Setup, nodes: int, re
 
 
 @slow
-@pytest.mark.parametrize("setup", [TP, FSDP_TP], ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", [TP, FSDP_TP], ids=named)
 def test_what_is_not_declared_replicated_is_each_rank_s_own(lab: Lab, setup: Setup) -> None:
     survives(lab, job_of(lab, setup, config(), declare=False), [Death(1, 3, "backward"), Death("all", 8)])
 
 
-@pytest.mark.parametrize("setup", [FSDP2, pytest.param(HSDP, marks=slow), pytest.param(FSDP_TP, marks=slow)], ids=str)
+@pytest.mark.parametrize("setup", [FSDP2, pytest.param(HSDP, marks=slow), pytest.param(FSDP_TP, marks=slow)], ids=named)
 @pytest.mark.parametrize("place", ["stepped", pytest.param("in commit", marks=slow), "committed"])
 def test_launchers_kill_the_others_at_any_moment(lab: Lab, setup: Setup, place: str) -> None:
     """What all ranks have committed is there; what some have may be."""
@@ -155,7 +155,7 @@ def _check_resumed(attempt: Job, committed: int) -> None:
         pytest.param(TP, 1, "agents", marks=slow),
         pytest.param(FSDP_TP, 2, "agent", marks=slow),
     ],
-    ids=str,
+    ids=named,
 )
 def test_training_survives_its_agents_and_is_protected_again(lab: Lab, setup: Setup, nodes: int, who: str) -> None:
     job = job_of(lab, setup, config(), nodes=nodes)
@@ -184,7 +184,7 @@ def test_training_survives_its_agents_and_is_protected_again(lab: Lab, setup: Se
         pytest.param(TP, 2, "agents", marks=slow),
         pytest.param(FSDP_TP, 2, "agents", marks=slow),
     ],
-    ids=str,
+    ids=named,
 )
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_resumes_from_storage_when_agents_and_all_ranks_are_gone(

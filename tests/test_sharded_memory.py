@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine_child import config
 from tests.engine_harness import Lab
-from tests.sharded_cases import Setup
+from tests.sharded_cases import Setup, named
 from tests.sharded_lab import Death, Job, fresh_directory, job_of, node, noted, run, start_agents
 
 slow = pytest.mark.slow
@@ -28,8 +28,8 @@ def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, 
         by_unit.setdefault(job.node(rank), {})[tuple(layout["ranks"])] = layout["nbytes"]
     for name in by_unit:
         with node(name):
-            by_agent[name] = lab.status().held_bytes
-            lab.stop()
+            by_agent[name] = lab.status(job.run_dir).held_bytes
+            lab.stop(job.run_dir)
     return by_agent, by_unit
 
 
@@ -42,7 +42,7 @@ def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, 
         pytest.param(Setup("tp"), 1, {"node0": [(0,), (1,)]}, marks=slow),
         pytest.param(Setup("ddp"), 1, {"node0": [(0, 1)]}, marks=slow),
     ],
-    ids=lambda value: value.name if isinstance(value, Setup) else None,
+    ids=named,
 )
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_a_node_holds_what_its_units_ask_for(

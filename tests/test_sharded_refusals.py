@@ -101,9 +101,9 @@ def uneven_inputs(job: Job) -> str:
         (neither, 2, "DistributedDataParallel"),
         (neither, 2, "fully_shard"),
         (part_of_the_mesh, 4, "mesh"),
-        (pipeline_stage, 2, "PipelineStage"),
+        (pipeline_stage, 2, "pipeline stage"),
         (local_sgd_optimizer, 2, "PostLocalSGDOptimizer"),
-        (local_sgd_hook, 2, "post_localSGD_hook"),
+        (local_sgd_hook, 2, "local SGD"),
         (uneven_inputs, 2, "join"),
     ],
 )

@@ -12,7 +12,7 @@ from memckpt.config import StorageConfig
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.frozen import differences
-from tests.sharded_cases import Setup
+from tests.sharded_cases import Setup, named
 from tests.sharded_lab import (
     Death,
     Job,
@@ -82,7 +82,7 @@ FROM_AND_TO = pytest.mark.parametrize(
         pytest.param(Setup(world_size=4, precision="bf16"), Setup(precision="bf16"), marks=slow),
         pytest.param(Setup(world_size=4, table=True), Setup(table=True), marks=slow),
     ],
-    ids=lambda setup: setup.name,
+    ids=named,
 )
 
 
@@ -126,7 +126,7 @@ def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup, nodes:
         pytest.param(FSDP2, DDP, marks=slow),
         pytest.param(FSDP_TP, FSDP2, marks=slow),
     ],
-    ids=lambda setup: setup.name,
+    ids=named,
 )
 def test_what_goes_on_in_another_way_is_protected_as_ever(lab: Lab, before: Setup, after: Setup) -> None:
     """Two trainings go on from the same storage: one undisturbed, one with a death. They end with the same bits."""
