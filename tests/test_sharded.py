@@ -44,17 +44,26 @@ VARIATIONS = [
     Setup("hsdp", 4, precision="bf16", accumulate=2),
     Setup(reshard=False),
     Setup(offload=True),
+    Setup(scaler=True),
+    Setup("hsdp", 4, scaler=True),
+    Setup("fsdp-tp", 4, scaler=True),
+    Setup(optimizer="fused"),
     Setup(table=True),
 ]
+#: Their steps communicate: on its shards alone, a rank cannot redo them.
+WHOLE = [Setup(optimizer="muon"), Setup("hsdp", 4, optimizer="muon"), Setup("tp", optimizer="muon")]
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 
 slow = pytest.mark.slow
-EVERY_SETUP = pytest.mark.parametrize(
-    "setup", [*SAMPLE, *(pytest.param(each, marks=slow) for each in VARIATIONS)], ids=named
-)
 
 
-@EVERY_SETUP
+def every_setup(*ordinary: Setup) -> pytest.MarkDecorator:
+    """All but these among the slow tests."""
+    params = [pytest.param(each, marks=() if each in ordinary else slow) for each in [*SAMPLE, *VARIATIONS, *WHOLE]]
+    return pytest.mark.parametrize("setup", params, ids=named)
+
+
+@every_setup(FSDP2, TP)
 def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
     job = job_of(lab, setup, config())
     expected = reference(lab, job)
@@ -81,7 +90,7 @@ def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: S
     survives(lab, job_of(lab, setup, config(redo), nodes=nodes), deaths)
 
 
-@EVERY_SETUP
+@every_setup(HSDP, TP, FSDP_TP)
 def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) -> None:
     """Once before the anchors have come round, once in a ring that has wrapped."""
     survives(lab, job_of(lab, setup, config()), [Death("all", 2, "backward"), Death("all", 8, "stepped")])
@@ -91,7 +100,7 @@ def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) ->
     ("setup", "nodes"),
     [
         (FSDP4, 2),
-        (HSDP, 2),
+        pytest.param(HSDP, 2, marks=slow),
         pytest.param(FSDP4, 4, marks=slow),
         pytest.param(HSDP, 4, marks=slow),
         pytest.param(TP, 2, marks=slow),
@@ -113,7 +122,9 @@ def test_what_is_not_declared_replicated_is_each_rank_s_own(lab: Lab, setup: Set
 
 
 @pytest.mark.parametrize("setup", [FSDP2, pytest.param(HSDP, marks=slow), pytest.param(FSDP_TP, marks=slow)], ids=named)
-@pytest.mark.parametrize("place", ["stepped", pytest.param("in commit", marks=slow), "committed"])
+@pytest.mark.parametrize(
+    "place", ["stepped", pytest.param("in commit", marks=slow), pytest.param("committed", marks=slow)]
+)
 def test_launchers_kill_the_others_at_any_moment(lab: Lab, setup: Setup, place: str) -> None:
     """What all ranks have committed is there; what some have may be."""
     job = job_of(lab, setup, config())

@@ -35,22 +35,18 @@ from tests.sharded_lab import (
 
 FSDP2, FSDP4 = Setup(table=True), Setup(world_size=4, table=True)
 HSDP, TP, FSDP_TP = Setup("hsdp", 4, table=True), Setup("tp", table=True), Setup("fsdp-tp", 4, table=True)
+DDP = Setup("ddp", table=True)
 slow = pytest.mark.slow
 
-PLACES = pytest.mark.parametrize(
-    ("setup", "nodes"),
-    [
-        (FSDP2, 1),
-        pytest.param(FSDP2, 2, marks=slow),
-        pytest.param(FSDP4, 1, marks=slow),
-        pytest.param(FSDP4, 2, marks=slow),
-        (HSDP, 1),
-        pytest.param(HSDP, 2, marks=slow),
-        pytest.param(TP, 1, marks=slow),
-        pytest.param(FSDP_TP, 2, marks=slow),
-    ],
-    ids=named,
-)
+SETUPS = [(FSDP2, 1), (FSDP2, 2), (FSDP4, 1), (FSDP4, 2), (HSDP, 1), (HSDP, 2), (TP, 1), (FSDP_TP, 2), (DDP, 2)]
+
+
+def places(*ordinary: tuple[Setup, int]) -> pytest.MarkDecorator:
+    """All but these among the slow tests."""
+    params = [pytest.param(*each, marks=() if each in ordinary else slow) for each in SETUPS]
+    return pytest.mark.parametrize(("setup", "nodes"), params, ids=named)
+
+
 CHANGED_AT = 4
 
 
@@ -77,7 +73,7 @@ CHANGES = {
 }
 
 
-@PLACES
+@places((FSDP2, 1))
 @pytest.mark.parametrize("ranks", [pytest.param((0,), marks=slow), (1,), pytest.param((0, 1), marks=slow)], ids=named)
 @pytest.mark.parametrize("change", [change_table, pytest.param(change_weight, marks=slow)])
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
@@ -137,7 +133,7 @@ def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], N
     return prepare
 
 
-@PLACES
+@places((HSDP, 1), (DDP, 2))
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 @pytest.mark.parametrize("who", [pytest.param(0, marks=slow), 1])
 def test_a_rank_dies_in_a_generation_that_the_others_have_complete(

@@ -36,7 +36,7 @@ def held(lab: Lab, job: Job) -> tuple[dict[str, int], dict[str, dict[tuple[int, 
 @pytest.mark.parametrize(
     ("setup", "nodes", "units"),
     [
-        (Setup(world_size=4), 2, {"node0": [(0,), (1,)], "node1": [(2,), (3,)]}),
+        pytest.param(Setup(world_size=4), 2, {"node0": [(0,), (1,)], "node1": [(2,), (3,)]}, marks=slow),
         (Setup("hsdp", 4), 1, {"node0": [(0, 2), (1, 3)]}),
         pytest.param(Setup("hsdp", 4), 2, {"node0": [(0,), (1,)], "node1": [(2,), (3,)]}, marks=slow),
         pytest.param(Setup("tp"), 1, {"node0": [(0,), (1,)]}, marks=slow),
@@ -55,8 +55,8 @@ def test_a_node_holds_what_its_units_ask_for(
 
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_each_of_two_nodes_holds_about_half_of_what_one_would(lab: Lab, redo: str) -> None:
-    """Beside the shards there are headers of slots, and the buffers of each rank."""
+    """Not exactly: beside the shards there are headers of slots, and smaller pieces are better balanced."""
     whole, _ = held(lab, replace(job_of(lab, Setup("plain", 1), config(redo)), run_dir=lab.directory / "whole"))
     halves, _ = held(lab, job_of(lab, Setup(world_size=4), config(redo), nodes=2))
     for half in halves.values():
-        assert 0.5 < half / whole["node0"] < 0.7
+        assert 0.4 < half / whole["node0"] < 0.6

@@ -57,36 +57,41 @@ def check_carried_over(lab: Lab, died: Job, job: Job) -> None:
         assert {each["exact"] for rank in noted(job, "restored") for each in rank} == {False}
 
 
-FROM_AND_TO = pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (FSDP4, FSDP2),
-        (FSDP2, PLAIN),
-        pytest.param(FSDP4, PLAIN, marks=slow),
-        pytest.param(FSDP4, FSDP1, marks=slow),
-        pytest.param(FSDP2, FSDP4, marks=slow),
-        pytest.param(FSDP2, FSDP1, marks=slow),
-        pytest.param(PLAIN, FSDP2, marks=slow),
-        (HSDP, FSDP2),
-        pytest.param(HSDP, FSDP4, marks=slow),
-        pytest.param(FSDP4, HSDP, marks=slow),
-        (FSDP2, DDP),
-        pytest.param(DDP, FSDP2, marks=slow),
-        pytest.param(DDP, FSDP4, marks=slow),
-        pytest.param(TP, PLAIN, marks=slow),
-        pytest.param(TP, Setup("tp", 4), marks=slow),
-        pytest.param(FSDP_TP, FSDP2, marks=slow),
-        pytest.param(FSDP_TP, TP, marks=slow),
-        pytest.param(FSDP4, FSDP_TP, marks=slow),
-        pytest.param(Setup(world_size=4, optimizer="sgd"), Setup(optimizer="sgd"), marks=slow),
-        pytest.param(Setup(world_size=4, precision="bf16"), Setup(precision="bf16"), marks=slow),
-        pytest.param(Setup(world_size=4, table=True), Setup(table=True), marks=slow),
-    ],
-    ids=named,
-)
+SGD4, SGD2 = (Setup(world_size=size, optimizer="sgd") for size in (4, 2))
+BF16, BF16_2 = (Setup(world_size=size, precision="bf16") for size in (4, 2))
+TABLE4, TABLE2 = (Setup(world_size=size, table=True) for size in (4, 2))
+CHANGES = [
+    (FSDP4, FSDP2),
+    (FSDP4, FSDP1),
+    (FSDP4, PLAIN),
+    (FSDP2, PLAIN),
+    (FSDP2, FSDP1),
+    (FSDP2, FSDP4),
+    (PLAIN, FSDP2),
+    (HSDP, FSDP2),
+    (HSDP, FSDP4),
+    (FSDP4, HSDP),
+    (FSDP2, DDP),
+    (DDP, FSDP2),
+    (DDP, FSDP4),
+    (TP, PLAIN),
+    (TP, Setup("tp", 4)),
+    (FSDP_TP, FSDP2),
+    (FSDP_TP, TP),
+    (FSDP4, FSDP_TP),
+    (SGD4, SGD2),
+    (BF16, BF16_2),
+    (TABLE4, TABLE2),
+]
 
 
-@FROM_AND_TO
+def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:
+    """All but these among the slow tests."""
+    params = [pytest.param(*each, marks=() if each in ordinary else slow) for each in CHANGES]
+    return pytest.mark.parametrize(("before", "after"), params, ids=named)
+
+
+@from_and_to((FSDP4, FSDP2), (FSDP2, DDP))
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_carried_over_from_memory(lab: Lab, before: Setup, after: Setup, redo: str) -> None:
     """The ranks died, their agent lives: it brings to storage what it holds of them."""
@@ -109,7 +114,7 @@ def stored(lab: Lab, setup: Setup, nodes: int, redo: str = "lazy") -> Job:
     return died
 
 
-@FROM_AND_TO
+@from_and_to((FSDP2, FSDP4), (HSDP, FSDP2))
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=slow)])
 def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup, nodes: int) -> None:
     nodes = min(nodes, before.world_size)
