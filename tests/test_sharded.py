@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from tests.sharded_lab import (
     job_of,
     logs,
     noted,
+    pending,
     reference,
     results,
     run,
@@ -55,6 +57,13 @@ WHOLE = [Setup(optimizer="muon"), Setup("hsdp", 4, optimizer="muon"), Setup("tp"
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 
 slow = pytest.mark.slow
+not_stored_yet = pytest.mark.xfail(strict=True, reason="storage does not know shards yet")
+
+
+@pytest.fixture
+def leaves_agents(lab: Lab) -> Iterator[None]:
+    with pending(lab):
+        yield
 
 
 def every_setup(*ordinary: Setup) -> pytest.MarkDecorator:
@@ -184,6 +193,8 @@ def test_training_survives_its_agents_and_is_protected_again(lab: Lab, setup: Se
     check_same(found, expected)
 
 
+@not_stored_yet
+@pytest.mark.usefixtures("leaves_agents")
 @pytest.mark.parametrize(
     ("setup", "nodes", "who"),
     [
