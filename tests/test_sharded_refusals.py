@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
@@ -29,10 +30,10 @@ from tests.sharded_lab import Job, job_of, join, logs, run
 PLAIN = Setup("plain", 2)
 
 
-def refused(job: Job, model: Any, optimizer: Any) -> str:
+def refused(job: Job, model: Any, optimizer: Any, **arguments: Any) -> str:
     """What attach() says."""
     try:
-        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config)
+        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config, **arguments)
     except UnsupportedError as error:
         return str(error)
     session.close()
@@ -54,6 +55,19 @@ def part_of_the_mesh(job: Job) -> str:
     model = nn.Linear(4, 4)
     fully_shard(model, mesh=mesh["shard"])
     return refused(job, model, adam(model))
+
+
+def both_ways(job: Job) -> str:
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (job.world_size,)))
+    return refused(job, DistributedDataParallel(model, init_sync=False), adam(model))
+
+
+def declared_and_different(job: Job) -> str:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    parallelize_module(model, init_device_mesh("cpu", (job.world_size,)), {"0": ColwiseParallel()})
+    return refused(job, model, adam(model), replicated=["1.*", "2.bias"])
 
 
 def pipeline_stage(job: Job) -> str:
@@ -101,6 +115,8 @@ def uneven_inputs(job: Job) -> str:
         (neither, 2, "DistributedDataParallel"),
         (neither, 2, "fully_shard"),
         (part_of_the_mesh, 4, "mesh"),
+        (both_ways, 2, "DistributedDataParallel around sharded parameters"),
+        (declared_and_different, 2, "2.bias"),
         (pipeline_stage, 2, "pipeline stage"),
         (local_sgd_optimizer, 2, "PostLocalSGDOptimizer"),
         (local_sgd_hook, 2, "local SGD"),
