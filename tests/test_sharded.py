@@ -120,8 +120,7 @@ def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) ->
 )
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_resumes_exactly_on_several_nodes(lab: Lab, setup: Setup, nodes: int, redo: str) -> None:
-    last = setup.world_size - 1
-    survives(lab, job_of(lab, setup, config(redo), nodes=nodes), [Death(last, 3, "backward"), Death("all", 8)])
+    survives(lab, job_of(lab, setup, config(redo), nodes=nodes), [Death(setup.world_size - 1, 8, "backward")])
 
 
 @slow
