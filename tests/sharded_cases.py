@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.engine_optimizers import Momentum
 from tests.frozen import freeze
 
 #: Four ranks divide neither; of the embedding and of each norm the last of four has less, of a bias of 5 nothing.
@@ -41,7 +42,8 @@ class Setup:
         kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
         world_size: "hsdp" and "fsdp-tp" have a mesh of two by half of it.
         optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
-            step), or "muon" (which needs whole matrices, and AdamW beside it).
+            step), "muon" (which needs whole matrices, and AdamW beside it), "own" (which needs the norm of each whole
+            gradient) or "lion" (of the user's own, element by element).
         accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
         precision: of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
         reshard: whether parameters are freed between forward and backward.
@@ -73,6 +75,25 @@ class Setup:
 def named(value: Any) -> str | None:
     """A setup's name, where tests are named by what they are given."""
     return value.name if isinstance(value, Setup) else None
+
+
+class Lion(torch.optim.Optimizer):
+    """Of the user's own, as there are many: no torch class, but each element for itself."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.003, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                average = state.setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(average.lerp(param.grad, 0.1).sign_(), alpha=-group["lr"])
+                average.lerp_(param.grad, 0.01)
 
 
 class Attention(nn.Module):
@@ -209,6 +230,10 @@ class Distributed:
                 return [torch.optim.SGD(groups, lr=0.05, momentum=0.9)]
             case "nesterov":
                 return [torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=True)]
+            case "own":
+                return [Momentum(groups)]
+            case "lion":
+                return [Lion(groups)]
             case "muon":
                 return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
         return [torch.optim.AdamW(groups, lr=0.01, fused=self.setup.optimizer == "fused" or None)]

@@ -50,10 +50,18 @@ VARIATIONS = [
     Setup("hsdp", 4, scaler=True),
     Setup("fsdp-tp", 4, scaler=True),
     Setup(optimizer="fused"),
+    Setup(optimizer="lion"),
+    Setup("hsdp", 4, optimizer="lion"),
     Setup(table=True),
 ]
-#: Their steps communicate: on its shards alone, a rank cannot redo them.
-WHOLE = [Setup(optimizer="muon"), Setup("hsdp", 4, optimizer="muon"), Setup("tp", optimizer="muon")]
+#: In their steps ranks communicate: what a rank has is not enough to redo them.
+WHOLE = [
+    Setup(optimizer="own"),
+    Setup("tp", optimizer="own"),
+    Setup(optimizer="muon"),
+    Setup("hsdp", 4, optimizer="muon"),
+    Setup("tp", optimizer="muon"),
+]
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 
 slow = pytest.mark.slow
