@@ -10,20 +10,28 @@ Lightning 2.4 and older lack the restart stages this depends on, which is why 2.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_memckpt.shadowing import Shadows
 
 OLDEST_LIGHTNING = (2, 5)
 
 _MISSING = object()
 
+#: What Lightning calls the file of a sharded checkpoint that has everything but the shards.
+_METADATA_FILENAME = "meta.pt"
+
 #: Looked up from the trainer, each with what it is needed for.
 _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_checkpoint_connector._loaded_checkpoint", "a checkpoint passed by the user must not overwrite newer state"),
+    ("_checkpoint_connector._restore_modules_and_callbacks", "the same, where a strategy restores it after its setup"),
     ("_logger_connector._first_loop_iter", "decides whether the next self.log() starts a new aggregate"),
     ("_logger_connector._current_fx", "decides the same"),
     ("_logger_connector.metrics", "the step's metrics, before Lightning has merged them"),
@@ -243,13 +251,31 @@ class TrainerInternals:
         return getattr(self._trainer, "_val_check_time_interval", None) is not None
 
     def user_checkpoint(self) -> dict[str, Any]:
-        """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one."""
-        loaded: dict[str, Any] = self._trainer._checkpoint_connector._loaded_checkpoint
+        """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one.
+
+        Where the strategy loads it later, behind its own setup, it is what stands in it beside the shards.
+        """
+        connector = self._trainer._checkpoint_connector
+        if self._trainer.strategy.restore_checkpoint_after_setup and self._trainer.ckpt_path:
+            return self._read_user_checkpoint()
+        loaded: dict[str, Any] = connector._loaded_checkpoint
         return loaded
 
-    def forget_user_checkpoint(self) -> None:
-        """Keep Lightning from restoring the rest of the user's checkpoint over ours."""
-        self._trainer._checkpoint_connector._loaded_checkpoint = {}
+    def _read_user_checkpoint(self) -> dict[str, Any]:
+        # As Lightning does: the path is rank 0's, a directory has what is not sharded in a file, and torch's default
+        # says which types may be loaded.
+        path = Path(self._trainer.strategy.broadcast(str(self._trainer.ckpt_path)))
+        sharded = path.is_dir()
+        file = path / _METADATA_FILENAME if sharded else path
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", mmap=not sharded)
+        return checkpoint
+
+    def forget_user_checkpoint(self, shadows: Shadows) -> None:
+        """Keep Lightning from restoring the user's checkpoint, or the rest of it, over ours."""
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = {}
+        if self._trainer.strategy.restore_checkpoint_after_setup:
+            shadows.put(connector, "_restore_modules_and_callbacks", lambda _: lambda *args, **kwargs: None)
 
     def loop_extras(self) -> dict[str, Any]:
         """What the loops remember and leave out of their state dictionary."""

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +36,7 @@ from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
+from lightning_memckpt.trainer_state import data_replicas
 from lightning_memckpt.user_state import Encodable, UserState, modules_beside
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
@@ -154,7 +156,7 @@ class Protection:
         self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
         if held is not None and file is not None:
-            self._internals.forget_user_checkpoint()
+            self._internals.forget_user_checkpoint(self._shadows)
         self._session.provide(STATE, lambda: self._captured)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
@@ -169,7 +171,8 @@ class Protection:
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._messages.warn(line)
-        if held.world_size != trainer.world_size:
+        moved = held.world_size != trainer.world_size or state["replicas"] != data_replicas(trainer)
+        if moved:
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
         self._user.restore_early(state["user"])
@@ -183,16 +186,17 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        if held.world_size == trainer.world_size:
-            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
-        else:
+        if moved:
             batches = batches_behind(state["loops"])
             self._loaders.hold_derived(state["loaders"], batches, epoch_over=state["epoch_over"])
+        else:
+            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
         """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
         before, now = batches_behind(state["loops"]), self._trainer.world_size
-        batches = before * world_size // now
+        # Ranks that are parallel in tensors see the same samples.
+        batches = before * state["replicas"] // data_replicas(self._trainer)
         self._messages.warn(
             f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks go on behind {batches}. "
             "Generators, sample order within a batch and logged averages are not those of an uninterrupted run"
@@ -200,9 +204,11 @@ class Protection:
         return {**state, "loops": with_batches_behind(state["loops"], batches)}
 
     def _connect(self, resume: Resume) -> Session:
-        wrapped = self._trainer.strategy.model
+        strategy = self._trainer.strategy
+        wrapped = strategy.model
         return self._attach(
-            self._pl_module,
+            # FSDP1 keeps parameters in flat ones, and those of its outermost wrapper are not in the module.
+            wrapped if isinstance(strategy, FSDPStrategy) else self._pl_module,
             self._trainer.optimizers,
             run_dir=self._run_dir,
             resume=resume,
@@ -294,6 +300,7 @@ class Protection:
             "epoch_over": epoch_over,
             "loops": loops,
             "settings": trainer_state.settings(self._trainer),
+            "replicas": data_replicas(self._trainer),
             "trainer": trainer_state.capture(self._trainer, internals),
             "logging": self._logging.capture(),
             "user": user.capture(loops),
