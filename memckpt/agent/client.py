@@ -145,8 +145,8 @@ class AgentClient:
         else:
             raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
-    def hello(self, hello: Hello) -> HeldRecords:
-        """Introduce this rank; returns what the node holds.
+    def hello(self, hello: Hello) -> tuple[HeldRecords, ...]:
+        """Introduce this rank; returns what the node holds of each set of shards.
 
         Raises:
             RunBusyError: another live trainer holds the run.

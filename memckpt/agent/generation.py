@@ -11,7 +11,7 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.state.layout import Layout, StateSpec
-from memckpt.state.records import Branch, HeldRecords, Timeline
+from memckpt.state.records import Branch, Timeline
 
 if TYPE_CHECKING:
     from memckpt.agent.replica import Replica
@@ -164,21 +164,6 @@ class Generation:
             for record in range(max(oldest, self.base), common + 1)
             if set(self._rank_states.get(record, ())) >= ranks
         ]
-
-    def inventory(self, node: str, history: tuple[Branch, ...]) -> HeldRecords:
-        """The node's part of what the recovery plan is made from."""
-        if self.replica is not None:
-            self.replica.freeze()
-        records = self.reachable()
-        return HeldRecords(
-            node=node,
-            records=tuple(records),
-            steps=tuple(self._steps[record] for record in records),
-            ranks=self.spec.local_ranks,
-            history=history,
-            world_size=self.spec.world_size,
-            digest=self.spec.digest(),
-        )
 
     def settle(self, record: int) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it."""

@@ -33,6 +33,7 @@ from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume import Resumption
+from memckpt.session.sharing import find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state.layout import Layout
 
@@ -57,15 +58,14 @@ class Session:
         config: MemckptConfig,
         data_parallel: DistributedDataParallel | None,
         extra_modules: Mapping[str, nn.Module],
+        replicated: Sequence[str] = (),
     ) -> None:
         self._config = config
-        self._live = LiveState(model, optimizers, extra_modules)
+        self._data_parallel = data_parallel
         self._ranks = Ranks()
-        if self._ranks.world_size > 1 and data_parallel is None:
-            raise UnsupportedError(
-                f"{self._ranks.world_size} ranks without DistributedDataParallel: expected the DDP wrapper as "
-                "data_parallel (or as the model itself), so that records hold synchronized gradients"
-            )
+        refuse_unordered(model, optimizers, data_parallel)
+        self._live = LiveState(model, optimizers, extra_modules)
+        find_replicas(self._live, self._ranks, data_parallel, replicated)
         if self._ranks.world_size > 1 and config.slots < 3:
             raise UnsupportedError(
                 f"slots: expected 3 or more with several ranks (their commits differ by one), found {config.slots}"
@@ -137,8 +137,9 @@ class Session:
             mode=mode,
             period=self._config.anchor_period(mode),
             slots=self._config.slots,
-            local_ranks=self._ranks.local_ranks,
+            local_ranks=self._ranks.unit,
             world_size=self._ranks.world_size,
+            replicas=self._ranks.replicas if len(self._ranks.groups) > 1 else (),
         )
 
     def _start(self, resume: ResumeChoice | int) -> None:
@@ -222,13 +223,13 @@ class Session:
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
         try:
+            refuse_uneven(self._data_parallel)
             if not self._is_restore_point(gradients_pending):
                 return False
             # First of all: what user code raises in it leaves everything as it was.
             rank_state = self._rank_state.encode(self._tap.layout if isinstance(self._tap, CommHookTap) else None)
             self._recorder.gradients_pending = False
-            if isinstance(self._tap, CommHookTap):
-                self._reductions_at_commit = self._tap.reductions
+            self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
             self._commit(RestorePoint(record, record if step is None else step, rank_state))
             return True
@@ -239,7 +240,7 @@ class Session:
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         pending = self._recorder.gradients_pending if gradients_pending is None else gradients_pending
         # A batch without a reduction of all ranks belongs to the next record: nothing orders the ranks in it.
-        unordered = isinstance(self._tap, CommHookTap) and self._tap.reductions == self._reductions_at_commit
+        unordered = self._ranks.world_size > 1 and self._tap.reductions == self._reductions_at_commit
         return not pending and not unordered
 
     def _commit(self, point: RestorePoint) -> None:
@@ -308,9 +309,9 @@ class Session:
         return self._changes.problem
 
     def _order_generation(self, record: int, reason: str) -> int | None:
-        """When the new generation begins: now if this rank is alone, else after a record that all local ranks reach."""
+        """When the new generation begins: now if nobody shares its slots, else after a record that all those reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
-        if self._ranks.world_size == 1:
+        if len(self._ranks.unit) == 1:
             return record
         self._note_order(self._link.client.ask_for_generation(record + 1, reason))
         return self._generation_after
@@ -414,13 +415,13 @@ class Session:
         self._retry_at = record
 
     def _try_again(self, point: RestorePoint) -> None:
-        """Start a new agent and, when this rank is alone, a new generation at once."""
+        """Start a new agent and, when nobody shares this rank's slots, a new generation at once."""
         if point.record < self._retry_at:
             return
         try:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
-            self._generation_after = point.record if self._ranks.world_size == 1 else None
+            self._generation_after = point.record if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
         except MemckptError as error:
@@ -481,6 +482,8 @@ class Session:
         self._preemption.remove()
         self._close_regions()
         self._link.close(finished)
+        if finished:
+            self._resumption.forget_resharding()
 
     def _close_regions(self) -> None:
         self._staging.drop()

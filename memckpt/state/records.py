@@ -104,6 +104,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         history: timelines, oldest first; the last one is that of the newest record.
         world_size: of the attempt that wrote them.
         digest: of the layout.
+        sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
         problem: why nothing of it may be used, in words; empty if nothing is wrong.
     """
 
@@ -115,6 +116,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     world_size: int = 0
     digest: str = ""
     problem: str = ""
+    sharding: str = ""
 
 
 _meta_encoder = msgspec.msgpack.Encoder()
