@@ -58,8 +58,8 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
     if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _UNSUPPORTED):
         supported = ", ".join(each.__name__ for each in _SUPPORTED)
         raise MisconfigurationException(
-            f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use one of them (ModelParallelStrategy "
-            "for what does not fit into one device), or remove the callback"
+            f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use one of them "
+            "(ModelParallelStrategy for what does not fit into one device), or remove the callback"
         )
     callbacks = list_callbacks(trainer)
     ours = [each for each in callbacks if isinstance(each, callback_type)]

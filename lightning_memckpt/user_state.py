@@ -274,7 +274,7 @@ class UserState:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     # A DTensor has no memory of its own.
-    held: Tensor = tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    held: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
     return held.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 

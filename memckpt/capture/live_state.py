@@ -34,7 +34,8 @@ from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied at every step without asking whether they change.
 SMALL_BYTES = 64 << 10
-_COMPILED_PREFIX = "_orig_mod."
+#: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class LiveState:
         """Every tensor of the training state by name, parameters of the model first. Shared tensors appear once."""
         named: dict[str, torch.Tensor] = {}
         for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
-            named[name.replace(_COMPILED_PREFIX, "")] = tensor
+            named[_without_wrappers(name)] = tensor
         known = {id(tensor) for tensor in named.values()}
         for position, param in self._optimizer_positions():
             if id(param) not in known:
@@ -158,7 +159,7 @@ class LiveState:
             for path, owner in module.named_modules():
                 for key in owner._buffers:
                     name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    holders[name.replace(_COMPILED_PREFIX, "")] = (owner, key)
+                    holders[_without_wrappers(name)] = (owner, key)
         return holders
 
     def _optimizer_positions(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -221,7 +222,7 @@ class LiveState:
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:
                     full = f"{path}.{key}" if path else key
-                    keys[full.replace(_COMPILED_PREFIX, "")] = names[id(tensor)]
+                    keys[_without_wrappers(full)] = names[id(tensor)]
         return keys
 
     def _param_spec(
@@ -314,7 +315,7 @@ class LiveState:
         """requires_grad of every parameter of the model, by name."""
         if not self._named_params:
             named = self.model.named_parameters()
-            self._named_params = [(name.replace(_COMPILED_PREFIX, ""), param) for name, param in named]
+            self._named_params = [(_without_wrappers(name), param) for name, param in named]
         return {name: param.requires_grad for name, param in self._named_params}
 
     def restore_trainable(self, flags: dict[str, bool]) -> None:
@@ -322,6 +323,12 @@ class LiveState:
         for name, flag in flags.items():
             if tensors[name].requires_grad != flag:
                 tensors[name].requires_grad_(flag)
+
+
+def _without_wrappers(name: str) -> str:
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
