@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import select
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from memckpt.config import StorageConfig
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import LocalStore
 from tests.ddp_cases import Death, fresh_directory, results
 from tests.engine_child import config
 from tests.engine_harness import Lab
@@ -105,6 +109,11 @@ def test_resumes_from_storage(lab: Lab) -> None:
     expected = reference(lab, job)
     died = replace(job, directory=fresh_directory(lab), deaths=[Death("all", 8, "backward")])
     assert run(lab, died) == [-9, -9]
+    store = LocalStore(lab.run_dir / "storage")
+    deadline = time.monotonic() + 60
+    while not any(one.step == 8 for one in read_catalog(store).complete):
+        assert time.monotonic() < deadline
+        select.select([], [], [], 0.05)
     lab.stop()
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
