@@ -125,6 +125,7 @@ def test_another_number_of_ranks_is_refused_with_the_remedy(lab: Lab) -> None:
     assert run(lab, died) == [-9, -9]
     other = replace(died, directory=fresh_directory(lab), deaths=(), number=1, world_size=3)
     assert 0 not in run(lab, other)
+    lab.stop()
     assert "fsdp_version: 2 in Accelerate) can be resumed by any number of ranks" in logs(lab)
 
 
