@@ -270,11 +270,7 @@ class Holding:
         return None
 
     def order_generation(self, record: int, reason: str, asker: int) -> Begin:
-        """Have all ranks begin a new generation after a record; returns the asker's answer.
-
-        The asker comes last: once it has its answer, the order lies in every other rank's socket, and none of them can
-        pass the record without a backward that needs the asker.
-        """
+        """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
         _log.info("a new generation begins after record %d: %s", record, reason)
         order = Begin(record, reason)
         self._tell(order, besides=asker)

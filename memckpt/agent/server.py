@@ -18,7 +18,7 @@ from memckpt.agent.address import AgentAddress
 from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.generation import Generation
-from memckpt.agent.holding import Tell
+from memckpt.agent.holding import Holding, Tell
 from memckpt.agent.holdings import Holdings
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
@@ -322,8 +322,7 @@ class Agent:
                 _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
                 member.next_record = message.record + 1
             case NeedGeneration():
-                order = holding.order_generation(message.record, message.reason, member.rank)
-                self._connections.answer(connection, order)
+                self._order_generation(holding, message, connection)
             case Preempted():
                 _log.warning("rank %d got SIGTERM: what is held goes to storage now", member.rank)
                 self._holdings.preempt()
@@ -336,6 +335,13 @@ class Agent:
                     self._connections.drop(connection)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
+
+    def _order_generation(self, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
+        assert asker.member is not None
+        order = holding.order_generation(message.record, message.reason, asker.member.rank)
+        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
+        # pass the record without a backward that needs the asker.
+        self._connections.answer(asker, order)
 
     def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
         self._connections.answer(connection, message, [region.fd for region in generation.regions])
