@@ -31,6 +31,8 @@ else:
     _RESTORED_BY_VALUE = (WeightAveraging,)
 
 _SHARDING = (FSDPStrategy, ModelParallelStrategy)
+# What FSDP1 puts into names, and takes away in a state_dict().
+_FLAT_PREFIX = "_fsdp_wrapped_module."
 _REFERENCE = "\0staged tensor"
 _SEPARATOR = "\0"
 
@@ -213,7 +215,7 @@ class UserState:
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     found[f"{path}.{key}" if path else key] = buffer.detach()
-        return found
+        return {name.replace(_FLAT_PREFIX, ""): tensor for name, tensor in found.items()}
 
     def _staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for owner, module in {"": self._pl_module, **self._beside}.items():

@@ -51,3 +51,27 @@ def test_fsdp2(server: Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_case(case: Case, server: Server, tmp_path: Path) -> None:
     assert_exact(server, case, KILLS, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_file_that_the_user_passes_and_what_is_held(resume: str, server: Server, tmp_path: Path) -> None:
+    """Lightning loads such a file behind the strategy's setup, when memckpt has decided already."""
+    plain = finish(server, Run(FSDP2, tmp_path / "plain", protected=False, ranks=2))["rank 0"]
+    killed = Run(FSDP2, tmp_path / "killed", kill=("callback_batch_start", 9), ranks=2)
+    assert server.run(killed)[-1] == -9
+    file = tmp_path / "killed" / "files" / "last.ckpt"
+    assert (file / "meta.pt").is_file()
+    (tmp_path / "killed" / "losses.txt").unlink()
+    last = Run(FSDP2, tmp_path / "killed", ranks=2, resume=resume, checkpoint=str(file))
+    found = finish(server, last)["rank 0"]
+    text = last.log.read_text()
+    if resume == "auto":
+        assert f"training continues from held step 8, and not from {file} at step 6" in text
+        assert differences(plain, found) == []
+    else:
+        assert "Restored all states from the checkpoint" in text
+        assert found["global_step"] == plain["global_step"]
+    # What was trained on, and not again.
+    assert min(batch for epoch, batch in found["losses"] if epoch == 1) == (2 if resume == "auto" else 0)
+    assert not any(epoch == 0 for epoch, _ in found["losses"])
