@@ -9,7 +9,7 @@ Lightning 2.4 and older lack the restart stages this depends on, which is why 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -250,32 +250,33 @@ class TrainerInternals:
         """Whether validation is due by time; such a Trainer argument exists since Lightning 2.6."""
         return getattr(self._trainer, "_val_check_time_interval", None) is not None
 
-    def user_checkpoint(self) -> dict[str, Any]:
-        """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one.
+    @property
+    def restores_late(self) -> bool:
+        """Whether the user's checkpoint is restored behind the strategy's setup and `on_fit_start`."""
+        return bool(self._trainer.strategy.restore_checkpoint_after_setup)
 
-        Where the strategy loads it later, behind its own setup, it is what stands in it beside the shards.
-        """
-        connector = self._trainer._checkpoint_connector
-        if self._trainer.strategy.restore_checkpoint_after_setup and self._trainer.ckpt_path:
-            return self._read_user_checkpoint()
-        loaded: dict[str, Any] = connector._loaded_checkpoint
+    def around_late_restore(self, shadows: Shadows, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let `make(original)` stand for what restores it there, which is given its path or None."""
+        shadows.put(self._trainer._checkpoint_connector, "_restore_modules_and_callbacks", make)
+
+    def user_checkpoint(self) -> dict[str, Any]:
+        """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one."""
+        loaded: dict[str, Any] = self._trainer._checkpoint_connector._loaded_checkpoint
         return loaded
 
-    def _read_user_checkpoint(self) -> dict[str, Any]:
+    def read_late_checkpoint(self, path: str) -> dict[str, Any]:
+        """The same where the strategy will load it: what stands in it beside the shards."""
         # As Lightning does: the path is rank 0's, a directory has what is not sharded in a file, and torch's default
         # says which types may be loaded.
-        path = Path(self._trainer.strategy.broadcast(str(self._trainer.ckpt_path)))
-        sharded = path.is_dir()
-        file = path / _METADATA_FILENAME if sharded else path
+        shared = Path(self._trainer.strategy.broadcast(path))
+        sharded = shared.is_dir()
+        file = shared / _METADATA_FILENAME if sharded else shared
         checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", mmap=not sharded)
         return checkpoint
 
-    def forget_user_checkpoint(self, shadows: Shadows) -> None:
-        """Keep Lightning from restoring the user's checkpoint, or the rest of it, over ours."""
-        connector = self._trainer._checkpoint_connector
-        connector._loaded_checkpoint = {}
-        if self._trainer.strategy.restore_checkpoint_after_setup:
-            shadows.put(connector, "_restore_modules_and_callbacks", lambda _: lambda *args, **kwargs: None)
+    def forget_user_checkpoint(self) -> None:
+        """Keep Lightning from restoring the rest of the user's checkpoint over ours."""
+        self._trainer._checkpoint_connector._loaded_checkpoint = {}
 
     def loop_extras(self) -> dict[str, Any]:
         """What the loops remember and leave out of their state dictionary."""

@@ -3,7 +3,8 @@
 A resumed fit goes through three moments:
 
 1. `strategy.setup` is done and no `on_fit_start` has run: the session is attached, the loops learn where to
-   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint.
+   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint; with
+   strategies that shard it does so behind `on_fit_start`, and so do we.
 2. Loaders are processed: each gets its position.
 3. The end of `strategy.on_train_start`, the very last start hook: tensors, optimizers, schedulers, logging and,
    last of all, the RNG. The start hooks before it find what they found in the first start, the initial model,
@@ -113,17 +114,28 @@ class Protection:
     def install(self) -> None:
         """Take hold of the strategy; nothing else of the trainer is touched before it has set up."""
         strategy = self._trainer.strategy
-        self._shadows.put(strategy, "setup", self._around_strategy_setup)
+        if self._internals.restores_late:
+            self._internals.around_late_restore(self._shadows, self._around_late_restore)
+        else:
+            self._shadows.put(strategy, "setup", self._around_strategy_setup)
         self._shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
         self._shadows.put(strategy, "on_train_start", self._around_on_train_start)
 
     def _around_strategy_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._begin()
+            self._begin(self._user_file())
             return result
 
         return setup
+
+    def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            self._begin(self._late_file(checkpoint_path))
+            if self._pending is None:
+                original(checkpoint_path, *args, **kwargs)
+
+        return restore
 
     def _around_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def process_dataloader(loader: Any) -> Any:
@@ -149,14 +161,13 @@ class Protection:
 
     # --- moment 1 -------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, file: UserFile | None) -> None:
         trainer = self._trainer
         self._beside = modules_beside(trainer, self._pl_module)
-        file = self._user_file()
         self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
         if held is not None and file is not None:
-            self._internals.forget_user_checkpoint(self._shadows)
+            self._internals.forget_user_checkpoint()
         self._session.provide(STATE, lambda: self._captured)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
@@ -222,6 +233,11 @@ class Protection:
         if not checkpoint:
             return None
         return UserFile(str(self._trainer.ckpt_path), checkpoint.get("global_step", 0), "ckpt_path")
+
+    def _late_file(self, path: Any) -> UserFile | None:
+        if not path:
+            return None
+        return UserFile(str(path), self._internals.read_late_checkpoint(str(path)).get("global_step", 0), "ckpt_path")
 
     # --- moment 3 -------------------------------------------------------------------------------------------
 
