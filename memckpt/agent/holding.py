@@ -53,8 +53,8 @@ class Holding:
 
     Attributes:
         held: the newest complete generation; None while nothing is held.
-        before: the one before it, as long as it is not known that every rank of the job has the newer one: a rank that
-            is killed while it writes leaves only what it had before, and all go back to a record of that.
+        before: those before it, oldest first, until it is known that every rank of the job has got past them: a rank
+            that is killed while it writes a generation leaves only what it had before, and all go back to that.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Holding:
         self.ranks = ranks
         self._tell = tell
         self.held: Generation | None = None
-        self.before: Generation | None = None
+        self.before: list[Generation] = []
         self._building = Building(notify, self._make_room)
         self._resumed_to: int | None = None
         self._history: tuple[Branch, ...] = ()
@@ -89,7 +89,7 @@ class Holding:
     @property
     def nbytes(self) -> int:
         """Shared memory of all its generations."""
-        return sum(one.nbytes for one in (self.before, self.held, self._building.generation) if one is not None)
+        return sum(one.nbytes for one in (*self.before, self.held, self._building.generation) if one is not None)
 
     def close(self) -> None:
         self.saver.close()
@@ -105,9 +105,9 @@ class Holding:
             held.close()
 
     def _let_go_of_before(self) -> None:
-        before, self.before = self.before, None
-        if before is not None:
-            before.close()
+        before, self.before = self.before, []
+        for generation in before:
+            generation.close()
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
@@ -122,7 +122,7 @@ class Holding:
     def standing_still(self) -> dict[int, Generation]:
         """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
         found: dict[int, Generation] = {}
-        for generation in (self.before, self.held):
+        for generation in (*self.before, self.held):
             if generation is not None:
                 if generation.replica is not None:
                     generation.replica.freeze()
@@ -160,7 +160,7 @@ class Holding:
         differing = self._building.ask(rank, message)
         if differing is not None:
             self._bring_together(message.record, differing)
-        held = sum(one.nbytes for one in (self.before, self.held) if one is not None)
+        held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
         generation, fresh = self._building.allocate(rank, message, held)
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
@@ -214,11 +214,9 @@ class Holding:
         generation = self.standing_still().get(record)
         if generation is None:
             raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
-        if generation is self.before:
-            _log.info(
-                "generation %d, which not every rank had completed, is dropped", self.held.number if self.held else 0
-            )
-            self.before = None
+        if generation is not self.held:
+            _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
+            self.before.remove(generation)
             self.let_go()
             self.held = generation
         self._let_go_of_before()
@@ -236,20 +234,24 @@ class Holding:
         old, self.held = self.held, generation
         if old is not None:
             self.saver.forget(old)
-            self._supersede(old, message.record)
+            self.before.append(old)
+            self._let_go_up_to(message.record)
         _log.info("generation %d is complete after record %d", generation.number, message.record)
         self._tell(Protected(generation.number, message.record))
 
-    def _supersede(self, old: Generation, record: int) -> None:
-        """Keep the old generation until it is known that the whole job has the new one, which begins after `record`."""
-        if old.spec.world_size == 1:
-            old.close()
-        elif old.base is not None and record > old.base:
-            # Since then every rank has been in a backward that needed all of them behind the old one's beginning.
+    def _let_go_up_to(self, record: int) -> None:
+        """Our ranks have got to `record`: let go of generations that nobody in the job can need any more.
+
+        They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
+        where it could not stage it and begins a generation with the next; then the job goes back to the one before.
+        """
+        assert self.held is not None
+        if self.held.spec.world_size == 1:
             self._let_go_of_before()
-            self.before = old
-        else:
-            old.close()  # and keep the one before, on which nothing newer has been built
+            return
+        bases = [one.base or 0 for one in (*self.before[1:], self.held)]
+        while self.before and record > bases.pop(0) + 1:
+            self.before.pop(0).close()
 
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
         """A rank's part of a record is whole."""
@@ -258,9 +260,8 @@ class Holding:
             return
         generation.commit(rank, message)
         if generation is self.held:
-            if generation.base is not None and message.record > generation.base:
-                # It took part in a backward for which every rank had committed this generation.
-                self._let_go_of_before()
+            if self.before:
+                self._let_go_up_to(message.record)
             self.saver.after_commit(generation, attempt)
 
     def _generation(self, number: int) -> Generation | None:

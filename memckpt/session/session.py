@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -462,8 +463,10 @@ class Session:
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
         layout = Layout(self._live.spec(self._request))
+        whole = sum(math.prod(param.tensor.whole_shape) for param in layout.spec.params)
+        shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
         return (
-            f"memckpt: protecting every step of {layout.numel / 1e6:.1f}M parameters: {self.mode} redo "
+            f"memckpt: protecting every step of {whole / 1e6:.1f}M parameters{shards}: {self.mode} redo "
             f"({self.mode_reason}), tap: {self._tap.name}, T={self._request.period}, D={self._request.slots}, "
             f"{layout.total_bytes / 2**20:.0f} MiB on node {self._ranks.node}, agent pid {self.agent_pid}"
             + "".join(f"; note: {caveat}" for caveat in self.caveats)
