@@ -258,6 +258,8 @@ class Training:
         self.loader = loader
         if self.run.case.evaluation_loader is not None:
             self.evaluation_loader = prepared[-1]
+        if self.run.case.cut:
+            self._evaluate((-1,))  # leaves whole parameters, of the initial values, in the outermost module
         plugin = self.plugin
         for epoch in range(EPOCHS) if plugin is None else plugin.epochs(EPOCHS):
             first = 0 if plugin is None else plugin.batch

@@ -123,6 +123,7 @@ def train(job: FlatJob, rank: int) -> None:
         attached = net if job.bare else model
         session = memckpt.attach(attached, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
+        evaluate(model)  # leaves whole parameters, of the initial values, in the outermost module
         report = session.restore()
         start = 0 if report is None else report.step
         print("resumed:", start)
@@ -149,6 +150,14 @@ def train(job: FlatJob, rank: int) -> None:
     dist.barrier()  # nobody leaves while another one still talks to it
     sys.stdout.flush()
     os._exit(0)
+
+
+def evaluate(model: nn.Module) -> None:
+    """A forward without backward that draws no number."""
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    model.train()
 
 
 def _step(

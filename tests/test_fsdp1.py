@@ -130,5 +130,5 @@ def test_another_number_of_ranks_is_refused_with_the_remedy(lab: Lab) -> None:
 
 
 def test_a_module_without_its_wrapper_is_refused(lab: Lab) -> None:
-    assert run(lab, job_of(lab, bare=True)) == [1, 1]
+    assert run(lab, job_of(lab, bare=True)) == [3, 3]
     assert "expected the outermost wrapper as the model" in logs(lab)

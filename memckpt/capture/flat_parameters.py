@@ -8,7 +8,6 @@ next forward the pieces are.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers
 from memckpt.capture.taps import PendingTap
 from memckpt.errors import UnsupportedError
 
@@ -29,17 +29,9 @@ REMEDY = (
 )
 
 
-def wrappers(model: nn.Module) -> list[Any]:
-    """The FullyShardedDataParallel modules of a model, outermost first."""
-    # Importing it takes a while; where nobody has, there is none.
-    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    kind = getattr(module, "FullyShardedDataParallel", None)
-    return [] if kind is None else [one for one in model.modules() if isinstance(one, kind)]
-
-
 def is_flattened(model: nn.Module) -> bool:
     """Whether some parameters are FSDP1's, also where its wrapper is not part of `model`."""
-    return bool(wrappers(model)) or any(getattr(param, _MARK, False) for param in model.parameters())
+    return bool(fsdp1_wrappers(model)) or any(getattr(param, _MARK, False) for param in model.parameters())
 
 
 def check(model: nn.Module, world_size: int) -> None:
@@ -48,14 +40,14 @@ def check(model: nn.Module, world_size: int) -> None:
     Raises:
         UnsupportedError: the wrapper is not part of the model, does not span the job, or is not as torch makes it.
     """
-    covered = {id(param) for one in wrappers(model) for param in one.parameters()}
+    covered = {id(param) for one in fsdp1_wrappers(model) for param in one.parameters()}
     outside = [name for name, param in model.named_parameters() if getattr(param, _MARK, False)]
     if any(id(param) not in covered for param in model.parameters() if getattr(param, _MARK, False)):
         raise UnsupportedError(
             f"{outside[0]} belongs to a FullyShardedDataParallel that is not part of the model: expected the outermost "
             "wrapper as the model"
         )
-    for one in wrappers(model):
+    for one in fsdp1_wrappers(model):
         for name in ("_handle", "process_group"):
             if not hasattr(one, name):
                 raise UnsupportedError(
@@ -73,13 +65,13 @@ def check(model: nn.Module, world_size: int) -> None:
 
 
 def _flat_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    for one in wrappers(model):
+    for one in fsdp1_wrappers(model):
         if one._handle is not None:  # None where it manages no parameters of its own
             yield one._handle.flat_param
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    found = wrappers(model)
+    found = fsdp1_wrappers(model)
     inner = {id(module) for one in found for module in one.modules() if module is not one}
     return [one for one in found if id(one) not in inner]
 
