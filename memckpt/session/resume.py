@@ -208,6 +208,8 @@ class Resumption:
             go_on: called with the writer of the generation that was resumed and the record that is back. From
                 storage no generation is resumed, and the next commit writes one.
         """
+        if self.due:
+            self._live.put_shards_in_place()
         if self._stored is not None:
             return self._restore_stored(self._stored, tap)
         plan, regions = self._resume_from, self._resumable
