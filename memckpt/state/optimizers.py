@@ -19,7 +19,7 @@ from torch.optim import optimizer as _optimizer_module
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
 from memckpt.state.layout import OptimizerSpec, StateTensorSpec
-from memckpt.state.tensors import local
+from memckpt.state.tensors import is_dtensor, local
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
 #: Any other class gets whole tensors.
@@ -193,7 +193,7 @@ def describe_state(
     elementwise = is_elementwise(optimizer)
     state = optimizer.state.get(param)
     if state:
-        return _describe(state, param, elementwise)
+        return _describe(state, param)
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
     held = local(param)
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
@@ -202,24 +202,25 @@ def describe_state(
     if key not in dry_runs:
         stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
         clone, _ = _dry_steps(optimizer, stand_in, group, 1)
-        dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, True)
+        dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in)
     found = dry_runs[key]
     tensors = []
     for spec in found.tensors:
-        same = elementwise and spec.shape == shape
+        same = spec.shape == shape
         full = tuple(held.shape) if same else spec.shape
         tensors.append(StateTensorSpec(spec.key, full, spec.dtype, same, spec.on_cpu))
     return StateDescription(tuple(tensors), found.keys)
 
 
-def _describe(state: dict[str, Any], param: torch.Tensor, elementwise: bool) -> StateDescription:
+def _describe(state: dict[str, Any], param: torch.Tensor) -> StateDescription:
     shape = local(param).shape
     tensors = tuple(
         StateTensorSpec(
             key=key,
             shape=tuple(local(value).shape),
             dtype=dtype_name(value.dtype),
-            elementwise=elementwise and local(value).shape == shape,
+            # Of any class: a DTensor's state has to come back as one, whether or not it may be cut.
+            elementwise=local(value).shape == shape and is_dtensor(value) == is_dtensor(param),
             on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
         )
         for key, value in state.items()
