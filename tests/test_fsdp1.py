@@ -79,6 +79,9 @@ def test_resumes_exactly(lab: Lab, redo: str, use_orig_params: bool) -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     {"strategy": "SHARD_GRAD_OP"},
+    {"strategy": "SHARD_GRAD_OP", "evaluate": "with"},
+    {"strategy": "SHARD_GRAD_OP", "evaluate": "without", "use_orig_params": False},
+    {"evaluate": "without"},
     {"strategy": "NO_SHARD"},
     {"strategy": "HYBRID_SHARD", "world_size": 4},
     {"accumulate": 3},
