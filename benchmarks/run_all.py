@@ -15,6 +15,7 @@ NAMES = (
     "redo_rate",
     "restore_time",
     "storage_rate",
+    "resharding",
     "sharded_overhead",
     "framework_overhead",
     "step_overhead",

@@ -253,11 +253,10 @@ class Resumption:
             stored.restore(self._live.tensors(), self._live.optimizers)
         self._live.restore_state_order(self._state["state_order"])
         point = stored.point
-        exact = point.world_size == self._ranks.world_size
-        if exact:
+        if stored.exact:
             self._restore_reduction(tap)
         seconds = time.perf_counter() - started
-        return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
+        return RestoreReport(point.step, point.record, "storage", seconds, 0, stored.exact)
 
     def _restore_groups(self) -> None:
         self._live.restore_trainable(self._state["trainable"])
