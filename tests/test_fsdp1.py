@@ -22,7 +22,7 @@ _references: dict[Any, list[Any]] = {}
 
 def reference(lab: Lab, job: FlatJob) -> list[Any]:
     """The same training undisturbed, without memckpt."""
-    key = (job.world_size, job.strategy, job.use_orig_params, job.half, job.accumulate, job.by_hand_at)
+    key = (job.world_size, job.strategy, job.use_orig_params, job.half, job.accumulate, job.evaluate, job.by_hand_at)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=())
         assert run(lab, undisturbed) == [0] * job.world_size
