@@ -65,7 +65,6 @@ WHOLE = [
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 
 slow = pytest.mark.slow
-not_stored_yet = pytest.mark.xfail(strict=True, reason="storage does not know shards yet")
 
 
 @pytest.fixture
@@ -200,7 +199,6 @@ def test_training_survives_its_agents_and_is_protected_again(lab: Lab, setup: Se
     check_same(found, expected)
 
 
-@not_stored_yet
 @pytest.mark.usefixtures("leaves_agents")
 @pytest.mark.parametrize(
     ("setup", "nodes", "who"),

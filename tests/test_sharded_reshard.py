@@ -34,7 +34,6 @@ FSDP1, FSDP2, FSDP4 = (Setup(world_size=size) for size in (1, 2, 4))
 HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)
 
 slow = pytest.mark.slow
-not_stored_yet = pytest.mark.xfail(strict=True, reason="storage does not know shards yet")
 
 
 @pytest.fixture
@@ -102,7 +101,6 @@ def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("before", "after"), params, ids=named)
 
 
-@not_stored_yet
 @pytest.mark.usefixtures("leaves_agents")
 @from_and_to((FSDP4, FSDP2), (FSDP2, DDP))
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
@@ -127,7 +125,6 @@ def stored(lab: Lab, setup: Setup, nodes: int, redo: str = "lazy") -> Job:
     return died
 
 
-@not_stored_yet
 @pytest.mark.usefixtures("leaves_agents")
 @from_and_to((FSDP2, FSDP4), (HSDP, FSDP2))
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=slow)])
@@ -137,7 +134,6 @@ def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup, nodes:
     check_carried_over(lab, died, restored(lab, died, after, nodes=min(nodes, after.world_size)))
 
 
-@not_stored_yet
 @pytest.mark.usefixtures("leaves_agents")
 @pytest.mark.parametrize(
     ("before", "after"),

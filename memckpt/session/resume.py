@@ -179,12 +179,14 @@ class Resumption:
 
     def _open_stored(self, stored: StoredState) -> int:
         point = stored.point
-        if point.world_size != self._ranks.world_size:
+        if not stored.exact:
+            what = "is cut into other shards now"
+            if point.world_size != self._ranks.world_size:
+                what = f"had {point.world_size} ranks and has {self._ranks.world_size} now"
             _log.warning(
-                "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
-                "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
-                point.world_size,
-                self._ranks.world_size,
+                "memckpt: the run %s: parameters and optimizer state are those of step %d; what was private to a rank "
+                "is taken from one that there was, and training does not go on bit for bit",
+                what,
                 point.step,
             )
         self._stored = stored
