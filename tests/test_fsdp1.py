@@ -90,13 +90,15 @@ SETTINGS: list[dict[str, Any]] = [
     {"half": True, "use_orig_params": False},
     {"nodes": True},
     {"world_size": 3},
+    {"world_size": 1},
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()))
 def test_each_setting(lab: Lab, settings: dict[str, Any]) -> None:
-    survives(lab, job_of(lab, **settings), [Death(0, 3, "forward"), Death(1, 6, "stepped")], 6)
+    job = job_of(lab, **settings)
+    survives(lab, job, [Death(0, 3, "forward"), Death(job.world_size - 1, 6, "stepped")], 6)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.slow)])
