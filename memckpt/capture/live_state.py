@@ -82,7 +82,11 @@ class LiveState:
         self._named_params: list[tuple[str, torch.Tensor]] = []
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._shards: dict[str, torch.Tensor] = {}
+        # FSDP1 puts others into the places of parameters for a while.
+        self._flattened: dict[str, torch.Tensor] = {}
         self.put_shards_in_place()
+        if shards.fsdp1_wrappers(model):
+            self._flattened = dict(self._parameters())
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
@@ -108,10 +112,12 @@ class LiveState:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters by name."""
+        yield from self._flattened.items()
         stepped = {id(param) for _, param in self._optimizer_positions()}
         for found, param in self.model.named_parameters():
             name = _without_wrappers(found)
-            yield name, self._in_place_of(name, param, stepped)
+            if name not in self._flattened:
+                yield name, self._in_place_of(name, param, stepped)
 
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -240,12 +246,14 @@ class LiveState:
     def _state_dict_keys(self) -> dict[str, str]:
         """Keys of the model's ``state_dict()`` with the names of their tensors here; no hook of the user's runs."""
         names = {id(tensor): name for name, tensor in self.tensors().items()}
+        # Those that stand in the places of shards for a while.
+        names.update((id(param), _without_wrappers(name)) for name, param in self.model.named_parameters())
         keys = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:
-                    full = _without_wrappers(f"{path}.{key}" if path else key)
-                    keys[full] = names[id(self._in_place_of(full, tensor, set()))]
+                    full = f"{path}.{key}" if path else key
+                    keys[_without_wrappers(full)] = names[id(tensor)]
         return keys
 
     def _param_spec(
