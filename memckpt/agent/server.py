@@ -407,6 +407,7 @@ class Agent:
             self._bring_together(message.record, differing)
         held = self._held.nbytes if self._held is not None else 0
         generation, fresh = self._building.allocate(rank, message, held)
+        generation.reason = message.reason
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self._held is None else self._history
         self._send_regions(connection, Prepared(generation.number, generation.spec), generation)
@@ -507,4 +508,6 @@ class Agent:
             uptime_seconds=now - self._started,
             stall_ms=self._stall_ms,
             by_operator=self._by_operator,
+            mode_reason=held.reason if held is not None else "",
+            every=held.spec.every if held is not None else 1,
         )

@@ -84,7 +84,7 @@ def make_plan(
     chosen = _choose(common, resume)
     if chosen is not None:
         record, step = chosen
-        lost = max(max(held.records) for held in nodes.values()) - record
+        lost = max(max(held.newest, *held.records) for held in nodes.values()) - record
         return RestoreRecord(timeline, record, step, "local memory", lost)
     reason = _why_nothing(nodes, common, resume)
     if stale:

@@ -14,7 +14,8 @@ from memckpt.capture.recorder import Recorder
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
-from memckpt.state.optimizers import attributes, is_importable
+from memckpt.state.optimizers import cannot_be_redone, is_importable, is_trusted
+from memckpt.state.private import attributes
 
 _log = logging.getLogger("memckpt")
 

@@ -105,6 +105,8 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         world_size: of the attempt that wrote them.
         digest: of the layout.
         problem: why nothing of it may be used, in words; empty if nothing is wrong.
+        newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
+            a later one than any that can be produced.
     """
 
     node: str
@@ -115,6 +117,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     world_size: int = 0
     digest: str = ""
     problem: str = ""
+    newest: int = 0
 
 
 _meta_encoder = msgspec.msgpack.Encoder()
