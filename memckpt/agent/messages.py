@@ -166,7 +166,7 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
     """A rank's part of a snapshot is copied; or `missed`: the order came when the record had passed.
 
     `missing` and `plain` describe the optimizer state as in RecordMeta; only the first local rank sends them.
-    `rank_state`: where state is captured, with what is captured beside the tensors; else empty, and the commit's counts.
+    `rank_state`: where state is captured, one with what is captured beside tensors; else empty: the commit's counts.
     """
 
     record: int

@@ -1,9 +1,9 @@
 """Whether an optimizer can be redone, found by redoing its first steps on copies and comparing every bit.
 
-What a step uses beside gradients, groups and state is found in this way: an attribute that counts (each redo is a fresh
-sibling, with the attributes as they were at the start), random numbers (the redo draws others), tensors that it looks at
-together (each parameter is redone by itself, as a redo in pieces would). Nothing of the user's is touched: not the
-tensors, not the objects, not the generators.
+What a step uses beside gradients, groups and state is found in this way: an attribute that counts (each redo is a
+fresh sibling, with the attributes as they were at the start), random numbers (the redo draws others), tensors that it
+looks at together (each parameter is redone by itself, as a redo in pieces would). Nothing of the user's is touched: not
+the tensors, not the objects, not the generators.
 """
 
 from __future__ import annotations

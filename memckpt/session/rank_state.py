@@ -24,8 +24,6 @@ class RankState:
     def __init__(self, live: LiveState) -> None:
         self._live = live
         self._captures: dict[str, Callable[[], Any]] = {}
-        #: Why a self-test has found that steps cannot be redone: a resume need not find it again.
-        self.not_redoable = ""
         self._loaders: dict[str, Callable[[Any], Any]] = {}
 
     def provide(self, name: str, capture: Callable[[], Any]) -> None:
@@ -57,7 +55,6 @@ class RankState:
                 "trainable": self._live.trainable(),
                 "state_order": self._live.describe_state_order(),
                 "reduction": reduction,
-                "not_redoable": self.not_redoable,
                 "provided": {name: capture() for name, capture in self._captures.items()},
             }
         )

@@ -11,12 +11,13 @@ import torch
 from memckpt.agent.client import PreparedRegions, SnapshotOrder
 from memckpt.agent.messages import Commit, GenerationCommit, SnapshotTaken
 from memckpt.capture.copier import Copier
-from memckpt.capture.live_state import LiveState
+from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.session.changes import Changes
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta
+from memckpt.state.tensors import version
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Staging:
         self._rank = rank
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
         self._captured: bytes | None = None
+        self._versions: list[int] = []
+        #: Why a self-test has found that steps cannot be redone: a resume need not find it again.
+        self.not_redoable = ""
         self._stalled_before = clock.total
         self.writer: SlotWriter | None = None
 
@@ -116,6 +120,16 @@ class Staging:
         except LayoutChangedError as error:
             self._recorder.fail(str(error))
 
+    def outgrown(self, record: int, request: SpecRequest) -> bool:
+        """Whether the record is to be captured, and what there is to capture is no longer what the layout says.
+
+        Elsewhere a step shows that; here nobody looks at steps.
+        """
+        writer = self.writer
+        if writer is None or not writer.is_captured(record):
+            return False
+        return self._live.spec(request).structure() != writer.spec.structure()
+
     def _capture(self, writer: SlotWriter, record: int) -> None:
         self._captured = None
         if not writer.is_captured(record) or self._recorder.problem is not None:
@@ -127,14 +141,31 @@ class Staging:
             self._recorder.fail(str(error))
         self._copier.wait_before_changes()
 
+    def owes(self, record: int) -> bool:
+        """Whether a record was committed and not captured, since it was not its turn."""
+        return self.writer is not None and self.writer.captures and not self.writer.is_captured(record)
+
+    @property
+    def moved(self) -> bool:
+        """Whether parameters have changed since the last record, as far as version counters tell."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [version(param) for param in self.writer.params] if self.writer is not None else []
+
     def _with_optimizers(self, rank_state: bytes, writer: SlotWriter) -> bytes:
         """A rank state with all that belongs to a captured state and is not in its slot."""
         if not writer.captures:
             return rank_state
-        return codec.encode({**codec.decode(rank_state), "optimizers": self._live.capture_optimizers(writer.spec)})
+        captured = {
+            "optimizers": self._live.capture_optimizers(writer.spec),
+            "not_redoable": self.not_redoable,
+        }
+        return codec.encode({**codec.decode(rank_state), **captured})
 
     def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:
         copied, meta = self._copier.token(), self._captured
+        self._versions = self._versions_now()
         rank_state = point.rank_state if meta is None else self._with_optimizers(point.rank_state, writer)
 
         def finish() -> Commit:

@@ -26,6 +26,8 @@ from memckpt.state.private import own_attributes
 from memckpt.state.tensors import is_dtensor, local
 
 Tree = list[Any]
+#: The room that slots have: (optimizer, parameter, key) -> what fits.
+Rooms = dict[tuple[int, str, Any], StateTensorSpec]
 #: (parameter, key, value) of an optimizer's state -> whether it travels elsewhere.
 Travels = Callable[[str, Any, Any], bool]
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -59,7 +61,7 @@ class OptimizerCapture:
 
     def capture(self, spec: StateSpec) -> list[Any]:
         """All optimizers as they are now, one tree for each; without what has its room in the slots of that layout."""
-        rooms = {
+        rooms: Rooms = {
             (owner.optimizer, param.tensor.name, state.key): state
             for param in spec.params
             for owner in param.owners
@@ -73,19 +75,16 @@ class OptimizerCapture:
             if isinstance(value, torch.Tensor) and isinstance(key, str)
         }
         found = [
-            self._capture_one(
-                optimizer,
-                type(optimizer).__qualname__,
-                lambda name, key, value, index=index: self._travels(rooms.get((index, name, key)), name, value),
-            )
+            self._capture_one(optimizer, type(optimizer).__qualname__, functools.partial(self._travels, rooms, index))
             for index, optimizer in enumerate(self._optimizers)
         ]
         self._references = {}
         return found
 
-    def _travels(self, room: StateTensorSpec | None, name: str, value: Any) -> bool:
+    def _travels(self, rooms: Rooms, index: int, name: str, key: Any, value: Any) -> bool:
         """Whether a state's value travels in a slot, or, encoded, with the record."""
         if isinstance(value, torch.Tensor):
+            room = rooms.get((index, name, key))
             return room is not None and fits_room(value, self._tensors[name], room)
         return not codec.unencodable_paths(value)
 
@@ -151,11 +150,7 @@ class OptimizerCapture:
             # One inside another (SAM, Lookahead). Its groups are often the outer one's very list.
             inner = self._capture_one(value, path, lambda name, key, value: False)
             groups = [
-                [
-                    [key, self._out(item, f"{path}.{key}")]
-                    for key, item in group.items()
-                    if key != "params"
-                ]
+                [[key, self._out(item, f"{path}.{key}")] for key, item in group.items() if key != "params"]
                 for group in value.param_groups
             ]
             return ["optimizer", inner, groups]
@@ -271,8 +266,9 @@ class OptimizerCapture:
 
 def _filled(value: Any, live: Any) -> Any:
     """A tensor's values go into the live tensor, if they fit: somebody else may hold it, too."""
-    if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and not is_dtensor(live):
-        if value.shape == live.shape and value.dtype == live.dtype:
-            live.detach().copy_(value)
-            return live
-    return value
+    if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or is_dtensor(live):
+        return value
+    if value.shape != live.shape or value.dtype != live.dtype:
+        return value
+    live.detach().copy_(value)
+    return live

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import msgspec
 
@@ -196,6 +197,11 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     def content(self) -> str:
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
         return msgspec.structs.replace(self, mode="eager", period=1, slots=3, every=1).digest()
+
+    def structure(self) -> tuple[Any, ...]:
+        """Which tensors there are, and which optimizers step them."""
+        stepped = tuple((param.tensor, tuple(one.optimizer for one in param.owners)) for param in self.params)
+        return stepped, self.static, self.by_value
 
     def _tensors(self) -> list[TensorSpec]:
         return [*(param.tensor for param in self.params), *self.static, *self.by_value]

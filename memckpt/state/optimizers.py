@@ -217,7 +217,11 @@ def describe_state(
 
 def fits_slots(value: object, param: torch.Tensor) -> bool:
     """Whether captured state of a parameter has its place in a slot: a dense tensor, and if a DTensor, one like it."""
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or dtype_name(value.dtype) not in ITEM_BYTES:
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or dtype_name(value.dtype) not in ITEM_BYTES
+    ):
         return False
     if not is_dtensor(value):
         return type(value.detach()) is torch.Tensor

@@ -1,4 +1,4 @@
-"""Attributes of a live optimizer as copies of one's own: a sibling may be stepped, and the user's objects stay as they are."""
+"""Attributes of a live optimizer, and copies of them: what a sibling does when it steps, it does to its own."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     return kept, dropped
 
 
-def private_attributes(
-    optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None
-) -> dict[str, Any]:
+def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Parameter] | None = None) -> dict[str, Any]:
     """Copies of the instance attributes that share nothing with the optimizer.
 
     Args:
