@@ -14,7 +14,7 @@ from tests.engine_optimizers import Momentum, OneOptimizer
 from tests.engine_training import CLASSES, INPUTS, Case, Training
 
 
-class _Plain(Optimizer):
+class Plain(Optimizer):
     """SGD whose step size is scaled by what a subclass says."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
@@ -33,7 +33,7 @@ class _Plain(Optimizer):
                     param.sub_(self.state[param]["velocity"] * factor, alpha=group["lr"])
 
 
-class Counting(_Plain):
+class Counting(Plain):
     """Its rate falls with a count that only an attribute knows; a tensor and a list remember more."""
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -53,14 +53,14 @@ class Counting(_Plain):
         return self.decay.sum() / (3 + len(self.history) + self.first[1]["seen"]) * (1 + size)
 
 
-class GlobalNoise(_Plain):
+class GlobalNoise(Plain):
     """Draws from torch's global generator."""
 
     def factor(self) -> Tensor | float:
         return torch.rand(()) + 0.5
 
 
-class OwnNoise(_Plain):
+class OwnNoise(Plain):
     """Draws from a generator of its own."""
 
     def __init__(self, params: Iterable[Any]) -> None:
@@ -71,7 +71,7 @@ class OwnNoise(_Plain):
         return torch.rand((), generator=self.generator) + 0.5
 
 
-class Norm(_Plain):
+class Norm(Plain):
     """Scales all tensors by the norm of all gradients: a redo of some of them would not know it."""
 
     def factor(self) -> Tensor | float:
@@ -79,7 +79,7 @@ class Norm(_Plain):
         return 1 / (1 + torch.stack([gradient.norm() for gradient in gradients]).norm())
 
 
-class Inner(_Plain):
+class Inner(Plain):
     """Another optimizer inside takes every third step, with state that only it has."""
 
     def __init__(self, params: Iterable[Any]) -> None:

@@ -255,6 +255,10 @@ class Generation:
         return sum(1 for record in self._metas if record > newest + 1 - self.layout.ring)
 
     def newest_step(self) -> int | None:
+        """The step of the newest record whose state is held."""
+        if self.spec.mode == "capture":
+            held = [record for record in self._captured() if self.knows(record)]
+            return self._steps[held[-1]] if held else None
         return max(self._steps.values(), default=None)
 
 

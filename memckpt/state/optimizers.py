@@ -67,7 +67,7 @@ def is_trusted(optimizer: Optimizer) -> bool:
     if is_elementwise(optimizer):
         return True
     cls = type(optimizer)
-    own = cls.__module__.startswith("torch.optim.") and getattr(torch.optim, cls.__name__, None) is cls
+    own = f"{cls.__module__}.".startswith("torch.optim.") and getattr(torch.optim, cls.__name__, None) is cls
     return own and not any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
 
 
