@@ -1,4 +1,4 @@
-"""Trainings whose optimizers keep to themselves what a step depends on, so that no step can be redone from gradients."""
+"""Trainings whose optimizers keep to themselves what a step depends on, so that no step can be redone."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monk
 
     class Live:
         optimizers = ()
-        not_redoable: Any = {}
+        not_redoable = MappingProxyType({})
 
         def tensors(self) -> dict[str, torch.Tensor]:
             return {}

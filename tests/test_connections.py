@@ -52,7 +52,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     def handle(connection: Connection, message: Message) -> None:
         handled.append((connection, message))
         if connection.member is None:
-            connection.member = Member(0, connection.process, connection.channel, Launcher(0, 0, 0), 1)
+            connection.member = Member(0, (0,), connection.process, connection.channel, Launcher(0, 0, 0), 1)
         if desk.refuses:
             raise AgentError("no")
 

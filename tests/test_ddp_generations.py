@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from memckpt.agent.connections import Connection
-from memckpt.agent.messages import GenerationCommit
+from memckpt.agent.holding import Holding
+from memckpt.agent.messages import GenerationCommit, NeedGeneration
 from memckpt.agent.server import Agent
 from tests.ddp_cases import Death, Job, fresh_directory
 from tests.engine_child import config
@@ -40,7 +41,8 @@ def job_of(lab: Lab, redo: str, nodes: bool, changed_on: tuple[int, ...]) -> Job
 def test_all_ranks_go_back_behind_a_record_that_one_of_them_cannot_redo(
     lab: Lab, changed_on: tuple[int, ...], redo: str, nodes: bool
 ) -> None:
-    survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 5, "committed")], [5])
+    # Ranks that share no slots need not wait for each other: each begins at the very record.
+    survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 5, "committed")], [6 if nodes else 5])
 
 
 @PLACES
@@ -69,22 +71,22 @@ def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ask at the same record; the agent comes to the second one's question when all is done already."""
-    order, start = Agent._order_generation, Agent._start_generation
-    asked: list[tuple[int, str, Connection]] = []
+    order, committed = Agent._order_generation, Holding.generation_committed
+    asked: list[Any] = []
 
-    def order_later(agent: Agent, record: int, reason: str, asker: Connection) -> None:
-        asked.append((record, reason, asker))
+    def order_later(agent: Agent, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
+        asked.append((agent, holding, message, asker))
         if len(asked) == 2:
-            order(agent, *asked[0])
+            order(*asked[0])
 
-    def start_and_order(agent: Agent, member: Any, message: GenerationCommit) -> None:
-        start(agent, member, message)
-        if len(asked) == 2 and agent._building.generation is None:
-            order(agent, *asked.pop())
+    def commit_and_order(holding: Holding, rank: int, message: GenerationCommit) -> None:
+        committed(holding, rank, message)
+        if len(asked) == 2 and holding._building.generation is None:
+            order(*asked.pop())
             print("the late order is given")
 
     monkeypatch.setattr(Agent, "_order_generation", order_later)
-    monkeypatch.setattr(Agent, "_start_generation", start_and_order)
+    monkeypatch.setattr(Holding, "generation_committed", commit_and_order)
     agent = lab.start_agent()
     survives(lab, job_of(lab, "lazy", False, (0, 1)), [Death("all", 9, "forward")], [9])
     log = agent.log.read_text()

@@ -85,7 +85,7 @@ def test_every_setting_can_be_overridden() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("memckpt.slotz=1", "Key 'slotz' not in 'MemckptConfig: one of redo, tap, anchor_period_steps, slots, capture_every_steps,"),
+        ("memckpt.slotz=1", "Key 'slotz' not in 'MemckptConfig: one of redo, tap, anchor_period_steps, slots,"),
         ("memckpt.storage.keep=1", "Key 'keep' not in 'StorageConfig: one of url, mode, every_steps, min_seconds,"),
         ("memckpt.redo=often", "Invalid value 'often', expected one of [auto, eager, lazy, capture]"),
         ("memckpt.slots=many", "Value 'many' of type 'str' could not be converted to Integer"),

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from memckpt.agent.generation import branch_off
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, timeline_of
+from memckpt.recovery.plan import (
+    RestoreRecord,
+    RestoreStored,
+    StartOver,
+    make_plan,
+    must_reshard,
+    record_to_reshard,
+    timeline_of,
+)
 from memckpt.state.records import Branch, HeldRecords, Timeline
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import FORMAT_VERSION, Part
@@ -21,8 +29,17 @@ RANKS = 4
 FIRST = (Branch(Timeline(1, "a"), None),)
 
 
-def held(node: str, records: range, history: tuple[Branch, ...] = FIRST, **settings: Any) -> HeldRecords:
-    arguments: dict[str, Any] = {"ranks": (0,), "world_size": RANKS, "steps": tuple(10 * r for r in records)} | settings
+def held(
+    node: str, records: range, history: tuple[Branch, ...] = FIRST, *, of: str = "", **settings: Any
+) -> HeldRecords:
+    """What a node of those named in `of` (itself alone, if none are) holds of its ranks."""
+    nodes = of or node
+    ranks = tuple(range(nodes.index(node), RANKS, len(nodes)))
+    arguments: dict[str, Any] = {
+        "ranks": ranks,
+        "world_size": RANKS,
+        "steps": tuple(10 * r for r in records),
+    } | settings
     return HeldRecords(node=node, records=tuple(records), history=history, **arguments)
 
 
@@ -31,6 +48,7 @@ class Node:
     """What a node holds: the contents of each record (the attempts that made the records up to it), and our account."""
 
     name: str
+    ranks: tuple[int, ...]
     contents: dict[int, tuple[str, ...]] = field(default_factory=dict)
     history: tuple[Branch, ...] = ()
 
@@ -39,7 +57,7 @@ class Node:
         if not records:
             return HeldRecords(node=self.name, history=self.history)
         steps = tuple(10 * record for record in records)
-        return HeldRecords(self.name, records, steps, (0,), self.history, RANKS)
+        return HeldRecords(self.name, records, steps, self.ranks, self.history, RANKS)
 
     def follow(self, plan: RestoreRecord | StartOver) -> tuple[str, ...]:
         """Do what the plan says, as an agent does; returns the contents it goes on from."""
@@ -61,7 +79,8 @@ class Node:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: st.DataObject) -> None:
-    nodes = [Node(f"n{index}") for index in range(data.draw(st.integers(1, 4)))]
+    count = data.draw(st.integers(1, RANKS))
+    nodes = [Node(f"n{index}", tuple(range(index, RANKS, count))) for index in range(count)]
     nonces = (f"attempt{number}" for number in itertools.count())
     for _ in range(data.draw(st.integers(1, 6))):
         nonce = next(nonces)
@@ -90,7 +109,7 @@ def test_the_plan_is_the_newest_record_with_the_same_contents_everywhere(data: s
 
 @given(st.permutations(range(3)), st.integers(0, 2))
 def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repeated: int) -> None:
-    inventories = [held("a", range(3, 8)), held("b", range(4, 9)), held("c", range(2, 7))]
+    inventories = [held(*each, of="abc") for each in (("a", range(3, 8)), ("b", range(4, 9)), ("c", range(2, 7)))]
     expected = make_plan(inventories, "auto", RANKS, "n")
     shuffled = [inventories[index] for index in order] + [inventories[repeated]]
     assert make_plan(shuffled, "auto", RANKS, "n") == expected
@@ -101,7 +120,7 @@ def test_the_plan_depends_on_neither_order_nor_repetition(order: list[int], repe
 
 def test_records_of_one_number_on_different_timelines_do_not_match() -> None:
     left = (Branch(Timeline(1, "a"), 5), Branch(Timeline(2, "b"), None))
-    plan = make_plan([held("a", range(4, 8)), held("b", range(4, 8), left)], "auto", RANKS, "n")
+    plan = make_plan([held("a", range(4, 8), of="ab"), held("b", range(4, 8), left, of="ab")], "auto", RANKS, "n")
     assert isinstance(plan, RestoreRecord)
     assert plan.record == 5
     assert plan.timeline.number == 3
@@ -139,7 +158,7 @@ def test_never_drops_whatever_is_held() -> None:
 
 
 def test_another_world_size_is_refused() -> None:
-    with pytest.raises(ForeignStateError, match="holds a run of 4 ranks, expected 2"):
+    with pytest.raises(ForeignStateError, match="holds a run of 4 ranks that is cut into other shards"):
         make_plan([held("a", range(3, 8))], "auto", 2, "n")
 
 
@@ -155,8 +174,8 @@ def test_a_step_names_the_newest_record_that_carries_it() -> None:
     [
         ([HeldRecords(node="a")], "require", "nothing is held in local memory"),
         ([held("a", range(3, 5))], 7, r"expected step 7, found steps \[30, 40\]"),
-        ([held("a", range(3, 5)), HeldRecords(node="b")], "require", "nothing is held on node b"),
-        ([held("a", range(3, 5)), held("b", range(7, 9))], "require", "no record in common"),
+        ([held("a", range(3, 5), of="ab"), HeldRecords(node="b")], "require", "nothing is held on node b"),
+        ([held("a", range(3, 5), of="ab"), held("b", range(7, 9), of="ab")], "require", "no record in common"),
     ],
 )
 def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], resume: Any, message: str) -> None:
@@ -165,6 +184,36 @@ def test_a_demand_that_cannot_be_met_says_why(inventories: list[HeldRecords], re
     if resume == "require":
         plan = make_plan(inventories, "auto", RANKS, "n")
         assert isinstance(plan, StartOver)
+
+
+@pytest.mark.parametrize("missing", range(RANKS))
+def test_shards_of_one_rank_that_nobody_holds_are_missed(missing: int) -> None:
+    """With fully sharded training a node holds each of its ranks apart."""
+    units = [held("a", range(3, 9), ranks=(rank,), sharding=f"s{rank}") for rank in range(RANKS)]
+    shardings = [unit.sharding for unit in units]
+    plan = make_plan(units, "auto", RANKS, "n", shardings=shardings)
+    assert isinstance(plan, RestoreRecord)
+    assert plan.record == 8
+    del units[missing]
+    with pytest.raises(NothingHeldError, match=f"nothing is held of rank {missing}, and the other ranks alone"):
+        make_plan([*units, HeldRecords(node="a")], "require", RANKS, "n", shardings=shardings)
+
+
+def test_other_shards_are_resumed_from_storage_after_the_newest_record_of_all_ranks() -> None:
+    units = [held("a", range(3, 9), ranks=(0, 1), sharding="x"), held("b", range(2, 8), ranks=(2, 3), sharding="y")]
+    same, other = ["x", "x", "y", "y"], ["x", "y", "x", "y"]
+    assert not must_reshard(units, RANKS, same)
+    assert isinstance(make_plan(units, "auto", RANKS, "n", [stored(1, 7)], shardings=same), RestoreRecord)
+    for world_size, shardings in ((RANKS, other), (RANKS, []), (2, ["x", "y"])):
+        assert must_reshard(units, world_size, shardings)
+        plan = make_plan(units, "auto", world_size, "n", [stored(1, 7), stored(1, 5)], shardings=shardings)
+        assert isinstance(plan, RestoreStored)
+        with pytest.raises(ForeignStateError, match="what is in memory is not there"):
+            make_plan(units, "auto", world_size, "n", [stored(1, 6)], shardings=shardings)
+    assert record_to_reshard(units, "auto") == 7
+    assert record_to_reshard(units, 50) == 5
+    assert record_to_reshard(units, "never") is None
+    assert record_to_reshard(units[:1], "auto") is None
 
 
 # Storage
@@ -185,7 +234,7 @@ def test_memory_comes_before_storage() -> None:
 @pytest.mark.parametrize("resume", ["auto", "require"])
 def test_storage_serves_where_memory_cannot(resume: Any) -> None:
     checkpoints = [stored(1, 6), stored(1, 5)]
-    for inventories in ([HeldRecords(node="a")], [HeldRecords(node="a"), held("b", range(3, 9))]):
+    for inventories in ([HeldRecords(node="a")], [HeldRecords(node="a"), held("b", range(3, 9), of="ab")]):
         plan = make_plan(inventories, resume, RANKS, "c", checkpoints)
         assert isinstance(plan, RestoreStored)
         assert [one.record for one in plan.candidates] == [6, 5]
@@ -215,7 +264,7 @@ def test_another_number_of_ranks_is_resumed_from_storage_and_only_if_all_is_ther
     inventories = [held("a", range(3, 9))]
     plan = make_plan(inventories, "auto", 2, "b", [stored(1, 8), stored(1, 5)])
     assert isinstance(plan, RestoreStored)
-    with pytest.raises(ForeignStateError, match="expected 2 as in this attempt"):
+    with pytest.raises(ForeignStateError, match="what is in memory is not there"):
         make_plan(inventories, "auto", 2, "b", [stored(1, 5)])
 
 

@@ -39,7 +39,7 @@ class Run:
         self.clock, self.spec, self.offset, self.newest = clock, spec, offset, newest
         self.announced: list[int] = []
         self.looks = 0
-        self.schedule = Schedule(self.announced.append, self._look)
+        self.schedule = Schedule(lambda record, elsewhere: self.announced.append(record), self._look)
         self.schedule.configure(StorageConfig(**config))  # type: ignore[arg-type]
         self.schedule.restart()
 

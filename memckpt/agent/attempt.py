@@ -22,9 +22,10 @@ _DEATH_SECONDS = 10.0
 
 @dataclass
 class Member:
-    """One trainer rank of the attempt."""
+    """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards."""
 
     rank: int
+    unit: tuple[int, ...]
     process: ProcessHandle
     channel: Channel
     launcher: Launcher
@@ -52,6 +53,11 @@ class Attempt:
     @property
     def all_here(self) -> bool:
         return set(self.members) == set(self.local_ranks)
+
+    @property
+    def units(self) -> set[tuple[int, ...]]:
+        """Of those that have said hello."""
+        return {member.unit for member in self.members.values()}
 
     @property
     def newest_record(self) -> int:

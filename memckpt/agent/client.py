@@ -145,8 +145,8 @@ class AgentClient:
         else:
             raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
-    def hello(self, hello: Hello) -> HeldRecords:
-        """Introduce this rank; returns what the node holds.
+    def hello(self, hello: Hello) -> tuple[HeldRecords, ...]:
+        """Introduce this rank; returns what the node holds of each set of shards.
 
         Raises:
             RunBusyError: another live trainer holds the run.
@@ -173,9 +173,9 @@ class AgentClient:
         self.applied = max(self.applied, answer.record)
         return PreparedRegions(answer, [Region.open(fd) for fd in fds])
 
-    def ask_for_generation(self, record: int, reason: str) -> Begin:
+    def ask_for_generation(self, record: int, reason: str, changing: frozenset[str] = frozenset()) -> Begin:
         """Have all local ranks begin a new generation, after `record` or later; returns the order that they all get."""
-        order, _ = self._request(NeedGeneration(record, reason), Begin)
+        order, _ = self._request(NeedGeneration(record, reason, changing), Begin)
         assert isinstance(order, Begin)
         while order.record < record:  # the answer to an earlier question, which another rank's order had met
             self._notices.append(order)

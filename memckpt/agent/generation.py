@@ -11,7 +11,7 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.state.layout import Layout, StateSpec
-from memckpt.state.records import Branch, HeldRecords, Timeline
+from memckpt.state.records import Branch, Timeline
 
 if TYPE_CHECKING:
     from memckpt.agent.replica import Replica
@@ -195,22 +195,6 @@ class Generation:
         except DamagedStateError:
             return False  # it is being filled with a later one
         return True
-
-    def inventory(self, node: str, history: tuple[Branch, ...]) -> HeldRecords:
-        """The node's part of what the recovery plan is made from."""
-        if self.replica is not None:
-            self.replica.freeze()
-        records = self.reachable()
-        return HeldRecords(
-            node=node,
-            records=tuple(records),
-            steps=tuple(self._steps[record] for record in records),
-            ranks=self.spec.local_ranks,
-            history=history,
-            world_size=self.spec.world_size,
-            digest=self.spec.digest(),
-            newest=min(self.committed.values()) if records else 0,
-        )
 
     def settle(self, record: int) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it."""

@@ -31,13 +31,17 @@ class Launcher(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next."""
+    """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next.
+
+    `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one.
+    """
 
     version: int
     nonce: str
     rank: int
     world_size: int
     local_ranks: tuple[int, ...]
+    unit: tuple[int, ...]
     launcher: Launcher
     fingerprint: tuple[str, ...]
     rejoining: bool = False
@@ -45,9 +49,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
-    """Answer to Hello: what this node can produce."""
+    """Answer to Hello: what this node can produce of each set of shards that it holds."""
 
-    held: HeldRecords
+    held: tuple[HeldRecords, ...]
     agent_pid: int
 
 
@@ -139,10 +143,14 @@ class Void(msgspec.Struct, frozen=True, tag="void"):
 
 
 class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
-    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers."""
+    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers.
+
+    `changing`: as in the order.
+    """
 
     record: int
     reason: str
+    changing: frozenset[str] = frozenset()
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -214,6 +222,16 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
     """From the command line: write the newest record as a checkpoint to another place. Answer: Saved or SaveFailed."""
 
+    url: str
+
+
+class SaveRecord(msgspec.Struct, frozen=True, tag="save record"):
+    """From a trainer at its start: write all that the node holds of one record. Answer: Saved or SaveFailed.
+
+    The attempt's ranks hold other shards than those of the last one, so that memory cannot go straight back into them.
+    """
+
+    record: int
     url: str
 
 
@@ -477,6 +495,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     ReplicaCopied,
     Save,
     SaveTo,
+    SaveRecord,
     Saved,
     SaveFailed,
     Announce,

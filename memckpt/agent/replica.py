@@ -24,6 +24,9 @@ from memckpt.state.redo import Member, RedoGroup, StagedGradients, chunks, tenso
 
 _BIT_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
+#: Replicas of one agent take turns: together they may use as many threads as one.
+_turn = threading.Lock()
+
 Missing = tuple[tuple[int, int, str], ...]
 
 
@@ -208,12 +211,13 @@ class Replica:
                 meta = decode_meta(self._metas.pop(record))
                 self._busy = True
             problem, copied = None, None
-            started = time.perf_counter()
-            try:
-                self._apply(meta)
-            except Exception as error:  # whatever it was, training goes on and the trainers are told
-                problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
-            seconds = time.perf_counter() - started
+            with _turn:
+                started = time.perf_counter()
+                try:
+                    self._apply(meta)
+                except Exception as error:  # whatever it was, training goes on and the trainers are told
+                    problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
+                seconds = time.perf_counter() - started
             if problem is None and self._copy_at is not None and self._copy_at[0] == record:
                 copied = self._copy_into(record, self._copy_at[1])
             with self._condition:

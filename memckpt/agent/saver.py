@@ -59,11 +59,12 @@ class Saver:
     waited for where it must stand still.
 
     Args:
-        node: this node's name.
+        node: this node's name, or what its parts of a checkpoint are called beside others of the same node.
         order: sends a message, with a descriptor, to all trainers of the attempt.
         tell: sends them one without.
         start_writer: starts a process that writes.
         failed: called when a checkpoint could not be written.
+        announce: tells whoever saves other shards on this node that a checkpoint is taken after a record.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Saver:
         tell: Callable[[Message], None],
         start_writer: StartWriter,
         failed: Callable[[], None],
+        announce: Callable[[int], None] = lambda record: None,
     ) -> None:
         self._node = node
         self._failed = failed
+        self._tell_siblings = announce
         self._tell = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
         self._making = JobMaker(node, self._submit)
@@ -96,8 +99,10 @@ class Saver:
         #: Why the last checkpoint could not be written; empty if it could.
         self.alarm = ""
         self._retry_at = float("-inf")
-        #: Where, and for whom, somebody wants a checkpoint of their own.
-        self._asked: deque[tuple[str, Done]] = deque()
+        #: Where, and for whom, somebody wants a checkpoint of their own; of which record, where others have to agree.
+        self._asked: deque[tuple[str, Done, int | None]] = deque()
+        #: What is still to be written of a generation that stands still, oldest first.
+        self._held_waiting: deque[tuple[Generation, int]] = deque()
         #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
 
@@ -112,6 +117,7 @@ class Saver:
             self._schedule.restart()
             self._retry_at = float("-inf")
             self._flushing = None
+            self._held_waiting.clear()
             self._mode_of = None
         if config is None:
             self._log.pause()
@@ -129,7 +135,7 @@ class Saver:
 
     @property
     def saving(self) -> bool:
-        return self._jobs.busy or self._flushing is not None
+        return self._jobs.busy or self._flushing is not None or bool(self._held_waiting)
 
     def preempt(self) -> None:
         """Somebody got SIGTERM: save at once, and take no longer than the grace period."""
@@ -147,8 +153,8 @@ class Saver:
         if self._snapshots.busy or self._jobs.busy:
             return
         if self._asked:
-            url, done = self._asked.popleft()
-            self._begin_snapshot(generation, attempt.newest_record + self._snapshots.lead, url, done)
+            url, done, asked = self._asked.popleft()
+            self._begin_snapshot(generation, asked or attempt.newest_record + self._snapshots.lead, url, done)
             return
         # Without a checkpoint to redo it on, the log is of no use yet.
         unbased = self._mode == "log" and not self._log.based
@@ -169,9 +175,15 @@ class Saver:
                 self._schedule.at_once = False
                 self._log.flush()
 
-    def _announce(self, record: int) -> None:
+    def _announce(self, record: int, elsewhere: bool) -> None:
         assert self._timeline is not None
-        self._jobs.announce(self._url, self._timeline, record)
+        self._tell_siblings(record)
+        if elsewhere:
+            self._jobs.announce(self._url, self._timeline, record)
+
+    def announced(self, record: int) -> None:
+        """Whoever saves the first rank takes a checkpoint after this record."""
+        self._schedule.announced(record)
 
     def _look(self) -> None:
         assert self._timeline is not None
@@ -215,7 +227,7 @@ class Saver:
         if done == self._checkpoint_done:
             self._schedule.again()
         else:
-            self._asked.appendleft((url, done))
+            self._asked.appendleft((url, done, None))
 
     def snapshot_taken(self, rank: int, message: SnapshotTaken) -> None:
         """A trainer has copied its part of a snapshot, or could not."""
@@ -243,24 +255,24 @@ class Saver:
         self._log.forget(generation)
         if self._flushing is not None and self._flushing[0] is generation:
             self._flushing = None
+        self._held_waiting = deque(one for one in self._held_waiting if one[0] is not generation)
 
     # When no trainer runs
 
-    def save_held(self, generation: Generation, as_checkpoint: bool) -> Saved | None:
-        """Write the newest record that stands still in memory; what was saved, if it is there already.
+    def save_held(self, generation: Generation, as_checkpoint: bool, record: int | None = None) -> None:
+        """Write the newest record that stands still in memory, unless it is there already.
 
         Args:
             generation: which holds it.
             as_checkpoint: write it as a whole, though the log could do with a few records.
+            record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
         if self._config is None or self._timeline is None or self._jobs.reads_held(self._checkpoint_done):
-            return None
+            return
         self._snapshots.drop(again=True)
-        records = standing_still(generation)
-        if not records:
-            return None
-        if self._saved_record == (self._timeline, records[-1]):
-            return self._last
+        records = [one for one in standing_still(generation) if record is None or one <= record]
+        if not records or self._saved_record == (self._timeline, records[-1]):
+            return
         if self._mode == "log":
             self._log.collect(generation)
             # Of several nodes each knows of its own part only: a checkpoint is the surer way.
@@ -269,16 +281,33 @@ class Saver:
                 self._flushing = generation, records[-1]
                 self._log.flush()
                 self._end_flushing()  # where the process cannot even be started
-                return None
-        if 0 in generation.spec.local_ranks:
-            self._making.of_held(generation, records[-1], self._url, self._checkpoint_done)
-            return None
-        # The node with the parameters may stand one record before or behind: save what it may need of us.
-        for record in reversed(records):
-            self._making.of_ring(generation, record, self._url, self._checkpoint_done)
-        return None
+                return
+        spec = generation.spec
+        if not spec.full:
+            # The node with the parameters may stand one record before or behind: save what it may need of us.
+            for each in reversed(records):
+                self._making.of_ring(generation, each, self._url, self._checkpoint_done)
+            return
+        # Where others hold other shards, they may stand one record before; a replica goes forward only.
+        sharded = len(spec.serves) < spec.world_size
+        self._held_waiting.extend((generation, each) for each in records[-1 - (sharded and record is None) :])
+        self._save_next_held()
 
-    def save_to(self, url: str, done: Done, generation: Generation, training: bool) -> None:
+    def _save_next_held(self) -> None:
+        if self._held_waiting:
+            generation, record = self._held_waiting.popleft()
+            self._making.of_held(generation, record, self._url, self._checkpoint_done)
+
+    def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
+        """Write one record that stands still in memory, wherever; `done` is told."""
+        if url == self._url and self._last is not None and self._saved_record == (self._timeline, record):
+            done(self._last)
+        elif generation.spec.full:
+            self._making.of_held(generation, record, url, done)
+        else:
+            self._making.of_ring(generation, record, url, done)
+
+    def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
 
         Args:
@@ -286,13 +315,12 @@ class Saver:
             done: called once, with what has become of it.
             generation: which holds it.
             training: whether a trainer runs.
+            record: which one, if that is not free.
         """
-        if 0 not in generation.spec.local_ranks:
-            done(SaveFailed(0, "this node does not hold the parameters; ask the node of rank 0"))
-        elif self._asked:
+        if self._asked:
             done(SaveFailed(0, "somebody else is waiting for the same; try again"))
         else:
-            self._asked.append((url, done))  # from the next commit on
+            self._asked.append((url, done, record))  # from the next commit on
             if not training:
                 self.save_asked(generation)
 
@@ -301,7 +329,7 @@ class Saver:
         if self._snapshots.for_whom not in (None, self._checkpoint_done):
             self._snapshots.drop(again=True)  # its order has died with the trainers
         while self._asked:
-            url, done = self._asked.popleft()
+            url, done, _ = self._asked.popleft()
             if records := standing_still(generation):
                 self._making.of_held(generation, records[-1], url, done)
             else:
@@ -351,6 +379,7 @@ class Saver:
         if isinstance(message, SaveFailed):
             _log.error("step %d is not in storage: %s", message.step, message.reason)
             self.alarm = message.reason
+            self._held_waiting.clear()
             self._tell(message)
             self._failed()
             return
@@ -361,6 +390,7 @@ class Saver:
         self._schedule.wrote(message)
         _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
         self._tell(message)
+        self._save_next_held()
 
     def _records_said(self, message: Message) -> None:
         if not isinstance(message, Appended):
@@ -399,6 +429,7 @@ class Saver:
     def abort(self) -> None:
         """What is held is about to change: nothing is written from it any more."""
         self._flushing = None
+        self._held_waiting.clear()
         self._snapshots.drop(again=True)  # the new trainers have not got the order
         self._jobs.give_up_held()
 

@@ -1,6 +1,8 @@
 """When a checkpoint is due, and after which record; how many steps may be lost until it is there.
 
-With several nodes the first rank's agent announces the record in the storage, long before; the others look there.
+Ranks that hold other shards, or that run on other nodes, are saved apart and have to be saved after the same record.
+Where steps decide, that is so by itself. Else who saves the first rank chooses: those on its own node are told; the
+agents of other nodes look in the storage, where the record is announced long before.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from memckpt.config import StorageConfig
 _ORDER_RECORDS = 16
 #: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
 _ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
+#: How many records ahead of the newest one those on the same node are told.
+_TELL_RECORDS = 4
 
 
 def alone(generation: Generation) -> bool:
-    """Whether all ranks run on this node."""
+    """Whether all ranks of the job run on this node and hold the same."""
     return generation.spec.world_size == len(generation.spec.local_ranks)
 
 
@@ -31,11 +35,12 @@ class Schedule:
     """Of one run's checkpoints.
 
     Args:
-        announce: writes down, where other nodes' agents look, that a checkpoint is taken after a record.
+        announce: tells those on the same node that a checkpoint is taken after a record and, if the second argument
+            says so, writes it down where other nodes' agents look.
         look: asks what has been announced there; the answer goes to :meth:`announced`.
     """
 
-    def __init__(self, announce: Callable[[int], None], look: Callable[[], None]) -> None:
+    def __init__(self, announce: Callable[[int, bool], None], look: Callable[[], None]) -> None:
         self._announce_record = announce
         self._look = look
         self._config: StorageConfig | None = None
@@ -108,9 +113,10 @@ class Schedule:
         if config is None:
             return None
         ahead = attempt.newest_record + lead
-        here = alone(generation)
-        self._by_announcement = config.every_steps is None and not here
-        if config.every_steps is not None and not (here and (self.at_once or unbased)):
+        one = alone(generation)
+        elsewhere = len(attempt.local_ranks) < attempt.world_size
+        self._by_announcement = config.every_steps is None and elsewhere
+        if config.every_steps is not None and not (one and (self.at_once or unbased)):
             # A record's number may differ from the framework's step; the difference stays while training runs.
             newest = max(generation.committed.values())
             step = generation.step_of(newest)
@@ -118,34 +124,36 @@ class Schedule:
             record = ahead + (-(ahead + offset)) % config.every_steps
             # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
             return record if record - ahead <= _ORDER_RECORDS + lead else None
-        if not here and 0 not in generation.spec.local_ranks:
-            return self._announced_record(ahead)
+        if not one and 0 not in generation.spec.local_ranks:
+            return self._announced_record(ahead, look=0 not in attempt.local_ranks)
         wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
         if not self.at_once and time.monotonic() - self._began < wait:
             return None
-        return ahead if here else self._announce(ahead)
+        return ahead if one else self._announce(ahead, elsewhere)
 
-    def _announce(self, ahead: int) -> int | None:
-        seconds = self.pace.seconds
-        if seconds is None:
-            return None
-        record = ahead + math.ceil(_ANNOUNCE_SECONDS / max(seconds, 1e-6))
-        self._announce_record(record)
+    def _announce(self, ahead: int, elsewhere: bool) -> int | None:
+        record = ahead + _TELL_RECORDS
+        if elsewhere:
+            seconds = self.pace.seconds
+            if seconds is None:
+                return None
+            record = ahead + math.ceil(_ANNOUNCE_SECONDS / max(seconds, 1e-6))
+        self._announce_record(record, elsewhere)
         return record
 
-    def _announced_record(self, ahead: int) -> int | None:
-        """What has been announced, if it can still be done; looks for news now and then."""
+    def _announced_record(self, ahead: int, look: bool) -> int | None:
+        """What has been announced, if it can still be done; with `look` looks for news now and then."""
         record, self._announced = self._announced, None
         if record is not None and record >= ahead:
             return record
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_SECONDS:
+        if look and now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
             self._look()
         return None
 
     def announced(self, record: int | None) -> None:
-        """What the first rank's agent has announced on this attempt's timeline."""
+        """What has been announced on this attempt's timeline."""
         self._announced = record
 
     # What became of it

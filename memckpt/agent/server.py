@@ -16,9 +16,10 @@ from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.attempt import Attempt, Member
-from memckpt.agent.building import Building
 from memckpt.agent.connections import Connection, Connections
-from memckpt.agent.generation import Generation, branch_off
+from memckpt.agent.generation import Generation
+from memckpt.agent.holding import Holding, Tell
+from memckpt.agent.holdings import Holdings
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
     Alarm,
@@ -26,7 +27,6 @@ from memckpt.agent.messages import (
     Commit,
     Configure,
     Drift,
-    Gap,
     GenerationCommit,
     Goodbye,
     Hello,
@@ -38,10 +38,9 @@ from memckpt.agent.messages import (
     Preempted,
     Prepare,
     Prepared,
-    Protected,
     ReplicaCopied,
     Resume,
-    SaveFailed,
+    SaveRecord,
     SaveTo,
     SnapshotTaken,
     Status,
@@ -49,14 +48,14 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
-from memckpt.agent.saver import Saver
+from memckpt.agent.status import add_holdings
 from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, RunBusyError
-from memckpt.state.layout import first_difference
-from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
+#: How many records ahead all ranks are told to copy their state for somebody.
+_SAVE_AHEAD = 4
 #: Of a new value in the moving average of stalls.
 _STALL_WEIGHT = 0.05
 
@@ -87,22 +86,19 @@ class Agent:
         self._connections = Connections(address, self._selector, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
         self._past_nonces: set[str] = set()
-        self._held: Generation | None = None
-        self._building = Building(self.notify, self._make_room)
-        self._resumed_to: int | None = None
-        self._history: tuple[Branch, ...] = ()
         self._max_drift = 0.0
         self._leaving: str | None = None
         self._started = time.monotonic()
         self._committed_at: float | None = None
         self._stall_ms: float | None = None
         self._lonely_since: float | None = self._started
-        self._inbox: collections.deque[Message] = collections.deque()
+        #: Messages from other threads, with the ranks whose holding they are of; from signal handlers without.
+        self._inbox: collections.deque[tuple[tuple[int, ...], Message]] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._saver = Saver(
+        self._holdings = Holdings(
             address.node,
-            lambda message, fd: self._tell_members(message, fd=fd),
-            self._tell_members,
+            self._teller,
+            self._notify,
             lambda what, received, ended: WriterProcess(what, self._selector, received, ended),
             self._checkpoint_failed,
         )
@@ -133,21 +129,21 @@ class Agent:
 
     def leave(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
-        self.notify(StopRequest(reason))
+        self._notify((), StopRequest(reason))
 
     def _linger_left(self) -> float | None:
         """Seconds until lingering ends; None while a trainer is here."""
         if self._lonely_since is None or (self._by_operator and self._attempt is None):
             return None
-        limit = self._linger_seconds if self._held is not None else min(self._linger_seconds, _ORPHAN_SECONDS)
+        limit = self._linger_seconds if self._holdings.holding else min(self._linger_seconds, _ORPHAN_SECONDS)
         return max(0.0, self._lonely_since + limit - time.monotonic())
 
     def _patience(self) -> float | None:
         """How long to wait for events: until something is due by the clock, or for ever."""
         limits = [self._linger_left()]
         if self._must_save_alone:
-            limits.append(self._saver.patience(self._lonely_since or 0.0))
-        deadline = self._saver.deadline()
+            limits.append(self._holdings.patience(self._lonely_since or 0.0))
+        deadline = self._holdings.deadline()
         if deadline is not None:
             limits.append(deadline - time.monotonic())
         known = [limit for limit in limits if limit is not None]
@@ -156,42 +152,40 @@ class Agent:
     @property
     def _must_save_alone(self) -> bool:
         """Whether no trainer is here and what they left is not on its way to storage yet."""
-        alone = self._lonely_since is not None and self._held is not None
-        return alone and not self._saved_alone and self._saver.enabled
+        alone = self._lonely_since is not None and bool(self._holdings.holding)
+        return alone and not self._saved_alone and self._holdings.enabled
 
     def _look_at_clock(self) -> None:
-        self._saver.look_at_clock()
-        if self._lonely_since is not None and self._held is not None:
-            self._saver.save_asked(self._held)
-        if self._must_save_alone and self._saver.patience(self._lonely_since or 0.0) <= 0:
+        self._holdings.look_at_clock()
+        if self._lonely_since is not None:
+            self._holdings.save_asked()
+        if self._must_save_alone and self._holdings.patience(self._lonely_since or 0.0) <= 0:
             self._save_held(as_checkpoint=self._finishing)
         owed = self._finishing and not self._saved_alone
-        if self._leaving_when_saved is not None and not self._saver.saving and not owed:
+        if self._leaving_when_saved is not None and not self._holdings.saving and not owed:
             self._leaving = self._leaving_when_saved
-        if self._linger_left() == 0.0 and not self._saver.saving:
+        if self._linger_left() == 0.0 and not self._holdings.saving:
             self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
 
     def _save_held(self, as_checkpoint: bool = False) -> None:
         """No trainer runs: what is held goes to storage, too."""
         self._saved_alone = True
-        if self._held is not None:
-            self._saver.save_held(self._held, as_checkpoint)
+        self._holdings.save_held(as_checkpoint)
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
-        if self._held is None or not self._held.complete:
-            self._connections.answer(connection, SaveFailed(0, "nothing is held in memory"))
-            return
-        self._saver.save_to(
-            url, lambda answer: self._connections.answer(connection, answer), self._held, self._lonely_since is None
+        training = self._attempt if self._lonely_since is None else None
+        ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
+        self._holdings.save_to(
+            url, lambda answer: self._connections.answer(connection, answer), training is not None, ahead
         )
 
     def _checkpoint_failed(self) -> None:
         if self._saved_alone:
             self._saved_alone = False
-            self._saver.retry_later()
+            self._holdings.retry_later()
             if self._finishing:
-                self._tell_members(HoldingOn(self._saver.alarm, self._linger_seconds))
+                self._tell_members(HoldingOn(self._holdings.alarm, self._linger_seconds))
 
     def _leave_when_saved(self, reason: str, finishing: bool = False) -> None:
         self._leaving_when_saved, self._finishing = reason, finishing
@@ -206,11 +200,8 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_answering()
-        self._saver.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
-        for generation in (self._held, self._building.generation):
-            if generation is not None:
-                generation.close()
+        self._holdings.close()
         self._connections.close(Leaving())
         self._selector.close()
         os.close(self._wake_read)
@@ -225,17 +216,27 @@ class Agent:
             if not self._attempt.living():
                 self._lonely_since = time.monotonic()
 
-    def _tell_members(self, message: Message, besides: Connection | None = None, fd: int | None = None) -> None:
-        """To all trainers of the attempt, with a descriptor."""
+    def _tell_members(self, message: Message) -> None:
+        """To all trainers of the attempt."""
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
-            if connection is not besides:
-                self._connections.answer(connection, message, [fd] if fd is not None else None)
+            self._connections.answer(connection, message)
 
-    # From the redo thread and from signal handlers
+    def _teller(self, ranks: tuple[int, ...]) -> Tell:
+        """What tells the trainers of some ranks."""
 
-    def notify(self, message: Message) -> None:
+        def tell(message: Message, *, besides: int | None = None, fd: int | None = None) -> None:
+            for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
+                member = connection.member
+                if member is not None and member.unit == ranks and member.rank != besides:
+                    self._connections.answer(connection, message, [fd] if fd is not None else None)
+
+        return tell
+
+    # From redo threads and from signal handlers
+
+    def _notify(self, ranks: tuple[int, ...], message: Message) -> None:
         """Hand a message to the loop, from any thread."""
-        self._inbox.append(message)
+        self._inbox.append((ranks, message))
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
@@ -244,29 +245,26 @@ class Agent:
             while os.read(self._wake_read, 4096):
                 pass
         while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, ReplicaCopied):
-                self._saver.replica_copied(message)
-                continue
+            ranks, message = self._inbox.popleft()
             if isinstance(message, StopRequest):
                 self._stop_answering()
-                self._saver.preempt()
+                self._holdings.preempt()
                 self._tell_members(Leaving())
                 self._leave_when_saved(message.reason)
+                continue
+            holding = self._holdings.get(ranks)
+            if holding is None:
+                continue  # it has been let go of since
+            if isinstance(message, ReplicaCopied):
+                holding.saver.replica_copied(message)
                 continue
             if isinstance(message, Drift):
                 self._max_drift = max(self._max_drift, message.max_ulp)
                 _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
             if isinstance(message, Alarm):
                 _log.error("%s", message.reason)
-                self._let_go_of_held()
-            self._tell_members(message)
-
-    def _let_go_of_held(self) -> None:
-        if self._held is not None:
-            self._saver.forget(self._held)
-            self._held.close()
-            self._held = None
+                holding.let_go()
+            self._teller(ranks)(message)
 
     # Messages
 
@@ -290,39 +288,44 @@ class Agent:
                 "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
             )
             return
+        holding = self._holdings[member.unit]
         match message:
             case Prepare():
-                self._prepare(connection, message)
+                if message.discard:
+                    self._holdings.discard(self._attempt)
+                generation = holding.prepare(member.rank, message)
+                self._send_regions(connection, Prepared(generation.number, generation.spec), generation)
             case Resume():
-                self._resume(connection, message)
+                generation, prepared = holding.resume(message)
+                self._send_regions(connection, prepared, generation)
+            case SaveRecord():
+                self._holdings.save_record(
+                    message.record, message.url, lambda answer: self._connections.answer(connection, answer)
+                )
             case Configure():
                 if not self._by_operator:
                     self._linger_seconds = message.linger_seconds
-                if message.timeline is not None:
-                    run_dir, threads = self._address.run_dir, message.compute_threads
-                    self._saver.configure(message.storage, run_dir, message.timeline, threads)
+                self._holdings.configure(member.unit, message, self._address.run_dir)
             case GenerationCommit():
-                self._start_generation(member, message)
+                member.next_record = message.record + 1
+                self._committed_at = time.monotonic()
+                holding.generation_committed(member.rank, message)
             case Commit():
-                generation = self._generation(message.generation)
-                if generation is not None:
-                    generation.commit(member.rank, message)
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
                 before = message.stall_ms if self._stall_ms is None else self._stall_ms
                 self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
-                if generation is not None and generation is self._held:
-                    self._saver.after_commit(generation, self._attempt)
+                holding.commit(member.rank, message, self._attempt)
             case SnapshotTaken():
-                self._saver.snapshot_taken(member.rank, message)
+                holding.saver.snapshot_taken(member.rank, message)
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
                 member.next_record = message.record + 1
             case NeedGeneration():
-                self._order_generation(message.record, message.reason, connection)
+                self._order_generation(holding, message, connection)
             case Preempted():
                 _log.warning("rank %d got SIGTERM: what is held goes to storage now", member.rank)
-                self._saver.preempt()
+                self._holdings.preempt()
             case Goodbye():
                 member.finished = message.finished
                 if self._attempt.all_finished:
@@ -333,11 +336,15 @@ class Agent:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
-    def _generation(self, number: int) -> Generation | None:
-        for generation in (self._held, self._building.generation):
-            if generation is not None and generation.number == number:
-                return generation
-        return None
+    def _order_generation(self, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
+        assert asker.member is not None
+        order = holding.order_generation(message, asker.member.rank)
+        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
+        # pass the record without a backward that needs the asker.
+        self._connections.answer(asker, order)
+
+    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
+        self._connections.answer(connection, message, [region.fd for region in generation.regions])
 
     def _hello(self, connection: Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
@@ -352,19 +359,15 @@ class Agent:
         assert self._attempt is not None
         connection.nonce = hello.nonce
         connection.member = Member(
-            hello.rank, connection.process, connection.channel, hello.launcher, hello.next_record
+            hello.rank, hello.unit, connection.process, connection.channel, hello.launcher, hello.next_record
         )
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
-        self._connections.answer(connection, Inventory(self._inventory(hello), os.getpid()))
-        if self._held is not None and self._held.spec.world_size != hello.world_size:
-            # Another number of ranks resumes from storage.
-            saved = self._saver.save_held(self._held, as_checkpoint=True)
-            if saved is not None:
-                self._connections.answer(connection, saved)
-        if hello.rejoining and hello.world_size > 1 and self._attempt.all_here:
+        self._holdings.introduce(hello)
+        self._connections.answer(connection, Inventory(self._holdings.inventory(hello), os.getpid()))
+        if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.members):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
-            self._tell_members(Begin(hello.next_record + 1, "a new agent took over"))
+            self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))
 
     def _new_attempt(self, connection: Connection, hello: Hello) -> None:
         if self._attempt is not None:
@@ -380,134 +383,29 @@ class Agent:
             self._past_nonces.add(self._attempt.nonce)
             self._leaving = self._leaving_when_saved = None
             self._finishing = False
-        if self._held is None or self._held.spec.world_size == hello.world_size:
-            self._saver.abort()
         self._saved_alone = False
-        if self._building.generation is not None:
-            _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
-        self._building.forget()
+        self._holdings.begin_attempt()
         self._attempt = Attempt.of(hello)
-        self._resumed_to = None
-
-    def _inventory(self, hello: Hello) -> HeldRecords:
-        if self._held is None:
-            return HeldRecords(node=self._address.node)
-        difference = first_difference(self._held.spec.fingerprint(), hello.fingerprint)
-        if difference is not None:
-            return HeldRecords(node=self._address.node, problem=difference)
-        return self._held.inventory(self._address.node, self._history)
-
-    def _prepare(self, connection: Connection, message: Prepare) -> None:
-        if message.discard:
-            self._let_go_of_held()
-        assert connection.member is not None
-        rank = connection.member.rank
-        differing = self._building.ask(rank, message)
-        if differing is not None:
-            self._bring_together(message.record, differing)
-        held = self._held.nbytes if self._held is not None else 0
-        generation, fresh = self._building.allocate(rank, message, held)
-        generation.reason = message.reason
-        if fresh and (not self._history or self._history[-1].timeline != message.timeline):
-            self._history = (Branch(message.timeline, None),) if self._held is None else self._history
-        self._send_regions(connection, Prepared(generation.number, generation.spec), generation)
-
-    def _bring_together(self, record: int, differing: frozenset[str]) -> None:
-        """Local ranks are about to begin generations that differ: none can be complete, so that another one follows.
-
-        The rank that has just asked waits for its answer, and no other one gets past the next record without it.
-        """
-        names = ", ".join(sorted(differing))
-        if differing:
-            _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
-            self._tell_members(Begin(record + 1, f"another rank has seen {names} change", differing))
-        else:
-            self._tell_members(Gap("the ranks of this node differ in their parameters or optimizers"))
-
-    def _make_room(self, reason: str) -> None:
-        self._let_go_of_held()
-        self._tell_members(Gap(reason))
-
-    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
-        self._connections.answer(connection, message, [region.fd for region in generation.regions])
-
-    def _resume(self, connection: Connection, message: Resume) -> None:
-        if self._held is None or message.record not in self._held.reachable():
-            raise AgentError(f"record {message.record} was to be resumed, but it cannot be produced here")
-        if self._resumed_to is None:
-            self._held.settle(message.record)
-            self._resumed_to = message.record
-            self._saver.resumed(message.record, timeline_of(self._history, message.record))
-            self._history = branch_off(self._history, message.record, message.timeline)
-            _log.info("resuming at record %d", message.record)
-        if self._resumed_to != message.record:
-            raise AgentError(f"ranks of one node resume at different records: {self._resumed_to} and {message.record}")
-        held = self._held
-        if held.replica is not None:
-            held.replica.freeze()
-            missing, plain = held.replica.describe_state()
-            held.replica.advance_to(message.record)
-            metas: tuple[bytes, ...] = ()
-        else:
-            missing, plain, metas = (), b"", held.metas_for(message.record)
-        reply = Prepared(
-            generation=held.number,
-            spec=held.spec,
-            record=message.record,
-            metas=metas,
-            rank_states=held.rank_states(message.record),
-            missing=missing,
-            plain=plain,
-        )
-        self._send_regions(connection, reply, held)
-
-    def _start_generation(self, member: Member, message: GenerationCommit) -> None:
-        member.next_record = message.record + 1
-        self._committed_at = time.monotonic()
-        generation = self._generation(message.generation)
-        if generation is None:
-            return
-        if generation.start(member.rank, message) and generation is self._building.generation:
-            self._let_go_of_held()
-            self._held = generation
-            self._building.take()
-            _log.info("generation %d is complete after record %d", generation.number, message.record)
-            self._tell_members(Protected(generation.number, message.record))
-
-    def _order_generation(self, record: int, reason: str, asker: Connection) -> None:
-        _log.info("a new generation begins after record %d: %s", record, reason)
-        order = Begin(record, reason)
-        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
-        # pass the record without a backward that needs the asker.
-        self._tell_members(order, besides=asker)
-        self._connections.answer(asker, order)
 
     def _status(self) -> Status:
-        held = self._held
         members = self._attempt.living() if self._attempt is not None else []
-        replica = held.replica if held is not None else None
-        now, rate = time.monotonic(), None
-        if replica is not None and replica.records_applied:
-            rate = replica.seconds_applying / replica.records_applied
-        return Status(
+        now = time.monotonic()
+        status = Status(
             pid=os.getpid(),
             run_dir=str(self._address.run_dir),
             node=self._address.node,
-            mode=held.spec.mode if held is not None else "",
+            mode="",
             trainers=tuple((member.rank, member.process.pid) for member in members),
-            committed=tuple(sorted(held.committed.items())) if held is not None else (),
-            applied=replica.applied if replica is not None else None,
-            step=held.newest_step() if held is not None else None,
-            held_bytes=sum(g.nbytes for g in (self._held, self._building.generation) if g is not None),
-            generation=held.number if held is not None else 0,
+            committed=(),
+            applied=None,
+            step=None,
+            held_bytes=0,
+            generation=0,
             max_drift_ulp=self._max_drift,
-            redo_seconds_per_record=rate,
-            storage=self._saver.status(held.newest_step() if held is not None else None),
-            records_held=held.records_held if held is not None else 0,
+            redo_seconds_per_record=None,
             seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
             uptime_seconds=now - self._started,
             stall_ms=self._stall_ms,
             by_operator=self._by_operator,
-            mode_reason=held.reason if held is not None else "",
-            every=held.spec.every if held is not None else 1,
         )
+        return add_holdings(status, sorted(self._holdings, key=lambda one: one.ranks))

@@ -281,9 +281,9 @@ class LiveState:
             self.left_out[text] = None
         return found
 
-    def restore_optimizers(self, captured: list[Any]) -> None:
+    def restore_optimizers(self, captured: list[Any], resharded: bool = False) -> None:
         """Put back what :meth:`capture_optimizers` found; behind the restore of all tensors."""
-        self._optimizer_capture().restore(captured)
+        self._optimizer_capture().restore(captured, resharded)
 
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])

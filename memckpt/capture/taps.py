@@ -23,11 +23,28 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
+from memckpt.errors import UnsupportedError
 from memckpt.state.tensors import is_dtensor, local
 
 _log = logging.getLogger("memckpt")
 
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+LOCAL_STEPS = (
+    "its ranks step on their own between averages, so that no record holds what the others have done; average the "
+    "gradients at every step (DistributedDataParallel, fully_shard)"
+)
+
+
+def refuse_local_sgd(*parts: object) -> None:
+    """Refuse a communication hook of DDP, or its state, that does not average at every step.
+
+    Raises:
+        UnsupportedError: it is one.
+    """
+    if any("localsgd" in getattr(part, "__name__", type(part).__name__).lower() for part in parts):
+        raise UnsupportedError(f"local SGD (a communication hook of DDP): {LOCAL_STEPS}")
 
 
 class Tap(Protocol):
@@ -249,6 +266,7 @@ class CommHookTap:
     def _adopt(self, state: Any, hook: CommHook) -> None:
         if self._users is not None:
             raise RuntimeError("register_comm_hook can only be called once per DDP module")
+        refuse_local_sgd(state, hook)
         self._users = (state, hook)
 
     def remove(self) -> None:

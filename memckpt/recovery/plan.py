@@ -5,7 +5,7 @@ Every rank computes the same plan from the same inventories, so nobody has to be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
@@ -53,22 +53,24 @@ def make_plan(
     nonce: str,
     stored: Sequence[StoredPoint] = (),
     latest_attempt: int = 0,
+    shardings: Sequence[str] = (),
 ) -> Plan:
-    """Choose the newest record that every node can produce from memory, or else the newest in storage.
+    """Choose the newest record that memory can produce of every rank, or else the newest in storage.
 
     Args:
-        inventories: of every rank's node; ranks of one node repeat it.
+        inventories: of every rank's node, for each set of shards that it holds; ranks of one node repeat them.
         resume: what the user asked for.
         world_size: of this attempt.
         nonce: of this attempt.
         stored: the complete checkpoints in storage, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to storage.
+        shardings: by rank, which pieces of tensors it holds in this attempt; empty: nobody holds pieces.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
-    nodes = {inventory.node: inventory for inventory in inventories}
+    nodes = {(inventory.node, inventory.ranks): inventory for inventory in inventories}
     in_memory = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
     timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
@@ -77,20 +79,21 @@ def make_plan(
         return StartOver(timeline, "resume='never'", discard=something)
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
+    reshaped = must_reshard(list(nodes.values()), world_size, shardings)
+    held_in_common = common_records(list(nodes.values()))
     if not stale:
-        _refuse_foreign(nodes, world_size, stored)
-    other_size = any(held.records and held.world_size != world_size for held in nodes.values())
-    common = {} if stale or other_size else common_records(list(nodes.values()))
+        _refuse_foreign(nodes.values(), stored, max(held_in_common, default=None) if reshaped else None)
+    common = {} if stale or reshaped else held_in_common
     chosen = _choose(common, resume)
     if chosen is not None:
         record, step = chosen
-        lost = max(max(held.newest, *held.records) for held in nodes.values()) - record
+        lost = max(max(held.newest, *held.records, 0) for held in nodes.values()) - record
         return RestoreRecord(timeline, record, step, "local memory", lost)
-    reason = _why_nothing(nodes, common, resume)
+    reason = _why_nothing(list(nodes.values()), common, resume)
     if stale:
         reason = "memory holds an older attempt than storage"
-    elif other_size:
-        reason = f"memory holds a run of another number of ranks than {world_size}"
+    elif reshaped:
+        reason = "memory holds a run of another number of ranks, or cut into other shards"
     candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
     if candidates:
         return RestoreStored(timeline, candidates, reason)
@@ -102,39 +105,59 @@ def make_plan(
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
-def stored_later(held: HeldRecords, stored: Sequence[StoredPoint]) -> bool:
-    """Whether storage has the newest of a node's records, or a later one."""
-    newest = timeline_of(held.history, max(held.records))
+def must_reshard(inventories: Sequence[HeldRecords], world_size: int, shardings: Sequence[str]) -> bool:
+    """Whether what is held cannot go straight back: it is of another number of ranks, or cut into other shards."""
+    by_rank = dict(enumerate(shardings))
     return any(
-        (one.timeline, one.record >= max(held.records)) == (newest, True)
+        held.records
+        and (held.world_size != world_size or any(by_rank.get(rank, "") != held.sharding for rank in held.ranks))
+        for held in inventories
+    )
+
+
+def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
+    """The record that is written to storage before it is resharded; None if memory cannot produce what is asked for."""
+    if resume == "never" or any(held.problem for held in inventories):
+        return None
+    chosen = _choose(common_records(inventories), resume)
+    return chosen[0] if chosen is not None else None
+
+
+def _stored_later(held: HeldRecords, record: int, stored: Sequence[StoredPoint]) -> bool:
+    """Whether storage has a record that a node holds, or a later one."""
+    newest = timeline_of(held.history, record)
+    return any(
+        (one.timeline, one.record >= record) == (newest, True)
         or (newest is not None and one.timeline.number > newest.number)
         for one in stored
     )
 
 
-def _refuse_foreign(nodes: dict[str, HeldRecords], world_size: int, stored: Sequence[StoredPoint]) -> None:
-    for held in nodes.values():
+def _refuse_foreign(inventories: Iterable[HeldRecords], stored: Sequence[StoredPoint], resharded: int | None) -> None:
+    for held in inventories:
         if held.problem:
             raise ForeignStateError(
                 f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
                 "Use another run directory, or resume='never' to drop what is held"
             )
-        if held.records and held.world_size != world_size and not stored_later(held, stored):
+        if held.records and resharded is not None and not _stored_later(held, resharded, stored):
             raise ForeignStateError(
-                f"node {held.node} holds a run of {held.world_size} ranks, expected {world_size} as in this attempt; "
-                "a change of world size is resumed from storage, and what is in memory is not there. Start with as "
-                "many ranks as before, or use resume='never' to drop what is held"
+                f"node {held.node} holds a run of {held.world_size} ranks that is cut into other shards than those of "
+                "this attempt; such a change is resumed from storage, and what is in memory is not there. Start with "
+                "as many ranks and the same mesh as before, or use resume='never' to drop what is held"
             )
 
 
 def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
-    """Records that every node can produce, on one and the same timeline, with their steps."""
-    if not inventories:
+    """Records that can be produced of every rank, on one and the same timeline, with their steps."""
+    holding = [held for held in inventories if held.records]
+    ranks = {rank for held in holding for rank in held.ranks}
+    if not holding or ranks < set(range(holding[0].world_size)):
         return {}
     common: dict[int, int] = {}
-    for record, step in zip(inventories[0].records, inventories[0].steps, strict=True):
-        timelines = {timeline_of(held.history, record) for held in inventories}
-        if len(timelines) == 1 and all(record in held.records for held in inventories):
+    for record, step in zip(holding[0].records, holding[0].steps, strict=True):
+        timelines = {timeline_of(held.history, record) for held in holding}
+        if len(timelines) == 1 and all(record in held.records for held in holding):
             common[record] = step
     return common
 
@@ -150,13 +173,20 @@ def _choose(common: dict[int, int], resume: ResumeChoice | int) -> tuple[int, in
     return record, common[record]
 
 
-def _why_nothing(nodes: dict[str, HeldRecords], common: dict[int, int], resume: ResumeChoice | int) -> str:
+def _why_nothing(inventories: Sequence[HeldRecords], common: dict[int, int], resume: ResumeChoice | int) -> str:
     if isinstance(resume, int) and common:
         return f"expected step {resume}, found steps {sorted(set(common.values()))} in local memory"
-    empty = sorted(node for node, held in nodes.items() if not held.records)
-    if len(empty) == len(nodes):
+    holding = [held for held in inventories if held.records]
+    if not holding:
         return "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+    empty = sorted({held.node for held in inventories} - {held.node for held in holding})
     if empty:
         return f"nothing is held on node {', '.join(empty)}, and the other nodes alone are not enough"
-    spans = "; ".join(f"{node}: {min(h.records)} to {max(h.records)}" for node, h in sorted(nodes.items()))
-    return f"the nodes hold no record in common ({spans})"
+    missing = sorted(set(range(holding[0].world_size)) - {rank for held in holding for rank in held.ranks})
+    if missing:
+        return f"nothing is held of rank {', '.join(map(str, missing))}, and the other ranks alone are not enough"
+    spans = "; ".join(
+        f"{held.node}, ranks {list(held.ranks)}: {min(held.records)} to {max(held.records)}"
+        for held in sorted(holding, key=lambda one: (one.node, one.ranks))
+    )
+    return f"what is held has no record in common ({spans})"

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
-from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
+from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, ShardTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
 from memckpt.state.optimizers import is_importable
@@ -80,6 +80,9 @@ def choose_tap(
     if config.tap == "step":
         recorder.streams = False
         return PendingTap(params, recorder), "as configured", caveats
+    if live.sharded:
+        reason = "gradients are taken as reduced shards"
+        return ShardTap(live.model, params, recorder, copier, before_reduction), reason, caveats
     if data_parallel is None:
         reason = "gradients are taken as backward produces them"
         return ParameterTap(params, recorder, copier), reason, caveats

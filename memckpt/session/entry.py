@@ -27,6 +27,7 @@ def attach(
     config: MemckptConfig | None = None,
     data_parallel: DistributedDataParallel | None = None,
     extra_modules: Mapping[str, nn.Module] | None = None,
+    replicated: Sequence[str] = (),
 ) -> Session:
     """Protect a training from here on.
 
@@ -34,7 +35,8 @@ def attach(
     installs the taps. Call it when model and optimizers exist and, with several ranks, after the process group does.
 
     Args:
-        model: the model; a DistributedDataParallel wrapper is taken apart.
+        model: the model; a DistributedDataParallel wrapper is taken apart. Its parameters may be DTensors (FSDP2,
+            HSDP, tensor parallel).
         optimizers: one, or several.
         run_dir: names the run; attempts with the same directory continue each other. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` resumes if something is held, ``"require"`` raises if nothing is, ``"never"`` drops what is
@@ -42,6 +44,8 @@ def attach(
         config: settings. None: what MEMCKPT_* variables say, else the defaults.
         data_parallel: the DDP wrapper, where `model` is not it.
         extra_modules: modules outside the model whose tensors belong to the state (averaged models).
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same on
+            all ranks. Others are taken for a rank's own.
 
     Raises:
         ConfigurationError, NothingHeldError, ForeignStateError, RunBusyError, MemoryBudgetError, UnsupportedError,
@@ -59,6 +63,7 @@ def attach(
         config=config,
         data_parallel=data_parallel,
         extra_modules=extra_modules or {},
+        replicated=replicated,
     )
     _raise_oom_score()
     return session

@@ -19,6 +19,7 @@ from memckpt.agent.messages import (
     Resume,
     Saved,
     SaveFailed,
+    SaveRecord,
 )
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, StorageError
@@ -58,8 +59,11 @@ class AgentLink:
 
     # Requests
 
-    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> HeldRecords:
-        """Connect to the agent, starting it if there is none, and introduce this rank; returns what the node holds."""
+    def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> tuple[HeldRecords, ...]:
+        """Connect to the agent, starting it if there is none, and introduce this rank.
+
+        Returns what the node holds of each set of shards.
+        """
         self._client = AgentClient.connect(self._address, self._config)
         hello = Hello(
             version=PROTOCOL_VERSION,
@@ -67,6 +71,7 @@ class AgentLink:
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             local_ranks=self._ranks.local_ranks,
+            unit=self._ranks.unit,
             launcher=find_launcher(self._ranks.world_size),
             fingerprint=tuple(spec.fingerprint()),
             rejoining=rejoining,
@@ -140,18 +145,19 @@ class AgentLink:
         self.client.wait_applied(record)
         return time.perf_counter() - started
 
-    def wait_saved(self, record: int, timeout: float) -> None:
-        """Wait until the agent has brought a record to storage.
+    def save_record(self, record: int, url: str, timeout: float) -> None:
+        """Have the agent bring all that it holds of a record to storage.
 
         Raises:
             StorageError: it could not.
         """
+        self.client.send(SaveRecord(record, url))
         deadline = time.monotonic() + timeout
         while (left := deadline - time.monotonic()) > 0:
             for notice in self.client.wait_notices(left):
                 if isinstance(notice, SaveFailed):
                     raise StorageError(f"what is held in memory does not get to storage: {notice.reason}")
-                if isinstance(notice, Saved) and notice.record >= record:
+                if isinstance(notice, Saved) and notice.record == record:
                     return
         raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
 

@@ -28,6 +28,9 @@ class Ranks:
         rank, world_size: in the default process group; 0 and 1 without one.
         node: this node's name.
         local_ranks: the ranks on this node, ascending.
+        unit: those among them that hold the same shards as this one, as :meth:`share` has found.
+        replicas: all ranks of the job that do.
+        groups: the ranks of the job by what they hold, each group ascending.
         nonce: the attempt's, equal on all ranks.
     """
 
@@ -42,6 +45,22 @@ class Ranks:
         nodes = self.gather((self.node, secrets.token_hex(8)))
         self.local_ranks = tuple(rank for rank, (node, _) in enumerate(nodes) if node == self.node)
         self.nonce = nodes[0][1]
+        self.unit, self.replicas = self.local_ranks, tuple(range(self.world_size))
+        self.groups = [self.replicas]
+
+    def share(self, shards: str) -> None:
+        """Find out with the other ranks who holds the same.
+
+        Args:
+            shards: equal on two ranks exactly if they hold the same parameters and optimizer state.
+        """
+        everybody = self.gather(shards)
+        groups: dict[str, list[int]] = {}
+        for rank, each in enumerate(everybody):
+            groups.setdefault(each, []).append(rank)
+        self.groups = [tuple(ranks) for ranks in groups.values()]
+        self.replicas = tuple(groups[shards])
+        self.unit = tuple(rank for rank in self.local_ranks if rank in groups[shards])
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank."""
@@ -71,9 +90,14 @@ class Ranks:
                 raise getattr(errors, kind, MemckptError)(f"rank {rank}: {value}")
         return [value for _, value in results]
 
-    def broadcast_tensor(self, tensor: Any, source: int) -> None:
-        """Overwrite `tensor` with that of rank `source`, in place."""
-        dist.broadcast(tensor, source)
+    def open_replica_group(self) -> Any:
+        """A process group of the ranks that hold the same as this one; every rank has to ask for its own."""
+        opened = [dist.new_group(list(ranks)) for ranks in self.groups]
+        return opened[self.groups.index(self.replicas)]
+
+    def broadcast_tensor(self, tensor: Any, group: Any) -> None:
+        """Overwrite `tensor` with that of the first rank that holds the same, in place."""
+        dist.broadcast(tensor, self.replicas[0], group=group)
 
 
 def find_launcher(world_size: int) -> Launcher:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from memckpt.capture.taps import CommHookTap, Tap
 from memckpt.config import RedoMode, ResumeChoice, StorageConfig
 from memckpt.errors import ForeignStateError, StorageError
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver, make_plan
+from memckpt.recovery.plan import (
+    Plan,
+    RestoreRecord,
+    RestoreStored,
+    StartOver,
+    make_plan,
+    must_reshard,
+    record_to_reshard,
+)
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks
@@ -28,8 +37,11 @@ from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec, rng
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
+from memckpt.state.tensors import local
 
 _log = logging.getLogger("memckpt")
+#: Where in the run directory a state passes through on its way into other shards, if the run has no storage.
+_RESHARDING = "resharding"
 
 
 @dataclass(frozen=True)
@@ -99,17 +111,28 @@ class Resumption:
         """
         self._reason = reason
         ranks = self._ranks
-        held = ranks.together(lambda: self._link.connect(spec, next_record=0, rejoining=False))
-        if self._storage is not None:
-            timeout = self._storage.timeout_seconds
-            ranks.together(lambda: self._await_storage(held[ranks.rank], timeout))
-        tier = StorageTier(self._storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
-        latest = tier.catalog.latest_attempt
-        plan: Plan = make_plan(held, resume, ranks.world_size, ranks.nonce, tier.points, latest_attempt=latest)
+        answers = ranks.together(lambda: (self._link.connect(spec, next_record=0, rejoining=False), spec.sharding()))
+        own = answers[ranks.rank][0]
+        held = [each for inventories, _ in answers for each in inventories]
+        shardings = [sharding for _, sharding in answers]
+        resharding = must_reshard(held, ranks.world_size, shardings)
+        storage = self._storage_for(resharding)
+        if resharding and storage is not None:
+            record, where = record_to_reshard(held, resume), storage
+            ranks.together(lambda: self._save_for_resharding(own, record, where))
+        tier = StorageTier(storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
+        plan: Plan = make_plan(
+            held,
+            resume,
+            ranks.world_size,
+            ranks.nonce,
+            tier.points,
+            latest_attempt=tier.catalog.latest_attempt,
+            shardings=shardings,
+        )
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
-            own = held[ranks.rank]
-            ranks.together(lambda: self._open_held(plan, own.ranks))
+            ranks.together(lambda: self._open_held(plan, own))
             return Start(plan.timeline, plan.record + 1, anew=False)
         if isinstance(plan, RestoreStored):
             _log.info("memckpt: resuming from storage: %s", plan.reason)
@@ -124,11 +147,21 @@ class Resumption:
         ranks.together(lambda: self._start_over(spec, plan))
         return Start(plan.timeline, 1, anew=True)
 
-    def _await_storage(self, held: HeldRecords, timeout: float) -> None:
-        """Another number of ranks resumes from storage: see what memory holds get there."""
-        if held.records and held.world_size != self._ranks.world_size:
-            _log.info("memckpt: record %d goes to storage first: the number of ranks has changed", max(held.records))
-            self._link.wait_saved(max(held.records), timeout)
+    def _storage_for(self, resharding: bool) -> StorageConfig | None:
+        """The run's storage. Without one, what other ranks are to hold goes through the run directory."""
+        if self._storage is not None:
+            return self._storage
+        # What has been put there stays until training ends: memory has given it up before it holds it anew.
+        between = self._run_dir.resolve() / _RESHARDING
+        return StorageConfig(url=str(between)) if resharding or between.is_dir() else None
+
+    def _save_for_resharding(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
+        """Other ranks, or other shards, resume from storage: see what memory holds get there."""
+        held = any(each.records for each in own)
+        if held and record is not None and self._ranks.rank == self._ranks.local_ranks[0]:
+            _log.info("memckpt: record %d goes to storage first: the ranks, or their shards, have changed", record)
+            url = storage.url or str(self._run_dir.resolve() / "storage")
+            self._link.save_record(record, url, storage.timeout_seconds)
 
     def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
         if plan.reason != "resume='never'":
@@ -139,13 +172,15 @@ class Resumption:
     def _prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool) -> None:
         self._fresh = self._link.prepare(spec, timeline, record, discard=discard, reason=self._reason)
 
-    def _open_held(self, plan: RestoreRecord, held_ranks: tuple[int, ...]) -> None:
-        if held_ranks != self._ranks.local_ranks:
+    def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
+        held = [each.ranks for each in own if each.records]
+        if self._ranks.unit not in held:
             # Rank states cannot travel between nodes yet.
+            there = sorted(rank for one in held for rank in one)
             raise ForeignStateError(
-                f"node {self._ranks.node} holds the states of ranks {list(held_ranks)}, but in this attempt ranks "
-                f"{list(self._ranks.local_ranks)} run there; expected every rank on the node where it was. "
-                "Restart with the same placement of ranks, or use resume='never' to drop what is held"
+                f"node {self._ranks.node} holds the states of ranks {there}, but "
+                f"in this attempt ranks {list(self._ranks.local_ranks)} run there; expected every rank on the node "
+                "where it was. Restart with the same placement of ranks, or use resume='never' to drop what is held"
             )
         self._resumable = self._link.resume(plan.record, plan.timeline)
         self._resume_from = plan
@@ -231,7 +266,9 @@ class Resumption:
         self._restore_groups()
         with rng.preserved():
             stored.restore(self._live.tensors(), self._live.optimizers)
-        self._restore_optimizers()
+        pieces = sorted(self._live.pieces())
+        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
+        self._restore_optimizers(resharded=pieces != held)
         point = stored.point
         exact = point.world_size == self._ranks.world_size
         if exact:
@@ -239,10 +276,10 @@ class Resumption:
         seconds = time.perf_counter() - started
         return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
 
-    def _restore_optimizers(self) -> None:
+    def _restore_optimizers(self, resharded: bool = False) -> None:
         """What of the optimizers' state is in no slot."""
         if "optimizers" in self._state:
-            self._live.restore_optimizers(self._state["optimizers"])
+            self._live.restore_optimizers(self._state["optimizers"], resharded)
         self._live.restore_state_order(self._state["state_order"])
 
     def _restore_groups(self) -> None:
@@ -255,19 +292,21 @@ class Resumption:
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
-        if self._ranks.world_size == 1:
+        ranks = self._ranks
+        if all(len(group) == 1 for group in ranks.groups):
             return
-        digests = self._ranks.gather(replica_digest(writer.params, self._live.optimizers))
-        if len(set(digests)) == 1:
+        digests = ranks.gather(replica_digest(writer.params, self._live.optimizers))
+        if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
             return
-        _log.warning("memckpt: the nodes' replicas differ in bits; every rank takes that of rank 0")
+        _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
+        group = ranks.open_replica_group()
         for param in writer.params:
-            self._ranks.broadcast_tensor(param.data, 0)
+            ranks.broadcast_tensor(local(param), group)
             for optimizer in self._live.optimizers:
                 state = optimizer.state.get(param, {})
                 for key in sorted(state):
                     if isinstance(state[key], torch.Tensor):
-                        self._ranks.broadcast_tensor(state[key], 0)
+                        ranks.broadcast_tensor(local(state[key]), group)
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
@@ -277,6 +316,12 @@ class Resumption:
                 rng.diverge(self._ranks.rank)
 
     # End
+
+    def forget_resharding(self) -> None:
+        """Training has finished: what passed through the run directory is not needed any more."""
+        between = self._run_dir / _RESHARDING
+        if self._storage is None and self._ranks.rank == 0 and between.is_dir():
+            shutil.rmtree(between)
 
     def close(self) -> None:
         """Close the regions that nobody has taken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume import Resumption
+from memckpt.session.sharing import find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.state.layout import CAPTURES, Layout
 
@@ -58,15 +60,14 @@ class Session:
         config: MemckptConfig,
         data_parallel: DistributedDataParallel | None,
         extra_modules: Mapping[str, nn.Module],
+        replicated: Sequence[str] = (),
     ) -> None:
         self._config = config
-        self._live = LiveState(model, optimizers, extra_modules)
+        self._data_parallel = data_parallel
         self._ranks = Ranks()
-        if self._ranks.world_size > 1 and data_parallel is None:
-            raise UnsupportedError(
-                f"{self._ranks.world_size} ranks without DistributedDataParallel: expected the DDP wrapper as "
-                "data_parallel (or as the model itself), so that records hold synchronized gradients"
-            )
+        refuse_unordered(model, optimizers, data_parallel)
+        self._live = LiveState(model, optimizers, extra_modules)
+        find_replicas(self._live, self._ranks, data_parallel, replicated)
         if self._ranks.world_size > 1 and config.slots < 3:
             raise UnsupportedError(
                 f"slots: expected 3 or more with several ranks (their commits differ by one), found {config.slots}"
@@ -146,8 +147,9 @@ class Session:
             period=self._config.anchor_period(self.mode),
             every=self._mode.every,
             slots=self._config.slots,
-            local_ranks=self._ranks.local_ranks,
+            local_ranks=self._ranks.unit,
             world_size=self._ranks.world_size,
+            replicas=self._ranks.replicas if len(self._ranks.groups) > 1 else (),
         )
 
     def _start(self, resume: ResumeChoice | int) -> None:
@@ -197,7 +199,8 @@ class Session:
         else:
             # Other settings than the last attempt's, or a state that has grown: start a new generation.
             self._recorder.begin(None, record + 1)
-            self._generation_after = record + 1
+            same = (writer.spec.mode, writer.spec.every) == (self._request.mode, self._request.every)
+            self._generation_after = self._turn(record + 1) if same else record + 1
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
@@ -233,13 +236,13 @@ class Session:
         started = time.perf_counter()
         inner = self._clock.total - self._clock.commit
         try:
+            refuse_uneven(self._data_parallel)
             if not self._is_restore_point(gradients_pending):
                 return False
             # First of all: what user code raises in it leaves everything as it was.
             rank_state = self._rank_state.encode(self._tap.layout if isinstance(self._tap, CommHookTap) else None)
             self._recorder.gradients_pending = False
-            if isinstance(self._tap, CommHookTap):
-                self._reductions_at_commit = self._tap.reductions
+            self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
             self._end_self_test(record)
             self._last = RestorePoint(record, record if step is None else step, rank_state)
@@ -258,7 +261,7 @@ class Session:
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         pending = self._recorder.gradients_pending if gradients_pending is None else gradients_pending
         # A batch without a reduction of all ranks belongs to the next record: nothing orders the ranks in it.
-        unordered = isinstance(self._tap, CommHookTap) and self._tap.reductions == self._reductions_at_commit
+        unordered = self._ranks.world_size > 1 and self._tap.reductions == self._reductions_at_commit
         return not pending and not unordered
 
     def _commit(self, point: RestorePoint) -> None:
@@ -283,10 +286,10 @@ class Session:
         problem = self._find_problem()
         due = self._generation_after
         if due is None and problem is not None:
-            due = self._order_generation(record, problem)
+            due = self._generation_after = self._order_generation(record, problem)
         if due is not None and record >= due:
             self._begin_generation(point)
-        elif problem is None and self._staging.ready:
+        elif self._staging.ready and (problem is None or self._staging.owes(record)):
             self._send_commit(point)
             self._obey_order(point)
             self._tell_left_out()
@@ -337,18 +340,34 @@ class Session:
         return self._changes.problem
 
     def _order_generation(self, record: int, reason: str) -> int | None:
-        """When the new generation begins: now if this rank is alone, else after a record that all local ranks reach."""
+        """When the new generation begins: now if nobody shares its slots, else after a record that all those reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
-        if self._ranks.world_size == 1:
-            return record
-        self._note_order(self._link.client.ask_for_generation(record + 1, reason))
+        due = self._turn(record)
+        if len(self._ranks.unit) == 1 or (self._in_turns and due == record):
+            return due
+        changing = frozenset(self._live.growth.changing)
+        self._note_order(self._link.client.ask_for_generation(max(due, record + 1), reason, changing))
         return self._generation_after
+
+    @property
+    def _in_turns(self) -> bool:
+        """Whether a generation has to begin with a record that others capture, too, who go on as they are.
+
+        Captured records must be common: one that only these ranks have could not be restored.
+        """
+        return self._request.mode == "capture" and len(self._ranks.unit) < self._ranks.world_size
+
+    def _turn(self, record: int) -> int:
+        """The first record, from this one on, after which a generation may begin."""
+        if not self._in_turns:
+            return record
+        return -(-record // self._request.every) * self._request.every
 
     def _note_order(self, order: Begin) -> None:
         """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
         self._live.growth.changing |= order.changing
         if order.record > self._began:
-            self._generation_after = order.record
+            self._generation_after = self._turn(order.record)
 
     def _change_tap(self, reason: str) -> None:
         self._recorder.tap_mismatch = None
@@ -444,13 +463,13 @@ class Session:
         self._retry_at = record
 
     def _try_again(self, point: RestorePoint) -> None:
-        """Start a new agent and, when this rank is alone, a new generation at once."""
+        """Start a new agent and, when nobody shares this rank's slots, a new generation at once."""
         if point.record < self._retry_at:
             return
         try:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
-            self._generation_after = point.record if self._ranks.world_size == 1 else None
+            self._generation_after = point.record if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
         except MemckptError as error:
@@ -487,6 +506,8 @@ class Session:
         """One line: what protects this run, how, and at what price in memory."""
         layout = Layout(self._live.spec(self._request))
         request = self._request
+        whole = sum(math.prod(param.tensor.whole_shape) for param in layout.spec.params)
+        shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
         if request.mode == "capture":
             steps = "every step" if request.every == 1 else f"one step of {request.every}"
             how = f"state capture ({self.mode_reason}), {CAPTURES} copies"
@@ -494,7 +515,7 @@ class Session:
             steps = "every step"
             how = f"{self.mode} redo ({self.mode_reason}), tap: {self._tap.name}, T={request.period}, D={request.slots}"
         return (
-            f"memckpt: protecting {steps} of {layout.numel / 1e6:.1f}M parameters: {how}, "
+            f"memckpt: protecting {steps} of {whole / 1e6:.1f}M parameters{shards}: {how}, "
             f"{layout.total_bytes / 2**20:.0f} MiB on node {self._ranks.node}, agent pid {self.agent_pid}"
             + "".join(f"; note: {caveat}" for caveat in self.caveats)
         )
@@ -520,6 +541,8 @@ class Session:
         self._preemption.remove()
         self._close_regions()
         self._link.close(finished)
+        if finished:
+            self._resumption.forget_resharding()
 
     def _capture_last(self, point: RestorePoint) -> None:
         """The final step goes to storage, so it has to be held, whatever is due."""

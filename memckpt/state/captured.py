@@ -55,6 +55,7 @@ class OptimizerCapture:
         self._modules = {id(one) for module in modules for one in module.modules()}
         self._references: dict[int, Tree] = {}
         self._open: set[int] = set()
+        self._resharded = False
         self.left_out: list[str] = []
 
     # Out
@@ -180,8 +181,15 @@ class OptimizerCapture:
     # Back
 
     @torch.no_grad()
-    def restore(self, captured: list[Any]) -> None:
-        """Put back what :meth:`capture` has found; behind the restore of the tensors in slots."""
+    def restore(self, captured: list[Any], resharded: bool = False) -> None:
+        """Put back what :meth:`capture` has found; behind the restore of the tensors in slots.
+
+        Args:
+            captured: of all optimizers.
+            resharded: whether ranks hold other pieces now than when it was found: tensors that are no rooms of a layout
+                are then of unknown meaning, and stay as they are.
+        """
+        self._resharded = resharded
         for optimizer, found in zip(self._optimizers, captured, strict=True):
             self._restore_one(optimizer, found)
 
@@ -191,7 +199,7 @@ class OptimizerCapture:
             there = optimizer.state.pop(param, {})
             state = {}
             for key, tree in items:
-                if tree is not None:
+                if tree is not None and not (self._resharded and _is_piece(tree[0], tree[1:])):
                     state[key] = self._back(tree, there.get(key))
                 elif key in there:
                     state[key] = there[key]
@@ -205,7 +213,7 @@ class OptimizerCapture:
 
     def _back(self, tree: Tree, live: Any) -> Any:
         kind, *rest = tree
-        if kind == "live":
+        if kind == "live" or (self._resharded and _is_piece(kind, rest)):
             return live
         if kind == "value":
             return _filled(rest[0], live)
@@ -262,6 +270,11 @@ class OptimizerCapture:
             shape=torch.Size(shape),
             stride=tuple(stride),
         )
+
+
+def _is_piece(kind: str, rest: list[Any]) -> bool:
+    """Whether a tree is a tensor that may be a piece of another one."""
+    return kind == "dtensor" or (kind == "value" and isinstance(rest[0], torch.Tensor) and rest[0].numel() > 1)
 
 
 def _filled(value: Any, live: Any) -> Any:

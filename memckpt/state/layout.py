@@ -203,7 +203,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         stepped = tuple((param.tensor, tuple(one.optimizer for one in param.owners)) for param in self.params)
         return stepped, self.static, self.by_value
 
-    def _tensors(self) -> list[TensorSpec]:
+    def tensors(self) -> list[TensorSpec]:
         return [*(param.tensor for param in self.params), *self.static, *self.by_value]
 
     def fingerprint(self) -> list[str]:
@@ -212,7 +212,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         Names, shapes of whole tensors, dtypes and optimizer classes; not the groups, which change with freezing, nor
         how tensors are cut into shards.
         """
-        tensors = sorted(self._tensors(), key=lambda one: one.name)
+        tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         return lines
@@ -222,7 +222,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
         A held state goes straight back into a rank with the same one; into another it has to be resharded.
         """
-        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self._tensors() if spec.shard is not None)
+        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
         if not pieces:
             return ""
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()

@@ -104,6 +104,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         history: timelines, oldest first; the last one is that of the newest record.
         world_size: of the attempt that wrote them.
         digest: of the layout.
+        sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
         problem: why nothing of it may be used, in words; empty if nothing is wrong.
         newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
             a later one than any that can be produced.
@@ -117,6 +118,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     world_size: int = 0
     digest: str = ""
     problem: str = ""
+    sharding: str = ""
     newest: int = 0
 
 

@@ -1,0 +1,281 @@
+"""What a node holds of one set of shards: base and log, and their way to storage.
+
+The ranks of a node that hold the same shards share a holding. With replicated training these are all ranks of the node,
+with fully sharded training each rank has one of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from memckpt.agent.attempt import Attempt
+from memckpt.agent.building import Building
+from memckpt.agent.generation import Generation, branch_off
+from memckpt.agent.messages import (
+    Begin,
+    Commit,
+    Gap,
+    GenerationCommit,
+    Message,
+    NeedGeneration,
+    Prepare,
+    Prepared,
+    Protected,
+    Resume,
+)
+from memckpt.agent.saver import Saver, StartWriter
+from memckpt.errors import AgentError
+from memckpt.state.layout import first_difference
+from memckpt.state.records import Branch, HeldRecords, timeline_of
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class Tell(Protocol):
+    """Sends a message, with a descriptor, to trainers of the attempt; one of them may be left out."""
+
+    def __call__(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None: ...
+
+
+class Holding:
+    """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
+
+    Args:
+        node: the node's name.
+        ranks: which share it.
+        name: what its parts of a checkpoint are called.
+        tell: to the trainers of these ranks.
+        notify: takes what a redo thread says, from that thread.
+        start_writer: as for a saver.
+        save_failed: called when a checkpoint could not be written.
+        announce: tells the other holdings of the node that a checkpoint is taken after a record.
+
+    Attributes:
+        held: the newest complete generation; None while nothing is held.
+        before: those before it, oldest first, until it is known that every rank of the job has got past them: a rank
+            that is killed while it writes a generation leaves only what it had before, and all go back to that.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        ranks: tuple[int, ...],
+        name: str,
+        *,
+        tell: Tell,
+        notify: Callable[[Message], None],
+        start_writer: StartWriter,
+        save_failed: Callable[[], None],
+        announce: Callable[[int], None],
+    ) -> None:
+        self._node = node
+        self.ranks = ranks
+        self._tell = tell
+        self.held: Generation | None = None
+        self.before: list[Generation] = []
+        self._building = Building(notify, self._make_room)
+        self._resumed_to: int | None = None
+        self._history: tuple[Branch, ...] = ()
+        self.saver = Saver(
+            name,
+            lambda message, fd: tell(message, fd=fd),
+            lambda message: tell(message),
+            start_writer,
+            save_failed,
+            announce,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of all its generations."""
+        return sum(one.nbytes for one in (*self.before, self.held, self._building.generation) if one is not None)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.let_go()
+        self._building.drop()
+
+    def let_go(self) -> None:
+        """Hold nothing any more; what is being written goes on."""
+        self._let_go_of_before()
+        held, self.held = self.held, None
+        if held is not None:
+            self.saver.forget(held)
+            held.close()
+
+    def _let_go_of_before(self) -> None:
+        before, self.before = self.before, []
+        for generation in before:
+            generation.close()
+
+    def begin_attempt(self) -> None:
+        """The trainers of the last attempt are dead, and all that they had sent is read."""
+        self.saver.abort()
+        if self._building.generation is not None:
+            _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
+        self._building.forget()
+        self._resumed_to = None
+
+    # What it can produce
+
+    def standing_still(self) -> dict[int, Generation]:
+        """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
+        found: dict[int, Generation] = {}
+        for generation in (*self.before, self.held):
+            if generation is not None:
+                if generation.replica is not None:
+                    generation.replica.freeze()
+                found |= dict.fromkeys(generation.reachable(), generation)
+        return found
+
+    def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
+        """Its part of what the recovery plan is made from.
+
+        Args:
+            fingerprint: of a rank that holds the same tensors; None: there is none to compare with.
+        """
+        held = self.held
+        if held is None:
+            return HeldRecords(node=self._node)
+        difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        if difference is not None:
+            return HeldRecords(node=self._node, problem=difference)
+        records = self.standing_still()
+        return HeldRecords(
+            node=self._node,
+            records=tuple(records),
+            steps=tuple(generation.step_of(record) or 0 for record, generation in records.items()),
+            ranks=self.ranks,
+            history=self._history,
+            world_size=held.spec.world_size,
+            digest=held.spec.digest(),
+            sharding=held.spec.sharding(),
+            newest=min(held.committed.values()) if records else 0,
+        )
+
+    # What trainers say
+
+    def prepare(self, rank: int, message: Prepare) -> Generation:
+        """The generation that a rank is to write."""
+        differing = self._building.ask(rank, message)
+        if differing is not None:
+            self._bring_together(message.record, differing)
+        held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
+        generation, fresh = self._building.allocate(rank, message, held)
+        generation.reason = message.reason
+        if fresh and (not self._history or self._history[-1].timeline != message.timeline):
+            self._history = (Branch(message.timeline, None),) if self.held is None else self._history
+        return generation
+
+    def _bring_together(self, record: int, differing: frozenset[str]) -> None:
+        """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.
+
+        The rank that has just asked waits for its answer, and no other one gets past the next record without it.
+        """
+        names = ", ".join(sorted(differing))
+        if differing:
+            _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
+            self._tell(Begin(record + 1, f"another rank has seen {names} change", differing))
+        else:
+            self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
+
+    def _make_room(self, reason: str) -> None:
+        self.let_go()
+        self._tell(Gap(reason))
+
+    def resume(self, message: Resume) -> tuple[Generation, Prepared]:
+        """Go back to a record, once for all ranks that share it."""
+        record = message.record
+        if self._resumed_to is None:
+            self._resumed_to = self._go_back(record)
+            self.saver.resumed(record, timeline_of(self._history, record))
+            self._history = branch_off(self._history, record, message.timeline)
+            _log.info("ranks %s resume at record %d", list(self.ranks), record)
+        held = self.held
+        if self._resumed_to != record or held is None:
+            raise AgentError(f"ranks of one node resume at different records: {self._resumed_to} and {record}")
+        if held.replica is not None:
+            held.replica.freeze()
+            missing, plain = held.replica.describe_state()
+            held.replica.advance_to(record)
+            metas: tuple[bytes, ...] = ()
+        else:
+            missing, plain, metas = (), b"", held.metas_for(record)
+        return held, Prepared(
+            generation=held.number,
+            spec=held.spec,
+            record=record,
+            metas=metas,
+            rank_states=held.rank_states(record),
+            missing=missing,
+            plain=plain,
+        )
+
+    def _go_back(self, record: int) -> int:
+        generation = self.standing_still().get(record)
+        if generation is None:
+            raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
+        if generation is not self.held:
+            _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
+            self.before.remove(generation)
+            self.let_go()
+            self.held = generation
+        self._let_go_of_before()
+        generation.settle(record)
+        return record
+
+    def generation_committed(self, rank: int, message: GenerationCommit) -> None:
+        """A rank has written its part of a new generation."""
+        generation = self._generation(message.generation)
+        if generation is None or not generation.start(rank, message):
+            return
+        if generation is not self._building.generation:
+            return
+        self._building.take()
+        old, self.held = self.held, generation
+        if old is not None:
+            self.saver.forget(old)
+            self.before.append(old)
+            self._let_go_up_to(message.record)
+        _log.info("generation %d is complete after record %d", generation.number, message.record)
+        self._tell(Protected(generation.number, message.record))
+
+    def _let_go_up_to(self, record: int) -> None:
+        """Our ranks have got to `record`: let go of generations that nobody in the job can need any more.
+
+        They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
+        where it could not stage it and begins a generation with the next; then the job goes back to the one before.
+        """
+        assert self.held is not None
+        if self.held.spec.world_size == 1:
+            self._let_go_of_before()
+            return
+        bases = [one.base or 0 for one in (*self.before[1:], self.held)]
+        while self.before and record > bases.pop(0) + 1:
+            self.before.pop(0).close()
+
+    def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
+        """A rank's part of a record is whole."""
+        generation = self._generation(message.generation)
+        if generation is None:
+            return
+        generation.commit(rank, message)
+        if generation is self.held:
+            if self.before:
+                self._let_go_up_to(message.record)
+            self.saver.after_commit(generation, attempt)
+
+    def _generation(self, number: int) -> Generation | None:
+        for generation in (self.held, self._building.generation):
+            if generation is not None and generation.number == number:
+                return generation
+        return None
+
+    def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
+        """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
+        _log.info("a new generation begins after record %d: %s", message.record, message.reason)
+        order = Begin(message.record, message.reason, message.changing)
+        self._tell(order, besides=asker)
+        return order

@@ -1,0 +1,63 @@
+"""What the command line shows of an agent: its holdings as one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memckpt.agent.holding import Holding
+from memckpt.agent.messages import Status, StorageStatus
+
+
+def add_holdings(status: Status, holdings: list[Holding]) -> Status:
+    """An agent's status with what it holds; of several sets of shards the least that is true of all.
+
+    Args:
+        status: what the agent knows of itself.
+        holdings: in the order of their ranks.
+    """
+    generations = [one.held for one in holdings if one.held is not None]
+    replicas = [one.replica for one in generations if one.replica is not None]
+    steps = [step for one in generations if (step := one.newest_step()) is not None]
+    rates = [one.seconds_applying / one.records_applied for one in replicas if one.records_applied]
+    first = generations[0] if generations else None
+    return msgspec.structs.replace(
+        status,
+        mode=first.spec.mode if first is not None else "",
+        mode_reason=first.reason if first is not None else "",
+        every=first.spec.every if first is not None else 1,
+        committed=tuple(sorted((rank, record) for one in generations for rank, record in one.committed.items())),
+        applied=min((one.applied for one in replicas), default=None),
+        step=min(steps, default=None),
+        held_bytes=sum(one.nbytes for one in holdings),
+        generation=first.number if first is not None else 0,
+        redo_seconds_per_record=max(rates, default=None),
+        storage=_storage([one for one in holdings if one.held is not None] or holdings),
+        records_held=min((one.records_held for one in generations), default=0),
+    )
+
+
+def _storage(holdings: list[Holding]) -> StorageStatus | None:
+    parts = []
+    for one in holdings:
+        part = one.saver.status(one.held.newest_step() if one.held is not None else None)
+        if part is not None:
+            parts.append(part)
+    if not parts:
+        return None
+
+    def least(values: list[int | None]) -> int | None:
+        """None, which is no checkpoint at all, is the least."""
+        known = [value for value in values if value is not None]
+        return min(known) if len(known) == len(values) else None
+
+    losses = [part.loses_at_most for part in parts]
+    rates = [part.bytes_per_second for part in parts if part.bytes_per_second is not None]
+    return msgspec.structs.replace(
+        parts[0],
+        step=least([part.step for part in parts]),
+        bytes_per_second=sum(rates) if rates else None,
+        saving=any(part.saving for part in parts),
+        alarm=next((part.alarm for part in parts if part.alarm), ""),
+        logged=least([part.logged for part in parts]),
+        loses_at_most=None if None in losses else max(loss for loss in losses if loss is not None),
+    )

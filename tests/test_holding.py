@@ -1,0 +1,172 @@
+"""What a node holds of several sets of shards: whenever a job dies, all of them can produce one record in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.attempt import Attempt
+from memckpt.agent.holding import Holding
+from memckpt.agent.messages import Commit, GenerationCommit, Message, Prepare, Resume
+from memckpt.errors import AgentError
+from memckpt.recovery.plan import common_records
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+from tests.storage_node import spec_of
+
+T1 = Timeline(1, "a")
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@dataclass
+class Unit:
+    """Ranks that share a holding, and what they have committed: records that can be gone back to, by rank."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    holding: Holding = field(init=False)
+    spec: StateSpec = field(init=False)
+    attempt: Attempt = field(init=False)
+    told: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spec = msgspec.structs.replace(spec_of(self.ranks, self.world_size), replicas=self.ranks)
+        self.attempt = Attempt("n", self.world_size, tuple(range(self.world_size)))
+        self.holding = Holding(
+            "n",
+            self.ranks,
+            f"n.rank{self.ranks[0]}",
+            tell=lambda message, **kwargs: self.told.append(message),
+            notify=nothing,
+            start_writer=nothing,  # type: ignore[arg-type]
+            save_failed=nothing,
+            announce=nothing,
+        )
+
+    def begins(self, rank: int, record: int) -> None:
+        """A rank writes its part of a generation that begins after a record."""
+        generation = self.holding.prepare(rank, Prepare(self.spec, T1, 1, None, False, record))
+        metas = tuple(
+            encode_meta(RecordMeta(virtual, record, True))
+            for virtual in range(record - self.spec.period + 1, record + 1)
+        )
+        message = GenerationCommit(generation.number, record, record, b"state", metas if rank == self.ranks[0] else ())
+        self.holding.generation_committed(rank, message)
+
+    def commits(self, rank: int, record: int) -> None:
+        held = self.holding._building.generation
+        held = held if held is not None and held.started_by(rank) else self.holding.held
+        assert held is not None
+        meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
+        message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")
+        self.holding.commit(rank, message, self.attempt)
+
+
+@pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)]], ids=["a-rank-each", "two-share"])
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_whenever_a_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
+    units: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    """A rank is in no record before all ranks are through the last but one: a backward of them all lies between."""
+    world = sum(len(unit) for unit in units)
+    job = [Unit(unit, world) for unit in units]
+    unit_of = {rank: one for one in job for rank in one.ranks}
+    # What becomes of each record, for all ranks of a unit alike. One that could not be staged is followed by a start.
+    length = data.draw(st.integers(1, 9))
+    fates: dict[tuple[int, ...], list[str]] = {}
+    for one in job:
+        fate = ["begins"]
+        while len(fate) < length:
+            fate.append(
+                "begins" if fate[-1] == "void" else data.draw(st.sampled_from(["commits", "commits", "begins", "void"]))
+            )
+        fates[one.ranks] = fate
+    done = dict.fromkeys(range(world), 0)
+    kept: dict[int, set[int]] = {rank: set() for rank in range(world)}
+    try:
+        for _ in range(data.draw(st.integers(0, length * world))):
+            slowest = min(done.values())
+            ready = [rank for rank in done if done[rank] == slowest and slowest < length]
+            if not ready:
+                break
+            rank = data.draw(st.sampled_from(ready))
+            one = unit_of[rank]
+            record = done[rank] + 1
+            match fates[one.ranks][record - 1]:
+                case "begins":
+                    one.begins(rank, record)
+                    kept[rank].add(record)
+                case "commits":
+                    one.commits(rank, record)
+                    kept[rank].add(record)
+            done[rank] = record
+        expected = max(set.intersection(*kept.values()), default=None)
+        found = common_records([one.holding.inventory(None) for one in job])
+        assert max(found, default=None) == expected, (fates, done)
+        if expected is not None:
+            for one in job:
+                one.holding.begin_attempt()
+                _, prepared = one.holding.resume(Resume(expected, Timeline(2, "b"), 1.0))
+                assert prepared.record == expected
+                assert len(prepared.metas) == one.spec.period
+                assert list(one.holding.standing_still())[-1] == expected
+                assert not one.holding.before
+    finally:
+        for one in job:
+            one.holding.close()
+
+
+def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_one() -> None:
+    one = Unit((0,), 2)
+    try:
+        one.begins(0, 1)
+        one.commits(0, 2)
+        one.begins(0, 3)
+        assert list(one.holding.standing_still()) == [1, 2, 3]
+        both = one.holding.nbytes
+        one.commits(0, 4)
+        assert list(one.holding.standing_still()) == [1, 2, 3, 4]
+        one.commits(0, 5)
+        assert list(one.holding.standing_still()) == [3, 4, 5]
+        assert one.holding.nbytes == both // 2
+    finally:
+        one.holding.close()
+
+
+def test_alone_it_keeps_one_generation() -> None:
+    one = Unit((0,), 1)
+    try:
+        one.begins(0, 1)
+        one.begins(0, 2)
+        assert list(one.holding.standing_still()) == [2]
+    finally:
+        one.holding.close()
+
+
+def test_going_back_behind_the_newer_generation_drops_it() -> None:
+    one = Unit((0,), 2)
+    try:
+        one.begins(0, 1)
+        one.commits(0, 2)
+        one.begins(0, 3)
+        (before,) = one.holding.before
+        one.holding.begin_attempt()
+        generation, prepared = one.holding.resume(Resume(2, Timeline(2, "b"), 1.0))
+        assert generation is before is one.holding.held
+        assert prepared.generation == 1
+        record = one.holding.inventory(None)
+        assert record.records == (1, 2)
+        assert record.history == (Branch(T1, 2), Branch(Timeline(2, "b"), None))
+        with pytest.raises(AgentError, match="different records: 2 and 1"):
+            one.holding.resume(Resume(1, Timeline(2, "b"), 1.0))
+    finally:
+        one.holding.close()
