@@ -469,7 +469,7 @@ class Session:
         try:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
-            self._generation_after = point.record if len(self._ranks.unit) == 1 else None
+            self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
         except MemckptError as error:
