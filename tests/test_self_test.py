@@ -80,6 +80,14 @@ class Python(Momentum):
                 param.sub_(param.grad, alpha=0.1 * (random.random() + float(np.random.rand())))
 
 
+class Forking(Plain):
+    """Draws, and puts the generator back to where it was."""
+
+    def factor(self) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return torch.rand(()) + 0.5
+
+
 def model_of() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(5, 40), nn.ReLU(), nn.Linear(40, 3))
@@ -127,6 +135,7 @@ def test_an_honest_optimizer_passes(name: str) -> None:
         (Counting, 2, "differs after step 2"),
         (GlobalNoise, 1, "differs after step 1"),
         (Python, 1, "differs after step 1"),
+        (Forking, 1, "differs after step 1"),
         (OwnNoise, 2, "differs after step 2"),
         (Norm, 1, "differs after step 1"),
         (Inner, 3, "differs after step 3"),
