@@ -377,7 +377,8 @@ class Session:
         if isinstance(self._tap, ParameterTap):
             self._tap.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
-            self._tap = PendingTap(params, self._recorder)
+            reductions, self._tap = self._tap.reductions, PendingTap(params, self._recorder)
+            self._tap.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
             self._tap.install()
 
     # Generations

@@ -93,8 +93,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of an optimizer's state for one parameter.
 
-    `elementwise` says that it has the parameter's shape and may be cut with it; `on_cpu` that it stays in host
-    memory whatever the parameter's device (Adam's ``step``).
+    `elementwise` says that it has the parameter's shape, and is made and cut as the parameter is; `on_cpu` that it stays
+    in host memory whatever the parameter's device (Adam's ``step``).
     """
 
     key: str

@@ -189,11 +189,13 @@ def describe_state(
         UnsupportedError: the optimizer cannot take a step on a stand-in.
     """
     elementwise = is_elementwise(optimizer)
+    # A DTensor's state is one as well, whatever the class; the room for it is made after the parameter.
+    like = elementwise or captured or is_dtensor(param)
     state = optimizer.state.get(param)
     if state:
-        return _describe(state, param, elementwise or captured, captured)
+        return _describe(state, param, like, captured)
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
-    held, like = local(param), elementwise or captured
+    held = local(param)
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
     settings = tuple(sorted((name, repr(value)) for name, value in group.items() if name != "params"))
     key = (shape, param.dtype, str(param.device), settings)
