@@ -22,7 +22,7 @@ from accelerate import Accelerator
 import memckpt
 from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch, Place
-from accelerate_plugin.support import Prepared, refuse, require_training, sort_prepared
+from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
 from memckpt.arguments import with_environment
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
@@ -42,7 +42,7 @@ class MemCheckpointPlugin:
     last committed step, bit for bit. Leave with `close`, or use the plugin as a context manager.
 
     Args:
-        accelerator: of a single process, or of DDP.
+        accelerator: of a single process, of DDP, or of FSDP.
         run_dir: names the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
             anew; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
@@ -91,12 +91,13 @@ class MemCheckpointPlugin:
         """`accelerator.prepare`, and connect to the agent. Call it once, with everything that is trained and iterated.
 
         Args:
-            objects: model, optimizer, loaders, schedulers; in any order, returned in the same.
+            objects: model, optimizer, loaders, schedulers; in any order, returned in the same. A model that you have
+                cut over ranks yourself (fully_shard, parallelize_module) stays as it is.
             device_placement: as of `accelerator.prepare`.
 
         Raises:
             UsageError: a second call, or nothing to train among the arguments.
-            UnsupportedError: the Accelerator shards, or a loader cannot be followed.
+            UnsupportedError: the Accelerator trains in a way that is not supported, or a loader cannot be followed.
             MemckptError: as :func:`memckpt.attach`.
         """
         if self._session is not None:
@@ -107,8 +108,8 @@ class MemCheckpointPlugin:
         refuse(self.accelerator)
         require_training(objects)
         with grafting_stateful_loaders(lookahead=self.accelerator.num_processes):
-            result = self.accelerator.prepare(*objects, device_placement=device_placement)
-        self._prepared = prepared = sort_prepared(self.accelerator, result if len(objects) > 1 else [result])
+            result = prepare(self.accelerator, objects, device_placement)
+        self._prepared = prepared = sort_prepared(self.accelerator, result)
         self._session = session = memckpt.attach(
             prepared.model,
             prepared.torch_optimizers,
@@ -122,7 +123,7 @@ class MemCheckpointPlugin:
         except BaseException:
             self.close(finished=False)
             raise
-        return result
+        return tuple(result)
 
     def _attached(self, session: memckpt.Session, prepared: Prepared) -> None:
         if session.held is not None:

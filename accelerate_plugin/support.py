@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,10 @@ from torch.utils.data import DataLoader
 
 from memckpt.errors import UnsupportedError, UsageError
 
-_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 _REASONS = {
-    DistributedType.FSDP: "a rank's parameters are shards there, and sharded state is not in this version",
     DistributedType.DEEPSPEED: "DeepSpeed's engine owns parameters, optimizer and the step itself",
-    DistributedType.MEGATRON_LM: "Megatron-LM cuts the model over ranks, and sharded state is not in this version",
+    DistributedType.MEGATRON_LM: "Megatron-LM steps an optimizer of its own on buffers of its own",
     DistributedType.XLA: "XLA defers what a step does until after the place where it could be recorded",
 }
 _PREPARE = "model, optimizer, loader, scheduler = ckpt.prepare(model, optimizer, loader, scheduler)"
@@ -42,9 +42,40 @@ def refuse(accelerator: Accelerator) -> None:
     parallelism = getattr(accelerator, "parallelism_config", None)
     if parallelism is not None and (parallelism.tp_enabled or parallelism.cp_enabled):
         raise UnsupportedError(
-            "expected data parallelism alone, found a parallelism_config with tensor or context parallelism: a rank's "
-            "parameters are shards there, and sharded state is not in this version"
+            "expected data parallelism alone, found a parallelism_config with tensor or context parallelism, which has "
+            "not been tried; apply parallelize_module to the model yourself, before prepare()"
         )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model is cut over ranks already: by fully_shard, parallelize_module, or FullyShardedDataParallel."""
+    dtensor = _imported("torch.distributed.tensor", "DTensor")
+    return any(_is_flat(each) for each in model.modules()) or any(
+        isinstance(each, dtensor) for each in model.parameters()
+    )
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return isinstance(module, _imported("torch.distributed.fsdp", "FullyShardedDataParallel"))
+
+
+def _imported(module: str, name: str) -> Any:
+    """A class to compare with; to import it here would take a second of those who do not use it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def prepare(accelerator: Any, objects: Sequence[Any], device_placement: list[bool] | None) -> list[Any]:
+    """`accelerator.prepare`, which would wrap into DDP what is cut over ranks already."""
+    # An Accelerator that shards knows what to do with what is cut already.
+    shards = accelerator.distributed_type == DistributedType.FSDP
+    cut = [not shards and isinstance(each, nn.Module) and is_sharded(each) for each in objects]
+    # What is prepared for an evaluation gets autocast and compilation only, and is then left alone.
+    given = [
+        accelerator.prepare_model(each, evaluation_mode=True) if found else each
+        for each, found in zip(objects, cut, strict=True)
+    ]
+    result = accelerator.prepare(*given, device_placement=device_placement)
+    return list(result) if len(given) > 1 else [result]
 
 
 def require_training(objects: Sequence[Any]) -> None:
@@ -64,7 +95,7 @@ class Prepared:
 
     Attributes:
         models: as the user has them, wrapped or not.
-        bare: the same without any wrapper.
+        bare: the same without any wrapper, but for FSDP1's.
         data_parallel: the one DDP wrapper, None without.
     """
 
@@ -96,12 +127,20 @@ def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
         )
     return Prepared(
         models,
-        [accelerator.unwrap_model(model, keep_torch_compile=False) for model in models],
+        [_without_wrappers(accelerator, model) for model in models],
         wrappers[0] if wrappers else None,
         [each for each in objects if isinstance(each, AcceleratedOptimizer)],
         [each for each in objects if isinstance(each, AcceleratedScheduler)],
         list({id(each): each for each in objects if isinstance(each, DataLoader)}.values()),  # one may be given twice
     )
+
+
+def _without_wrappers(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    inner: nn.Module = getattr(model, "_orig_mod", model)  # torch.compile
+    if _is_flat(inner):
+        return inner  # the parameters are its own
+    bare: nn.Module = accelerator.unwrap_model(model, keep_torch_compile=False)
+    return bare
 
 
 def _data_parallel(model: nn.Module) -> Iterator[DistributedDataParallel]:

@@ -157,7 +157,7 @@ def add_differences(report: Report, scale: Scale) -> None:
 def main(options: Options) -> None:
     report = Report("framework_overhead", TITLE, METHOD, options.command, options.quick)
     scale = QUICK if options.quick else FULL
-    start_server()
+    start_server("benchmarks.frameworks")
     add_ratios(report, scale)
     add_differences(report, scale)
     report.write(options.results)

@@ -9,7 +9,17 @@ import time
 from benchmarks.command import Options, run
 
 #: Quiet ones first; the longest last.
-NAMES = ("hot_paths", "stall", "redo_rate", "restore_time", "storage_rate", "framework_overhead", "step_overhead")
+NAMES = (
+    "hot_paths",
+    "stall",
+    "redo_rate",
+    "restore_time",
+    "storage_rate",
+    "resharding",
+    "sharded_overhead",
+    "framework_overhead",
+    "step_overhead",
+)
 
 
 def main(options: Options) -> int:

@@ -24,6 +24,7 @@ from memckpt.storage import dcp as ours
 from memckpt.storage.base import model_name, state_name
 from memckpt.storage.catalog import read_catalog, verify_files
 from memckpt.storage.chain import stored_points
+from memckpt.storage.format import decode_node_state
 from memckpt.storage.store import LocalStore, Store
 
 MODES: tuple[StorageMode, ...] = ("replica", "log")
@@ -132,12 +133,13 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
         torch.save(trainee.state_dict(), directory / "torch")
         tensors = tensors_of(trainee)
         dcp.save(dict(tensors), checkpoint_id=str(directory / "dcp"), no_dist=True)
+        spec = decode_node_state(store.read(point.checkpoint.part_serving(0).state_path)).spec
         live = dict(trainee.model.named_parameters()) | dict(trainee.model.named_buffers())
 
         def resume() -> None:
             if verify_files(store, point.files):
                 raise RuntimeError("the checkpoint is damaged")
-            StoredState(store, point, 0).restore(live, [trainee.optimizer])
+            StoredState(store, point, 0, spec).restore(live, [trainee.optimizer])
 
         def torch_load() -> None:
             state = torch.load(directory / "torch", weights_only=True)

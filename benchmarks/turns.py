@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -165,47 +165,58 @@ def _train(task: Task, directory: Path, orders: Connection) -> None:
         gate.end_agent()
 
 
-class Training:
-    """A training in a process of its own, that waits until it is let go. Owns the process."""
+class Worker:
+    """A process that does what it is ordered to, one order after the other. Owns the process.
 
-    def __init__(self, task: Task, directory: Path) -> None:
-        self._task = task
+    Args:
+        name: for errors.
+        work: the process's whole life; the other end of the pipe follows its arguments. Without an end of file there
+            it goes on.
+        arguments: of `work`.
+    """
+
+    def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        self._name = name
         self._orders, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_train, args=(task, directory, theirs))
+        self._process = _CONTEXT.Process(target=work, args=(*arguments, theirs))
         self._process.start()
         theirs.close()
 
-    def _receive(self) -> Any:
-        name = f"{self._task.framework} with {self._task.side}"
-        if not self._orders.poll(_PATIENCE_SECONDS):
-            raise TrainingFailed(f"{name}: says nothing")
-        try:
-            said = self._orders.recv()
-        except (EOFError, ConnectionError):
-            raise TrainingFailed(f"{name}: the process has ended") from None
-        if isinstance(said, Failure):
-            raise MemoryError(f"{name}: {said.reason}")
-        return said
+    def send(self, order: Any) -> None:
+        """Give it an order.
 
-    def wait_ready(self) -> Model:
-        """Wait until it stands before its first step.
+        Raises:
+            TrainingFailed: it has ended.
+        """
+        try:
+            self._orders.send(order)
+        except ConnectionError:
+            raise TrainingFailed(f"{self._name}: the process has ended") from None
+
+    def receive(self) -> Any:
+        """What it says next.
 
         Raises:
             TrainingFailed: it ended, or said nothing for minutes.
             MemoryError: this machine has no memory for it.
         """
-        model: Model = self._receive()
-        return model
+        if not self._orders.poll(_PATIENCE_SECONDS):
+            raise TrainingFailed(f"{self._name}: says nothing")
+        try:
+            said = self._orders.recv()
+        except (EOFError, ConnectionError):
+            raise TrainingFailed(f"{self._name}: the process has ended") from None
+        if isinstance(said, Failure):
+            raise MemoryError(f"{self._name}: {said.reason}")
+        return said
 
-    def take(self, steps: int) -> Block:
-        """Let it go for one step that does not count and for so many that do; errors as above."""
-        self._orders.send(steps)
-        block: Block = self._receive()
-        return block
+    def dismiss(self) -> None:
+        """Say that no order will follow; :meth:`close` waits for what it does then."""
+        self._orders.close()
 
     def close(self) -> None:
         """End it."""
-        self._orders.close()
+        self.dismiss()
         self._process.join(_PATIENCE_SECONDS)
         if self._process.is_alive():
             self._process.kill()
@@ -213,9 +224,31 @@ class Training:
         self._process.close()
 
 
-def start_server() -> None:
-    """Say what the trainings have in common, so that it is imported once."""
-    _CONTEXT.set_forkserver_preload(["benchmarks.frameworks"])
+class Training:
+    """A training in a process of its own, that waits until it is let go. Owns the process."""
+
+    def __init__(self, task: Task, directory: Path) -> None:
+        self._worker = Worker(f"{task.framework} with {task.side}", _train, task, directory)
+
+    def wait_ready(self) -> Model:
+        """Wait until it stands before its first step; errors as for a worker."""
+        model: Model = self._worker.receive()
+        return model
+
+    def take(self, steps: int) -> Block:
+        """Let it go for one step that does not count and for so many that do; errors as for a worker."""
+        self._worker.send(steps)
+        block: Block = self._worker.receive()
+        return block
+
+    def close(self) -> None:
+        """End it."""
+        self._worker.close()
+
+
+def start_server(*modules: str) -> None:
+    """Say what the processes have in common, so that it is imported once."""
+    _CONTEXT.set_forkserver_preload(list(modules))
 
 
 @contextlib.contextmanager
@@ -229,7 +262,14 @@ def training(task: Task) -> Iterator[Training]:
             started.close()
 
 
-def take_turns(trainings: Sequence[Training], rounds: int, steps: int) -> list[list[Block]]:
+class TakesTurns(Protocol):
+    """A training that stops after each block of steps."""
+
+    def take(self, steps: int) -> Block:
+        """Let it go for one step that does not count and for so many that do."""
+
+
+def take_turns(trainings: Sequence[TakesTurns], rounds: int, steps: int) -> list[list[Block]]:
     """For each round a block of each training, in their order; the order of turns changes from round to round."""
     found = []
     for number in range(rounds):

@@ -9,21 +9,29 @@ Lightning 2.4 and older lack the restart stages this depends on, which is why 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_memckpt.shadowing import Shadows
 
 OLDEST_LIGHTNING = (2, 5)
 
 _MISSING = object()
 
+#: What Lightning calls the file of a sharded checkpoint that has everything but the shards.
+_METADATA_FILENAME = "meta.pt"
+
 #: Looked up from the trainer, each with what it is needed for.
 _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_checkpoint_connector._loaded_checkpoint", "a checkpoint passed by the user must not overwrite newer state"),
+    ("_checkpoint_connector._restore_modules_and_callbacks", "the same, where a strategy restores it after its setup"),
     ("_logger_connector._first_loop_iter", "decides whether the next self.log() starts a new aggregate"),
     ("_logger_connector._current_fx", "decides the same"),
     ("_logger_connector.metrics", "the step's metrics, before Lightning has merged them"),
@@ -242,10 +250,29 @@ class TrainerInternals:
         """Whether validation is due by time; such a Trainer argument exists since Lightning 2.6."""
         return getattr(self._trainer, "_val_check_time_interval", None) is not None
 
+    @property
+    def restores_late(self) -> bool:
+        """Whether the user's checkpoint is restored behind the strategy's setup and `on_fit_start`."""
+        return bool(self._trainer.strategy.restore_checkpoint_after_setup)
+
+    def around_late_restore(self, shadows: Shadows, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let `make(original)` stand for what restores it there, which is given its path or None."""
+        shadows.put(self._trainer._checkpoint_connector, "_restore_modules_and_callbacks", make)
+
     def user_checkpoint(self) -> dict[str, Any]:
         """The checkpoint that `fit(ckpt_path=...)` is about to restore; empty without one."""
         loaded: dict[str, Any] = self._trainer._checkpoint_connector._loaded_checkpoint
         return loaded
+
+    def read_late_checkpoint(self, path: str) -> dict[str, Any]:
+        """The same where the strategy will load it: what stands in it beside the shards."""
+        # As Lightning does: the path is rank 0's, a directory has what is not sharded in a file, and torch's default
+        # says which types may be loaded.
+        shared = Path(self._trainer.strategy.broadcast(path))
+        sharded = shared.is_dir()
+        file = shared / _METADATA_FILENAME if sharded else shared
+        checkpoint: dict[str, Any] = torch.load(file, map_location="cpu", mmap=not sharded)
+        return checkpoint
 
     def forget_user_checkpoint(self) -> None:
         """Keep Lightning from restoring the rest of the user's checkpoint over ours."""

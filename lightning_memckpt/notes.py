@@ -15,14 +15,21 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     Timer,
 )
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lightning_memckpt.internals import TrainerInternals, saves_by_wall_clock
 
 # DeepSpeed and XLA derive from the supported strategies without behaving like them.
-_SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy)
+_SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
 _UNSUPPORTED: tuple[type[Strategy], ...] = (DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy)
 
 _REFUSED: tuple[tuple[type[pl.Callback], str], ...] = (
@@ -49,10 +56,10 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
         )
     strategy = trainer.strategy
     if not isinstance(strategy, _SUPPORTED) or isinstance(strategy, _UNSUPPORTED):
-        supported = " and ".join(each.__name__ for each in _SUPPORTED)
+        supported = ", ".join(each.__name__ for each in _SUPPORTED)
         raise MisconfigurationException(
-            f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use "
-            'Trainer(strategy="ddp") or a single device, or remove the callback'
+            f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use one of them "
+            "(ModelParallelStrategy for what does not fit into one device), or remove the callback"
         )
     callbacks = list_callbacks(trainer)
     ours = [each for each in callbacks if isinstance(each, callback_type)]

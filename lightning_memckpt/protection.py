@@ -3,7 +3,8 @@
 A resumed fit goes through three moments:
 
 1. `strategy.setup` is done and no `on_fit_start` has run: the session is attached, the loops learn where to
-   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint.
+   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint; with
+   strategies that shard it does so behind `on_fit_start`, and so do we.
 2. Loaders are processed: each gets its position.
 3. The end of `strategy.on_train_start`, the very last start hook: tensors, optimizers, schedulers, logging and,
    last of all, the RNG. The start hooks before it find what they found in the first start, the initial model,
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,6 +37,7 @@ from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
+from lightning_memckpt.trainer_state import data_replicas
 from lightning_memckpt.user_state import Encodable, UserState, modules_beside
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
@@ -111,17 +114,28 @@ class Protection:
     def install(self) -> None:
         """Take hold of the strategy; nothing else of the trainer is touched before it has set up."""
         strategy = self._trainer.strategy
-        self._shadows.put(strategy, "setup", self._around_strategy_setup)
+        if self._internals.restores_late:
+            self._internals.around_late_restore(self._shadows, self._around_late_restore)
+        else:
+            self._shadows.put(strategy, "setup", self._around_strategy_setup)
         self._shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
         self._shadows.put(strategy, "on_train_start", self._around_on_train_start)
 
     def _around_strategy_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._begin()
+            self._begin(self._user_file())
             return result
 
         return setup
+
+    def _around_late_restore(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def restore(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            self._begin(self._late_file(checkpoint_path))
+            if self._pending is None:
+                original(checkpoint_path, *args, **kwargs)
+
+        return restore
 
     def _around_process_dataloader(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def process_dataloader(loader: Any) -> Any:
@@ -147,10 +161,9 @@ class Protection:
 
     # --- moment 1 -------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, file: UserFile | None) -> None:
         trainer = self._trainer
         self._beside = modules_beside(trainer, self._pl_module)
-        file = self._user_file()
         self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
         held = self._session.held
         if held is not None and file is not None:
@@ -169,7 +182,8 @@ class Protection:
             )
         for line in trainer_state.changed_settings(trainer, state["settings"]):
             self._messages.warn(line)
-        if held.world_size != trainer.world_size:
+        moved = held.world_size != trainer.world_size or state["replicas"] != data_replicas(trainer)
+        if moved:
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
         self._user.restore_early(state["user"])
@@ -183,16 +197,17 @@ class Protection:
             val_has_run=state["trainer"]["loop_extras"]["val_has_run"],
         )
         self._reentry.lift()
-        if held.world_size == trainer.world_size:
-            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
-        else:
+        if moved:
             batches = batches_behind(state["loops"])
             self._loaders.hold_derived(state["loaders"], batches, epoch_over=state["epoch_over"])
+        else:
+            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
         """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
         before, now = batches_behind(state["loops"]), self._trainer.world_size
-        batches = before * world_size // now
+        # Ranks that are parallel in tensors see the same samples.
+        batches = before * state["replicas"] // data_replicas(self._trainer)
         self._messages.warn(
             f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks go on behind {batches}. "
             "Generators, sample order within a batch and logged averages are not those of an uninterrupted run"
@@ -200,9 +215,11 @@ class Protection:
         return {**state, "loops": with_batches_behind(state["loops"], batches)}
 
     def _connect(self, resume: Resume) -> Session:
-        wrapped = self._trainer.strategy.model
+        strategy = self._trainer.strategy
+        wrapped = strategy.model
         return self._attach(
-            self._pl_module,
+            # FSDP1 keeps parameters in flat ones, and those of its outermost wrapper are not in the module.
+            wrapped if isinstance(strategy, FSDPStrategy) else self._pl_module,
             self._trainer.optimizers,
             run_dir=self._run_dir,
             resume=resume,
@@ -216,6 +233,11 @@ class Protection:
         if not checkpoint:
             return None
         return UserFile(str(self._trainer.ckpt_path), checkpoint.get("global_step", 0), "ckpt_path")
+
+    def _late_file(self, path: Any) -> UserFile | None:
+        if not path:
+            return None
+        return UserFile(str(path), self._internals.read_late_checkpoint(str(path)).get("global_step", 0), "ckpt_path")
 
     # --- moment 3 -------------------------------------------------------------------------------------------
 
@@ -294,6 +316,7 @@ class Protection:
             "epoch_over": epoch_over,
             "loops": loops,
             "settings": trainer_state.settings(self._trainer),
+            "replicas": data_replicas(self._trainer),
             "trainer": trainer_state.capture(self._trainer, internals),
             "logging": self._logging.capture(),
             "user": user.capture(loops),

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
@@ -44,6 +45,15 @@ def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator
                 f"{name} was {before[name]} when the held state was captured and is {value} now: training "
                 "continues, but not bit for bit"
             )
+
+
+def data_replicas(trainer: pl.Trainer) -> int:
+    """Among how many ranks the samples are divided; not all of them, where some are parallel in tensors."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return 1
+    replicas: int = strategy.distributed_sampler_kwargs["num_replicas"]
+    return replicas
 
 
 def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import lightning
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_memckpt.internals import callback_fields, set_callback_fields
 
@@ -28,6 +30,9 @@ else:
     # Its hooks move whole models in and out of a checkpoint; its average model is staged as a module instead.
     _RESTORED_BY_VALUE = (WeightAveraging,)
 
+_SHARDING = (FSDPStrategy, ModelParallelStrategy)
+# What FSDP1 puts into names, and takes away in a state_dict().
+_FLAT_PREFIX = "_fsdp_wrapped_module."
 _REFERENCE = "\0staged tensor"
 _SEPARATOR = "\0"
 
@@ -187,7 +192,7 @@ class UserState:
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
             "pytorch-lightning_version": lightning.__version__,
-            "state_dict": trainer.strategy.lightning_module_state_dict(),
+            "state_dict": self._state_dict(),
             "loops": {"fit_loop": loops},
             "callbacks": {
                 name.removeprefix("callbacks/"): state
@@ -197,6 +202,20 @@ class UserState:
             "optimizer_states": [],
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         }
+
+    def _state_dict(self) -> dict[str, Tensor]:
+        """The module's own, of live tensors."""
+        strategy = self._trainer.strategy
+        if not isinstance(strategy, _SHARDING):
+            state: dict[str, Tensor] = strategy.lightning_module_state_dict()
+            return state
+        # The strategy would gather the model from all ranks, at every step: hooks see what this rank holds of it.
+        found = {name: param.detach() for name, param in self._pl_module.named_parameters(remove_duplicate=False)}
+        for path, module in self._pl_module.named_modules(remove_duplicate=False):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    found[f"{path}.{key}" if path else key] = buffer.detach()
+        return {name.replace(_FLAT_PREFIX, ""): tensor for name, tensor in found.items()}
 
     def _staged_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for owner, module in {"": self._pl_module, **self._beside}.items():
@@ -256,7 +275,9 @@ class UserState:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    # A DTensor has no memory of its own.
+    held: Tensor = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+    return held.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
 def _same(live: Any, saved: Any) -> bool:

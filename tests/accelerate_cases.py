@@ -94,6 +94,7 @@ MORE_CASES = [
 RANKED = [
     Case("uneven", samples=42),
     Case("dispatch_padded", samples=43, loading=DISPATCH),
+    Case("fsdp2", cut="fsdp2"),
 ]
 MORE_RANKED = [
     PLAIN,
@@ -110,5 +111,9 @@ MORE_RANKED = [
     Case("stream", stream=True),
     Case("rng_types", accelerator={"rng_types": ["torch", "generator"]}),
     Case("limited", samples=43, limit=4),
+    Case("fsdp2_accumulate", samples=42, accumulate=2, cut="fsdp2"),
+    Case("fsdp2_bf16", accelerator={"mixed_precision": "bf16"}, cut="fsdp2"),
+    Case("fsdp1", cut="fsdp1"),
+    Case("fsdp1_accumulate", samples=42, accumulate=2, cut="fsdp1"),
 ]
 RANKED_KILLS: list[Kill] = [("backward", 3), ("committed", 3), ("epoch end", 1), ("batch", 2)]

@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_plugin import MemCheckpointPlugin
@@ -49,6 +50,7 @@ class Case:
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
         evaluation_loader: evaluate on a loader that is prepared, too.
+        cut: how the user has cut the model before it is prepared: "", "fsdp2" or "fsdp1".
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
     """
 
@@ -64,6 +66,7 @@ class Case:
     stream: bool = False
     own_loader: bool = False
     two: bool = False
+    cut: str = ""
     saves: bool = False
     evaluation_loader: dict[str, Any] | None = None
 
@@ -94,6 +97,24 @@ class Run:
     config: MemckptConfig = field(default_factory=config)
     hooks: dict[Kill, Callable[[Training], None]] = field(default_factory=dict)
     sabotage: Callable[[], None] | None = None
+
+
+def cut(model: Any, how: str) -> Any:
+    """The model, with its parameters cut over the ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if how == "fsdp1":
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for each in (model[0], model[4], model):
+        fully_shard(each, mesh=mesh)
+    return model
+
+
+def held(value: Any) -> Any:
+    """What this rank holds of a DTensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 class Samples(Dataset[Any]):
@@ -170,6 +191,8 @@ class Training:
         self.model: Any = nn.Sequential(
             nn.Linear(8, 16), nn.BatchNorm1d(16), nn.LayerNorm(16), nn.Dropout(0.3), nn.Linear(16, 1)
         )
+        if case.cut:
+            self.model = cut(self.model, case.cut)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), 1e-2)
         self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60)
         self.samples = Samples(case.samples)
@@ -218,6 +241,8 @@ class Training:
             arguments = self.run.case.evaluation_loader
             objects.append(DataLoader(Samples(12), 4, shuffle=True, **arguments))
         if not self.run.protected:
+            if self.run.case.cut:  # Accelerate would wrap it into DDP
+                objects[0] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
             return list(self.accelerator.prepare(*objects))
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=self.run.config)
         prepared = self.plugin.prepare(*objects)
@@ -233,6 +258,8 @@ class Training:
         self.loader = loader
         if self.run.case.evaluation_loader is not None:
             self.evaluation_loader = prepared[-1]
+        if self.run.case.cut:
+            self._evaluate((-1,))  # leaves whole parameters, of the initial values, in the outermost module
         plugin = self.plugin
         for epoch in range(EPOCHS) if plugin is None else plugin.epochs(EPOCHS):
             first = 0 if plugin is None else plugin.batch
@@ -307,9 +334,9 @@ class Training:
         """Write down all that an interruption might have changed."""
         bare = self.accelerator.unwrap_model(self.model)
         result = {
-            "parameters": {name: freeze(each) for name, each in bare.named_parameters()},
+            "parameters": {name: freeze(held(each)) for name, each in bare.named_parameters()},
             "buffers": {name: freeze(each) for name, each in bare.named_buffers()},
-            "optimizer": freeze(self.optimizer.state_dict()),
+            "optimizer": freeze(tree_map(held, self.optimizer.state_dict())),
             "scheduler": freeze(self.scheduler.state_dict()),
             "scaler": freeze(None if self.accelerator.scaler is None else self.accelerator.scaler.state_dict()),
             "torch": freeze(torch.get_rng_state()),

@@ -27,6 +27,7 @@ from tests.engine_steps import (
     Alternating,
     Bf16Autocast,
     Bf16Parameters,
+    ClipGivenNorm,
     ClipNorm,
     ClipNormParts,
     ClipValue,
@@ -46,6 +47,7 @@ from tests.engine_steps import (
 from tests.engine_training import Case, Training
 
 PLAIN = Case("plain", Training)
+CLIP_GIVEN_NORM = Case("clip-given-norm", ClipGivenNorm)
 
 OPTIMIZER_CASES = [Case(name, lambda make=make: OneOptimizer(make)) for name, make in OPTIMIZERS.items()]
 OPTIMIZER_CASES += [Case("muon", Muon)]
@@ -63,6 +65,7 @@ SHAPE_CASES = [
     Case("idle", Idle),
     Case("closure", Closure),
     Case("clip-norm", ClipNorm),
+    CLIP_GIVEN_NORM,
     Case("clip-norm-parts", ClipNormParts),
     Case("clip-value", ClipValue),
     Case("scaler", lambda: Scaler(fused=False, clip=False)),

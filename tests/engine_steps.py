@@ -205,6 +205,15 @@ class ClipNormParts(Training):
         nn.utils.clip_grad_norm_(self.model[4].weight, 0.1)
 
 
+class ClipGivenNorm(Training):
+    """The norm is taken first, as where it has to be added up over meshes or stages."""
+
+    def change_gradients(self, step: int) -> None:
+        params = list(self.model.parameters())
+        norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+        nn.utils.clip_grads_with_norm_(params, 0.2, norm)
+
+
 class ClipValue(Training):
     def change_gradients(self, step: int) -> None:
         nn.utils.clip_grad_value_(self.model.parameters(), 0.01)

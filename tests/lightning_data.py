@@ -49,6 +49,7 @@ class Case:
     accumulation_schedule: dict[int, int] | None = None
     compiled: bool = False
     seed_workers: bool = False
+    strategy: str = "ddp"
     trainer: dict[str, Any] = field(default_factory=dict)
 
 

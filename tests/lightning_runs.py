@@ -46,6 +46,7 @@ from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests import fake_session
 from tests.lightning_cases import Control, Kill, Net, NetWithHooks, Tally, Watch
 from tests.lightning_data import Case, Data, train_loader, validation_loader
+from tests.lightning_sharded import ShardedNet, ShardedNetWithHooks, held_by_this_rank, strategy_of
 
 EPOCHS = 3
 
@@ -113,7 +114,8 @@ def train(run: Run) -> dict[str, Any]:
     if run.sabotage is not None:
         sabotage(run.sabotage)
     pl.seed_everything(1, workers=case.seed_workers, verbose=False)
-    model: Any = (NetWithHooks if case.user_hooks else Net)(case, control)
+    plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
+    model: Any = (plain if case.strategy == "ddp" else sharded)(case, control)
     trainer = make_trainer(run, control)
     if case.datamodule:
         trainer.fit(model, datamodule=Data(case), ckpt_path=run.checkpoint)
@@ -129,15 +131,15 @@ def make_trainer(run: Run, control: Control) -> Any:
     if run.protected:
         config = replace(CONFIG, storage=StorageConfig() if run.storage else None)
         callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume, config=config))
-    callbacks.append(
-        ModelCheckpoint(
-            run.directory / "files",
-            monitor="val_loss" if case.validate else None,
-            save_top_k=2 if case.validate else 1,
-            save_last=True,
-            every_n_train_steps=case.every_n_train_steps,
-        )
+    files = ModelCheckpoint(
+        run.directory / "files",
+        monitor="val_loss" if case.validate else None,
+        save_top_k=2 if case.validate else 1,
+        save_last=True,
+        every_n_train_steps=case.every_n_train_steps,
     )
+    if case.strategy != "fsdp1":  # to gather its shards on the CPU ends torch 2.13 with SIGSEGV
+        callbacks.append(files)
     if case.validate:
         callbacks.append(EarlyStopping("val_loss", patience=50))
     if case.ema:
@@ -154,11 +156,13 @@ def make_trainer(run: Run, control: Control) -> Any:
         callbacks.append(LearningRateMonitor())
     arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
     if run.ranks > 1:
-        arguments |= {"strategy": "ddp", "devices": run.ranks}
+        strategy = "ddp" if case.strategy == "ddp" else strategy_of(case.strategy, run.ranks)
+        arguments |= {"strategy": strategy, "devices": run.ranks}
     if not case.validate:
         arguments["limit_val_batches"] = 0
     return pl.Trainer(
         logger=CSVLogger(run.directory / "csv") if case.logger else False,
+        enable_checkpointing=files in callbacks,
         callbacks=callbacks,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -173,15 +177,15 @@ def _half_more(epoch: int) -> float:
 
 def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
     """Everything that an interruption might have changed."""
-    files = trainer.checkpoint_callback
+    files = trainer.checkpoint_callback or ModelCheckpoint("nowhere")
     stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
     average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
     tally = [each for each in trainer.callbacks if isinstance(each, Tally)]
     loops = trainer.fit_loop.epoch_loop
     return {
-        "tensors": dict(itertools.chain(model.named_parameters(), model.named_buffers())),
+        "tensors": held_by_this_rank(dict(itertools.chain(model.named_parameters(), model.named_buffers()))),
         "requires_grad": {name: each.requires_grad for name, each in model.named_parameters()},
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "optimizers": held_by_this_rank([optimizer.state_dict() for optimizer in trainer.optimizers]),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()),
         "losses": dict(control.losses),

@@ -169,14 +169,13 @@ def test_a_loop_without_loaders(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("found", "reason"),
     [
-        (DistributedType.FSDP, "sharded state is not in this version"),
         (DistributedType.DEEPSPEED, "DeepSpeed's engine owns"),
-        (DistributedType.MEGATRON_LM, "Megatron-LM cuts the model"),
+        (DistributedType.MEGATRON_LM, "Megatron-LM steps an optimizer of its own"),
         (DistributedType.XLA, "XLA defers"),
         (DistributedType.MULTI_NPU, "it has not been tried"),
     ],
 )
-def test_what_shards_is_refused_by_name(lab: Lab, found: DistributedType, reason: str) -> None:
+def test_what_cannot_be_followed_is_refused_by_name(lab: Lab, found: DistributedType, reason: str) -> None:
     def body() -> None:
         ckpt = plugin(lab)
         ckpt.accelerator.state.distributed_type = found

@@ -6,18 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[1]
 
 
+def _quick_run(name: str, results: Path) -> dict[str, Any]:
+    """What a quick run of a benchmark reports."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(results)]
+    subprocess.run(command, cwd=_ROOT, check=True, timeout=280)
+    report: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
+    return report
+
+
 @pytest.mark.slow
 def test_framework_overhead(tmp_path: Path) -> None:
     """Every framework trains on its three sides; memckpt's has a session, whose stall is counted."""
-    command = [sys.executable, "-m", "benchmarks.framework_overhead", "--quick", "--results", str(tmp_path)]
-    subprocess.run(command, cwd=_ROOT, check=True, timeout=280)
-    report = json.loads((tmp_path / "framework_overhead.json").read_text())
+    report = _quick_run("framework_overhead", tmp_path)
     ratios, differences = (table["rows"] for table in report["tables"])
     frameworks = {"plain loop", "Lightning", "Accelerate", "transformers.Trainer"}
     assert {row["framework"] for row in ratios if row["arm"] == "memckpt" and row["stall_ms"] > 0} == frameworks
@@ -25,3 +32,26 @@ def test_framework_overhead(tmp_path: Path) -> None:
     assert len(ratios) == 11
     assert {row["framework"] for row in differences if row["stall_us"] > 0} == frameworks
     assert report["notes"] == []
+
+
+@pytest.mark.slow
+def test_sharded_overhead(tmp_path: Path) -> None:
+    """Two ranks train on each side; what they copy and the agent holds is that of their shards, once."""
+    report = _quick_run("sharded_overhead", tmp_path)
+    ratios, copied, held = (table["rows"] for table in report["tables"])
+    lazy = "memckpt, lazy T=8"
+    assert {row["arm"] for row in ratios} >= {lazy, "nothing (null pair)", "dcp.async_save"}
+    assert [row["arm"] for row in ratios if row["stall_ms"]] == [row["arm"] for row in held]
+
+    ours = [row for row in copied if row["arm"] == lazy]
+    assert [row["rank"] for row in ours] == [0, 1]
+    for row in ours:
+        assert row["copied"]["gradients"] == row["shard_parameter_bytes"] == 4 * row["shard_numel"]
+        assert row["formula_bytes"] <= row["copied_bytes"] < 1.02 * row["formula_bytes"]
+    for row in copied:
+        if row["arm"] == "dcp.async_save":
+            beside = row["copied_bytes"] - row["shard_parameter_bytes"] - row["shard_optimizer_bytes"]
+            assert 0 <= beside < 1024  # the mesh of the DTensors, which is a tensor
+    whole = next(row for row in held if row["arm"] == lazy)
+    assert whole["numel"] == sum(row["shard_numel"] for row in ours)
+    assert whole["designed_bytes"] <= whole["held_bytes"] < 1.05 * whole["designed_bytes"]

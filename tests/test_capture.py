@@ -108,7 +108,7 @@ def test_another_interval_or_mode_after_a_resume(lab: Lab) -> None:
     assert second.restored_step == 4
     third = lab.train(PLAIN, config("lazy"), seed=3, actions={("after commit", 13): kill_self})
     assert third.restored_step == 10
-    fourth = lab.train(PLAIN, config("capture"), seed=4, actions={("backward", 16): kill_self})
+    fourth = lab.train(PLAIN, config("capture", capture_every_steps=10), seed=4, actions={("backward", 16): kill_self})
     assert fourth.restored_step == 13
     final = lab.train(PLAIN, config("lazy"), seed=5)
     assert final.restored_step == 14  # its generation's beginning

@@ -229,4 +229,4 @@ def test_an_object_store_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> 
     assert invoke("verify", *place, "--repair")[0] == 0
     assert not [key for key in bucket.objects() if "000000000002" in key]
     assert invoke("export", *place, "--format", "dcp", "--to", tmp_path / "out")[0] == 0
-    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "node"]

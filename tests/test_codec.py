@@ -270,3 +270,15 @@ def test_other_types_are_refused_with_their_path(value: Any, path: str, type_nam
     assert type_name in caught.value.type_name
     (found,) = codec.unencodable_paths(value)
     assert found.startswith(path)
+
+
+def test_a_shard_is_refused_by_its_type() -> None:
+    """It would come back as a plain tensor of its global shape, or of that of a shard."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    shard = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+    assert codec.unencodable_paths({"average": shard}) == ["average (torch.distributed.tensor.DTensor)"]
+    with pytest.raises(UnsupportedStateError, match=r"average .*DTensor"):
+        codec.encode({"average": shard})

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine_cases import ACCUMULATION, COMPILED, PLAIN, SHAPE_CASES, UNKNOWN_CHANGE_CASES
+from tests.engine_cases import ACCUMULATION, CLIP_GIVEN_NORM, COMPILED, PLAIN, SHAPE_CASES, UNKNOWN_CHANGE_CASES
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.engine_training import Case
@@ -75,6 +75,12 @@ def test_changes_of_gradients_that_streaming_does_not_know_are_noticed(lab: Lab,
     assert attempts[-1].end["tap"] == "step"
     assert "in a way that streaming does not know" in attempts[-1].end["tap_reason"]
     assert "gradients are now taken after the optimizer's step" in attempts[-1].log
+
+
+def test_clipping_by_a_norm_that_was_taken_before_is_known_to_streaming(lab: Lab) -> None:
+    ended = lab.train(CLIP_GIVEN_NORM, config("lazy"), last_step=3)
+    assert ended.end["tap"] == "streaming"
+    lab.stop()
 
 
 def test_own_clipping_is_noticed_on_the_first_logged_record(lab: Lab) -> None:

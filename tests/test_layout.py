@@ -223,3 +223,11 @@ def test_the_fingerprint_does_not_depend_on_what_is_frozen() -> None:
     moved = msgspec.structs.replace(spec, params=spec.params[1:], static=(spec.params[0].tensor,))
     assert moved.fingerprint() == spec.fingerprint()
     assert moved.digest() != spec.digest()
+
+
+@given(specs())
+def test_there_is_a_region_for_tensors_without_elements(spec: StateSpec) -> None:
+    """A rank may hold nothing but empty pieces of what others hold."""
+    layout = Layout(spec)
+    assert bool(layout.static_bytes) == bool(spec.static)
+    assert bool(layout.state_bytes) == bool(spec.params)

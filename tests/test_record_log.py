@@ -121,7 +121,7 @@ def gradients(store: Store, timeline: Timeline, record: int) -> list[float]:
     points = stored_points(read_catalog(store), also=record)
     point = next(one for one in points if (one.timeline, one.record) == (timeline, record))
     reader, found = RecordReader(store), []
-    for number, batch in point.gradient_batches():
+    for number, batch in point.gradient_batches(point.checkpoint.part_serving(0)):
         meta = decode_meta(reader.data(batch, meta_name(number)))
         gradient = reader.data(batch, gradient_name(number, meta.sub_steps[0], "w"))
         found.append(struct.unpack("4f", gradient)[0])

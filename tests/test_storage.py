@@ -378,7 +378,7 @@ def test_a_checkpoint_exists_when_all_its_parts_do(store: Store) -> None:
     assert read_catalog(store).complete == ()
     write(store, part_of(1, node="b", ranks=(2, 3), world_size=4))
     (checkpoint,) = read_catalog(store).complete
-    assert checkpoint.full_part().node == "a"
+    assert checkpoint.part_serving(3).node == "a"
     assert checkpoint.part_of(3).node == "b"
     assert verify(store, checkpoint) == []
 
@@ -479,10 +479,10 @@ def test_formats_are_stable() -> None:
     """A change of the commit file's fields needs a new format version."""
     assert [field.name for field in msgspec.structs.fields(Part)] == [
         "format", "timeline", "record", "step", "world_size", "ranks", "node", "full", "created", "files",
-        "content"
+        "content", "serves"
     ]  # fmt: skip
     assert [field.name for field in msgspec.structs.fields(Batch)] == [
         "format", "timeline", "first", "last", "steps", "follows", "world_size", "ranks", "node", "full", "created",
-        "content", "files"
+        "content", "files", "serves"
     ]  # fmt: skip
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 3

@@ -114,10 +114,11 @@ def test_records_are_redone_with_the_gradients_of_the_attempt_that_made_them() -
     found = catalog(checkpoint(T1, 2), old, new, newest)
     point = stored_points(found)[0]
     assert (point.timeline, point.record) == (T2, 12)
-    used = [(record, one.timeline.number) for record, one in point.gradient_batches()]
+    part = point.checkpoint.part_serving(0)
+    used = [(record, one.timeline.number) for record, one in point.gradient_batches(part)]
     assert used == [(3, 1), (4, 1), (5, 1), *((record, 2) for record in range(6, 13))]
     before = next(one for one in stored_points(found) if (one.timeline, one.record) == (T1, 9))
-    assert {one.timeline for _, one in before.gradient_batches()} == {T1}
+    assert {one.timeline for _, one in before.gradient_batches(part)} == {T1}
     last = before.last_batch_of(0)
     assert last is not None
     assert last.timeline == T1

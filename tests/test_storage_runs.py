@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> N
     died = lab.train(PLAIN, settings, actions=actions)
     checkpoint = catalog_of(lab).complete[0]
     assert checkpoint.step == 10
-    damaged = next(file for file in checkpoint.full_part().files if file.path.endswith(".distcp"))
+    damaged = next(file for file in checkpoint.part_serving(0).files if file.path.endswith(".distcp"))
     path = lab.run_dir / "storage" / damaged.path
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -292,7 +292,16 @@ def test_a_trainer_without_the_names_we_rely_on_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [Case("plain"), replace(ACCUMULATED, samples=88)], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain"),
+        replace(ACCUMULATED, samples=88),
+        Case("sharded", sharded=True),
+        replace(ACCUMULATED, name="sharded_accumulated", samples=88, sharded=True),
+    ],
+    ids=lambda case: case.name,
+)
 def test_two_ranks(trainings: Trainings, case: Case) -> None:
     kills: list[Kill] = [("pre_optimizer", 4), ("step_begin", 2), ("prediction", 1), ("step_end", 3)]
     trainings.survives(case, settings(), kills, ranks=2)

@@ -22,11 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -65,6 +68,7 @@ class Case:
         augmented: whether the data draw random numbers.
         patience: of EarlyStoppingCallback; None goes without.
         stream: whether the training data are an IterableDataset.
+        sharded: whether from_pretrained() cuts the model over the ranks.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Case:
     augmented: bool = True
     patience: int | None = None
     stream: bool = False
+    sharded: bool = False
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
@@ -230,9 +235,11 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
         **attempt.changed,
     }
     torch.manual_seed(attempt.seed)
-    model = GPT2LMHeadModel(
+    model: Any = GPT2LMHeadModel(
         GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)
     )
+    if case.sharded:
+        model = load_sharded(attempt.report / "model")
     dies = int(rank) == int(os.environ.get("WORLD_SIZE", "1")) - 1
     probe = Probe(journal, attempt.kill if dies else None)
     callbacks: list[TrainerCallback] = [probe]
@@ -251,6 +258,33 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
     return trainer
 
 
+def load_sharded(directory: Path) -> Any:
+    """A small Llama, cut over the ranks as it is loaded."""
+    from transformers.distributed import DistributedConfig
+
+    torch.distributed.init_process_group("gloo")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=50,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            attention_dropout=0.1,
+        )
+    ).save_pretrained(directory)  # rank 0 does it
+    torch.distributed.barrier()
+    ranks = torch.distributed.get_world_size()
+    return LlamaForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=ranks))
+
+
+def held(value: Any) -> Any:
+    """What this rank holds of a DTensor; anything else as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
 def train(attempt: Attempt) -> None:
     """The body of a training child."""
     if attempt.sabotage is not None:
@@ -260,8 +294,8 @@ def train(attempt: Attempt) -> None:
     early = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
     state, wrapped = trainer.state, trainer.callback_handler.train_dataloader
     found = {
-        "weights": freeze(dict(trainer.model.state_dict())),
-        "optimizer": freeze(trainer.optimizer.state_dict()),
+        "weights": freeze(tree_map(held, dict(trainer.model.state_dict()))),
+        "optimizer": freeze(tree_map(held, trainer.optimizer.state_dict())),
         "scheduler": freeze(trainer.lr_scheduler.state_dict()),
         "torch rng": freeze(torch.get_rng_state()),
         "numpy rng": freeze(np.random.get_state()),

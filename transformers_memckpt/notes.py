@@ -73,17 +73,16 @@ def refuse(trainer: Any, trial: object) -> None:
     """
     args = trainer.args
     found = {
-        "fsdp": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
         "deepspeed": trainer.is_deepspeed_enabled,
-        "parallelism_config": getattr(args, "parallelism_config", None) is not None,
-        "a model that from_pretrained() has distributed": getattr(trainer, "is_distributed_loading_by_transformers", 0),
-        "a TPU": str(args.device).startswith("xla"),
+        # A model that from_pretrained() has made parallel in tensors brings one along.
+        "a parallelism_config": getattr(trainer.accelerator, "parallelism_config", None) is not None,
+        "a TPU": str(args.device).startswith("xla") or trainer.is_fsdp_xla_enabled,
     }
     for name, present in found.items():
         if present:
             raise UnsupportedError(
-                f"expected a single device or DistributedDataParallel (torchrun), found {name}; train without it, or "
-                "without memckpt"
+                f"expected a single device, DistributedDataParallel (torchrun) or FSDP, found {name}; train without "
+                "it, or without memckpt"
             )
     if args.n_gpu > 1 or isinstance(trainer.model_wrapped, nn.DataParallel):
         raise UnsupportedError(

@@ -138,10 +138,10 @@ class Holding:
         """
         held = self.held
         if held is None:
-            return HeldRecords(node=self._node)
+            return HeldRecords(node=self._node, ranks=self.ranks)
         difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
         if difference is not None:
-            return HeldRecords(node=self._node, problem=difference)
+            return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
         records = self.standing_still()
         return HeldRecords(
             node=self._node,

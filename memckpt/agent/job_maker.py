@@ -32,7 +32,7 @@ class JobMaker:
     """Belongs to the agent's event loop.
 
     Args:
-        node: this node's name.
+        node: this node's name, or that of the ranks on it that hold the same shards: no other part may have it.
         submit: has it written.
     """
 
@@ -109,9 +109,10 @@ class JobMaker:
             world_size=spec.world_size,
             ranks=spec.local_ranks,
             node=self._node,
-            full=0 in spec.local_ranks,
+            full=spec.full,
             created=time.time(),
             content=spec.content(),
+            serves=spec.serves,
         )
         return Save(
             url=url,

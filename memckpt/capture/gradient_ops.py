@@ -105,6 +105,7 @@ def _install() -> None:
 
     # clip_grad_norm_ calls the first of these by its module's global name, so that every way of importing it is seen.
     _wrap(clip_grad, "_clip_grads_with_norm_", clip_by_norm)
+    _wrap(torch.nn.utils, "clip_grads_with_norm_", clip_by_norm)
     _wrap(clip_grad, "clip_grad_value_", clip_by_value)
     _wrap(torch.nn.utils, "clip_grad_value_", clip_by_value)
     _wrap(torch.amp.GradScaler, "_unscale_grads_", unscale)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from memckpt.capture import shards
 from memckpt.config import RedoMode
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
@@ -37,7 +38,8 @@ from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied at every step without asking whether they change.
 SMALL_BYTES = 64 << 10
-_COMPILED_PREFIX = "_orig_mod."
+#: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
+_WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,10 @@ class LiveState:
         self.growth = Growth()
         # Walking a module tree at every commit would cost more than the copies of a small model.
         self._group_names: tuple[tuple[tuple[int, ...], ...], list[list[list[str]]]] | None = None
-        self._named_params: list[tuple[str, nn.Parameter]] = []
+        self._named_params: list[tuple[str, torch.Tensor]] = []
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
+        self._shards: dict[str, torch.Tensor] = {}
+        self.put_shards_in_place()
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
@@ -106,6 +110,27 @@ class LiveState:
         self.not_redoable[index] = reason
         return GradientHabits(False, 0)
 
+    def put_shards_in_place(self) -> None:
+        """Have shards, and not whole parameters, in the modules; on every rank at the same time."""
+        for module in (self.model, *self.extra_modules.values()):
+            shards.put_in_place(module)
+
+    def _in_place_of(self, name: str, tensor: torch.Tensor, stepped: set[int]) -> torch.Tensor:
+        """The shard, where a whole parameter stands in its place for a while."""
+        known = self._shards.get(name)
+        if known is not None and id(tensor) not in stepped and known.shape == tensor.shape:
+            return known
+        if is_dtensor(tensor):
+            self._shards[name] = tensor
+        return tensor
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The model's parameters by name."""
+        stepped = {id(param) for _, param in self._optimizer_positions()}
+        for found, param in self.model.named_parameters():
+            name = _without_wrappers(found)
+            yield name, self._in_place_of(name, param, stepped)
+
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if not stepped:
@@ -127,9 +152,8 @@ class LiveState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the training state by name, parameters of the model first. Shared tensors appear once."""
-        named: dict[str, torch.Tensor] = {}
-        for name, tensor in itertools.chain(self.model.named_parameters(), self.model.named_buffers()):
-            named[name.replace(_COMPILED_PREFIX, "")] = tensor
+        named = dict(self._parameters())
+        named.update((_without_wrappers(name), tensor) for name, tensor in self.model.named_buffers())
         known = {id(tensor) for tensor in named.values()}
         for position, param in self._optimizer_positions():
             if id(param) not in known:
@@ -144,7 +168,7 @@ class LiveState:
 
     def large_buffers(self) -> dict[str, torch.Tensor]:
         """Buffers that are not copied with every record unless they are seen to change."""
-        params = {id(param) for param in self.model.parameters()}
+        params = {id(param) for _, param in self._parameters()}
         return {
             name: tensor
             for name, tensor in self.tensors().items()
@@ -176,7 +200,7 @@ class LiveState:
             for path, owner in module.named_modules():
                 for key in owner._buffers:
                     name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
-                    holders[name.replace(_COMPILED_PREFIX, "")] = (owner, key)
+                    holders[_without_wrappers(name)] = (owner, key)
         return holders
 
     def _optimizer_positions(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -205,7 +229,7 @@ class LiveState:
         params: list[ParamSpec] = []
         static: list[TensorSpec] = []
         by_value: list[TensorSpec] = []
-        model_params = {id(param) for param in self.model.parameters()}
+        model_params = {id(param) for _, param in self._parameters()}
         for name, tensor in self.tensors().items():
             described = TensorSpec(name, tuple(local(tensor).shape), dtype_name(tensor.dtype), shard_of(tensor))
             small_buffer = id(tensor) not in model_params and described.nbytes <= SMALL_BYTES
@@ -239,8 +263,8 @@ class LiveState:
         for path, module in self.model.named_modules(remove_duplicate=False):
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:
-                    full = f"{path}.{key}" if path else key
-                    keys[full.replace(_COMPILED_PREFIX, "")] = names[id(tensor)]
+                    full = _without_wrappers(f"{path}.{key}" if path else key)
+                    keys[full] = names[id(self._in_place_of(full, tensor, set()))]
         return keys
 
     def _param_spec(
@@ -351,8 +375,7 @@ class LiveState:
     def trainable(self) -> dict[str, bool]:
         """requires_grad of every parameter of the model, by name."""
         if not self._named_params:
-            named = self.model.named_parameters()
-            self._named_params = [(name.replace(_COMPILED_PREFIX, ""), param) for name, param in named]
+            self._named_params = list(self._parameters())
         return {name: param.requires_grad for name, param in self._named_params}
 
     def restore_trainable(self, flags: dict[str, bool]) -> None:
@@ -360,6 +383,12 @@ class LiveState:
         for name, flag in flags.items():
             if tensors[name].requires_grad != flag:
                 tensors[name].requires_grad_(flag)
+
+
+def _without_wrappers(name: str) -> str:
+    for prefix in _WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:

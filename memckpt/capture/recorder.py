@@ -107,12 +107,21 @@ class Recorder:
 
     # From taps
 
-    def gradient_seen(self) -> None:
-        """Some parameter has a new gradient: from now on the record cannot end before an optimizer has stepped."""
+    def gradient_seen(self, look: bool = True) -> None:
+        """Some parameter has a new gradient: from now on the record cannot end before an optimizer has stepped.
+
+        Args:
+            look: whether parameters stand in their places, so that changes by hand can be looked for.
+        """
         if not self.gradients_pending:
             self.gradients_pending = True
-            if self.on_backward is not None:
-                self.on_backward()
+            if look:
+                self.look_before_backward()
+
+    def look_before_backward(self) -> None:
+        """A backward is about to run, or begins: were parameters changed since their optimizer's step?"""
+        if self.on_backward is not None:
+            self.on_backward()
 
     def stage(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         """Stage the gradient that backward has produced for `param`; the last call before a step counts."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import is_fsdp2
 from memckpt.errors import UnsupportedError
 from memckpt.state.tensors import is_dtensor, local
 
@@ -158,7 +158,7 @@ class ShardTap(ParameterTap):
         if not self._copier.asynchronous:
             return  # commits have been sent by the time that commit() returns
         for module in self._model.modules():
-            if any(is_dtensor(param) for param in module.parameters(recurse=False)) or _is_fsdp(module):
+            if any(is_dtensor(param) for param in module.parameters(recurse=False)) or is_fsdp2(module):
                 self._handles.append(module.register_forward_hook(self._watch_outputs))
 
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -181,11 +181,6 @@ class ShardTap(ParameterTap):
             if param.grad is not None:
                 self._recorder.stage(param, local(param.grad))
         super()._backward_ended()
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

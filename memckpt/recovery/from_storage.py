@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from memckpt.recovery.target import RestoreTarget, progress
-from memckpt.state import codec
-from memckpt.state.layout import Layout
+from memckpt.recovery.resharding import Resharding, copy_overlap, refuse_what_cannot_be_cut
+from memckpt.recovery.stored_unit import StoredUnit
+from memckpt.recovery.target import RestoreTarget
+from memckpt.state.layout import Layout, StateSpec, TensorSpec
 from memckpt.state.optimizers import rebuild_like
-from memckpt.state.records import decode_meta
-from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, chunks
+from memckpt.state.redo import OptimizerFactory
+from memckpt.state.tensors import local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
-from memckpt.storage.base import by_value_name, model_name, state_name
+from memckpt.storage.base import StoredNames
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.format import NodeState, decode_node_state
 from memckpt.storage.store import Store
@@ -26,23 +25,46 @@ from memckpt.storage.store import Store
 class StoredState:
     """A verified state in a store, seen by one rank; a rank that it does not know is given the state of another one.
 
+    Where the rank holds other pieces of the tensors than are stored for it, what it holds is put together from all
+    parts of the checkpoint (*resharding*).
+
+    Args:
+        store, point: which state.
+        rank: which sees it.
+        spec: of what the rank holds now.
+
     Attributes:
-        point: which one.
-        state: what belongs to the tensors of the checkpoint's part that has the parameters.
-        own: the same of the part with the rank's own state.
+        point: which state.
+        resharded: whether what the rank holds has to be put together from pieces of others.
+        exact: whether training goes on as if it had not been interrupted: this rank was there, with these pieces.
+        state: what belongs to the tensors that the rank's parameters come from; of several parts, of the first.
+        own: what belongs to the part with the rank's own state.
+
+    Raises:
+        UnsupportedError: the rank needs pieces of optimizer state that nobody knows how to cut.
+        DamagedStateError, StorageError: it cannot be read.
     """
 
-    def __init__(self, store: Store, point: StoredPoint, rank: int) -> None:
+    def __init__(self, store: Store, point: StoredPoint, rank: int, spec: StateSpec) -> None:
         checkpoint = point.checkpoint
         self._store = store
         self._records = batches.RecordReader(store)
         self._rank = rank % checkpoint.world_size
         self.point = point
-        self._part, self._own_part = checkpoint.full_part(), checkpoint.part_of(self._rank)
-        self.state: NodeState = decode_node_state(store.read(self._part.state_path))
+        self._unit: StoredUnit | None = StoredUnit(store, point, checkpoint.part_serving(self._rank), self._records)
+        self._resharding: Resharding | None = None
+        self.state: NodeState = self._unit.state
+        self._own_part = checkpoint.part_of(self._rank)
         self.own = self.state
-        if self._own_part is not self._part:
+        if self._own_part != self._unit.part:
             self.own = decode_node_state(store.read(self._own_part.state_path))
+        if self.state.spec.sharding() != spec.sharding():
+            self._unit = None
+            self._resharding = Resharding(store, point, self._records)
+            self.state = self._resharding.state
+            refuse_what_cannot_be_cut(self.state.spec, spec)
+        self.resharded = self._resharding is not None
+        self.exact = not self.resharded and point.world_size == spec.world_size
 
     @property
     def rank_state(self) -> bytes:
@@ -70,68 +92,47 @@ class StoredState:
             DamagedStateError: a file does not hold what it should.
             StorageError: one cannot be read.
         """
-        layout = Layout(self.state.spec)
-        target = RestoreTarget(layout, tensors, optimizers)
+        target = RestoreTarget(Layout(self.state.spec), tensors, optimizers)
+        build = build or (lambda index, groups: rebuild_like(optimizers[index], groups))
         target.forget_optimizer_state()
-        self._restore_checkpoint(target)
-        if self.point.batches:
-            self._redo(target, build or (lambda index, groups: rebuild_like(optimizers[index], groups)))
-            self._restore_by_value(tensors)
+        if self._unit is not None:
+            self._restore_unit(self._unit, target, build)
+        else:
+            assert self._resharding is not None
+            self._resharding.restore(target, self._by_value(tensors, sharded=False), build)
+        self._restore_by_value(tensors)
         target.order_state_keys()
 
-    # The checkpoint
-
-    def _restore_checkpoint(self, target: RestoreTarget) -> None:
-        tensors, layout = target.tensors, target.layout
-        shared = {model_name(spec.name): tensors[spec.name] for spec in layout.spec.static}
-        absent = set(self.state.missing)
-        plain: dict[int, Any] = codec.decode(self.state.plain) if self.state.plain else {}
-        for index, (spec, param) in enumerate(zip(layout.spec.params, target.params, strict=True)):
-            shared[model_name(spec.tensor.name)] = param
-            for owner in spec.owners:
-                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
-                for state in owner.state:
-                    if (index, owner.optimizer, state.key) not in absent:
-                        room = values[state.key] = target.state_tensor(param, state)
-                        shared[state_name(owner.optimizer, spec.tensor.name, state.key)] = room
-                if values:
-                    target.optimizers[owner.optimizer].state[param] = values
-        own_spec, full = self.own.spec, self._own_part.full
-        own = {
-            by_value_name(spec.name, self._rank, own_spec.local_ranks, full): tensors[spec.name]
-            for spec in own_spec.by_value
-        }
-        if self._own_part is self._part:
-            dcp.load_into(self._store, self._part.base_directory, {**shared, **own})
+    def _restore_unit(self, unit: StoredUnit, target: RestoreTarget, build: OptimizerFactory) -> None:
+        own = {name: local(tensor) for name, tensor in self._by_value(target.tensors, sharded=True).items()}
+        if self._own_part == unit.part:
+            unit.load(target, own)
         else:
-            dcp.load_into(self._store, self._part.base_directory, shared)
+            unit.load(target, {})
             if own:
                 dcp.load_into(self._store, self._own_part.base_directory, own)
+        if self.point.batches:
+            unit.redo(target, build)
 
-    # The records
+    # What is the rank's own
 
-    def _redo(self, target: RestoreTarget, build: OptimizerFactory) -> None:
-        layout = target.layout
-        members = []
-        for index, (spec, param) in enumerate(zip(layout.spec.params, target.params, strict=True)):
-            states = {one.optimizer: dict(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners}
-            parameter = torch.nn.Parameter(param.data, requires_grad=param.is_floating_point() or param.is_complex())
-            members.append(Member(index, 0, param.numel(), parameter, states))
-        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(members)]
-        records = self.point.gradient_batches()
-        with progress("redoing records", layout.numel * 4 * len(records)) as advance:
-            for record, batch in records:
-                meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
-                for group in groups:
-                    group.apply(meta, partial(self._records.gradient, batch, layout))
-                advance(layout.numel * 4)
-        for member in members:
-            target.bring_home(member)
+    def _own_tensors(self, sharded: bool) -> list[TensorSpec]:
+        return [spec for spec in self.own.spec.by_value if sharded or spec.shard is None]
+
+    def _by_value(self, tensors: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
+        """The rank's own tensors by their names in the store; with `sharded` its pieces of larger ones, too."""
+        names = StoredNames(self.own.spec, self._own_part.format)
+        return {names.by_value(spec, self._rank): tensors[spec.name] for spec in self._own_tensors(sharded)}
 
     def _restore_by_value(self, tensors: dict[str, torch.Tensor]) -> None:
+        """As the last record has them, if there is one."""
         last = self.point.last_batch_of(self._rank)
         if last is None:
             return
-        for spec in self.own.spec.by_value:
+        for spec in self._own_tensors(sharded=not self.resharded):
             name = batches.by_value_name(self.point.record, self._rank, spec.name)
-            tensors[spec.name].data.copy_(self._records.tensor(last, name))
+            value = self._records.tensor(last, name)
+            if self.resharded:
+                copy_overlap(spec, value, tensors[spec.name])
+            else:
+                local(tensors[spec.name]).copy_(value)

@@ -1,109 +1,76 @@
-"""A state in host memory, without the model and the optimizers that it belongs to."""
+"""A state that has to be redone, or put together from several parts, as a checkpoint of its own."""
 
 from __future__ import annotations
 
-import collections
 import time
-from typing import Any, cast
 
 import msgspec
-import torch
-from torch.optim import Optimizer
 
 from memckpt.recovery.from_storage import StoredState
-from memckpt.state import codec
-from memckpt.state.layout import StateSpec
-from memckpt.state.optimizers import dtype_of, rebuild_from_spec
-from memckpt.storage.base import by_value_name, model_name, state_name, write_base
+from memckpt.recovery.host_state import HostState
+from memckpt.state.layout import ParamSpec, StateSpec, TensorSpec
+from memckpt.storage.base import StoredNames, write_base
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint
-from memckpt.storage.format import NodeState
+from memckpt.storage.format import FORMAT_VERSION, decode_node_state
 from memckpt.storage.store import Store
 
 
-class _Shell:
-    """What a restore needs of an optimizer when there is no training: a place for its state."""
-
-    def __init__(self) -> None:
-        self.state: dict[Any, Any] = collections.defaultdict(dict)
-        self.param_groups: list[dict[str, Any]] = []
-
-
-class HostState:
-    """Room for a state, to be filled by a restore.
-
-    Attributes:
-        tensors: by name; stepped parameters are Parameters.
-        optimizers: what a restore takes for optimizers, with :meth:`build` to redo on them.
-    """
-
-    def __init__(self, spec: StateSpec, by_value: bool) -> None:
-        self._spec = spec
-        named = [param.tensor for param in spec.params] + list(spec.static)
-        self.tensors: dict[str, torch.Tensor] = {
-            one.name: torch.nn.Parameter(torch.empty(one.shape, dtype=dtype_of(one.dtype)), requires_grad=False)
-            for one in named
-        }
-        if by_value:
-            self.tensors |= {one.name: torch.empty(one.shape, dtype=dtype_of(one.dtype)) for one in spec.by_value}
-        self._shells = [_Shell() for _ in spec.optimizers]
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        return cast("list[Optimizer]", self._shells)
-
-    def build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
-        """An optimizer like the one of an index that made the state."""
-        return rebuild_from_spec(self._spec.optimizers[index], groups)
-
-    def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
-        """All but by-value tensors, by the names they have in a store, and what belongs to them."""
-        spec = self._spec
-        tensors = {model_name(one.name): self.tensors[one.name].data for one in spec.static}
-        missing: list[tuple[int, int, str]] = []
-        plain: dict[int, dict[int, dict[str, Any]]] = {}
-        for index, param in enumerate(spec.params):
-            tensor = self.tensors[param.tensor.name]
-            tensors[model_name(param.tensor.name)] = tensor.data
-            for owner in param.owners:
-                kept = self._shells[owner.optimizer].state.get(tensor, {})
-                for one in owner.state:
-                    value = kept.get(one.key)
-                    if isinstance(value, torch.Tensor):
-                        tensors[state_name(owner.optimizer, param.tensor.name, one.key)] = value
-                    else:
-                        missing.append((index, owner.optimizer, one.key))
-                values = {key: value for key, value in kept.items() if not isinstance(value, torch.Tensor)}
-                if values:
-                    plain.setdefault(index, {})[owner.optimizer] = values
-        return tensors, NodeState(spec, tuple(missing), codec.encode(plain) if plain else b"", rank_states)
-
-
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
-    """Write a state that has to be redone as a checkpoint of its own: that of the first rank.
+    """Write a state that has to be redone as a checkpoint of its own: that of the first rank, its tensors whole.
 
     Args:
         store: which can produce it.
         point: the state, verified.
         into: another store, for the checkpoint.
     """
-    part = point.checkpoint.full_part()
-    rank = part.ranks[0]
-    stored = StoredState(store, point, rank)
-    spec = stored.state.spec
+    part = point.checkpoint.part_serving(0)
+    spec = unsharded(decode_node_state(store.read(part.state_path)).spec)
+    stored = StoredState(store, point, 0, spec)
     host = HostState(spec, by_value=True)
     stored.restore(host.tensors, host.optimizers, host.build)
-    tensors, state = host.described({rank: stored.rank_state})
-    for one in spec.by_value:
-        tensors[by_value_name(one.name, rank, spec.local_ranks, True)] = host.tensors[one.name]
+    tensors, state = host.described({0: stored.rank_state})
+    names = StoredNames(spec)
+    tensors |= {names.by_value(one, 0): host.tensors[one.name] for one in spec.by_value}
     written = msgspec.structs.replace(
         part,
+        format=FORMAT_VERSION,
         timeline=point.timeline,
         record=point.record,
         step=point.step,
         created=time.time(),
         world_size=1,
-        ranks=(rank,),
+        ranks=(0,),
+        serves=(0,),
+        content=spec.content(),
     )
     written = write_base(into, written, state, tensors)
     return Checkpoint(point.timeline, point.record, {part.node: written})
+
+
+def unsharded(spec: StateSpec) -> StateSpec:
+    """What one rank would hold of the same state if it held all of each tensor."""
+    replace = msgspec.structs.replace
+
+    def tensor(one: TensorSpec) -> TensorSpec:
+        return replace(one, shape=one.whole_shape, shard=None)
+
+    def param(one: ParamSpec) -> ParamSpec:
+        shape = one.tensor.whole_shape
+        owners = tuple(
+            replace(
+                owner, state=tuple(replace(each, shape=shape) if each.elementwise else each for each in owner.state)
+            )
+            for owner in one.owners
+        )
+        return replace(one, tensor=tensor(one.tensor), owners=owners)
+
+    return replace(
+        spec,
+        params=tuple(param(one) for one in spec.params),
+        static=tuple(tensor(one) for one in spec.static),
+        by_value=tuple(tensor(one) for one in spec.by_value),
+        local_ranks=(0,),
+        world_size=1,
+        replicas=(),
+    )

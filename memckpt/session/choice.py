@@ -8,9 +8,11 @@ from collections.abc import Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.capture import flat_parameters
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, ShardTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
@@ -77,6 +79,10 @@ def choose_tap(
         "(foreach=False avoids that)"
         for index in live.changing_optimizers
     ]
+    if fsdp1_wrappers(live.model):
+        recorder.streams = False
+        reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
+        return flat_parameters.FlatParameterTap(live.model, recorder, before_reduction), reason, caveats
     if config.tap == "step":
         recorder.streams = False
         return PendingTap(params, recorder), "as configured", caveats

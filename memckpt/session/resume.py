@@ -225,6 +225,8 @@ class Resumption:
             go_on: called with the writer of the generation that was resumed and the record that is back. From
                 storage no generation is resumed, and the next commit writes one.
         """
+        if self.due:
+            self._live.put_shards_in_place()
         if self._stored is not None:
             return self._restore_stored(self._stored, tap)
         plan, regions = self._resume_from, self._resumable
@@ -270,11 +272,10 @@ class Resumption:
         held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
         self._restore_optimizers(resharded=pieces != held)
         point = stored.point
-        exact = point.world_size == self._ranks.world_size
-        if exact:
+        if stored.exact:
             self._restore_reduction(tap)
         seconds = time.perf_counter() - started
-        return RestoreReport(point.step, point.record, "storage", seconds, 0, exact)
+        return RestoreReport(point.step, point.record, "storage", seconds, 0, stored.exact)
 
     def _restore_optimizers(self, resharded: bool = False) -> None:
         """What of the optimizers' state is in no slot."""

@@ -17,14 +17,14 @@ from torch.optim import Optimizer
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import PreparedRegions
 from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
-from memckpt.capture import gradient_ops
+from memckpt.capture import flat_parameters, gradient_ops
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
 from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
-from memckpt.errors import AgentGoneError, MemckptError, UnsupportedError, UsageError
+from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_tap
@@ -153,7 +153,12 @@ class Session:
         )
 
     def _start(self, resume: ResumeChoice | int) -> None:
-        start = self._resumption.choose(resume, self._live.spec(self._request), self.mode_reason)
+        try:
+            start = self._resumption.choose(resume, self._live.spec(self._request), self.mode_reason)
+        except ForeignStateError as error:
+            if not flat_parameters.is_flattened(self._live.model):
+                raise
+            raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
         self._mode.resume(self._resumption.held_mode, self._resumption.not_redoable)
         self._request = self._make_request()
         self._timeline = start.timeline

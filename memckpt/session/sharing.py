@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from memckpt.capture import flat_parameters
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.taps import LOCAL_STEPS, refuse_local_sgd
 from memckpt.errors import UnsupportedError
@@ -75,13 +76,25 @@ def find_replicas(
     pieces = live.pieces()
     if ranks.world_size == 1:
         return
-    if not any(ranks.gather(bool(pieces))):
+    flattened = flat_parameters.is_flattened(live.model)
+    ranks.together(lambda: flat_parameters.check(live.model, ranks.world_size))
+    kinds = ranks.gather((flattened, bool(pieces)))
+    if any(flat and cut for flat, cut in kinds) or len({flat for flat, _ in kinds}) > 1:
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) beside DTensors, or on some ranks only: expected one way to shard; "
+            "apply fully_shard (FSDP2), which goes together with tensor parallelism"
+        )
+    if flattened:
+        # Pieces of flat parameters are no part of any tensor that another rank knows.
+        ranks.share(f"rank {ranks.rank}")
+        return
+    if not any(cut for _, cut in kinds):
         if data_parallel is None:
             raise UnsupportedError(
                 f"{ranks.world_size} ranks without DistributedDataParallel and without sharded parameters: expected "
-                "the DDP wrapper as data_parallel (or as the model itself), or a model that fully_shard or "
-                "parallelize_module was applied to, so that records hold synchronized gradients; several ranks with "
-                "models of their own, as in pipeline stages, are not supported"
+                "the DDP wrapper as data_parallel (or as the model itself), or a model that fully_shard, "
+                "parallelize_module or FullyShardedDataParallel was applied to, so that records hold synchronized "
+                "gradients; several ranks with models of their own, as in pipeline stages, are not supported"
             )
         return
     if data_parallel is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from memckpt.config import StorageConfig
@@ -19,7 +20,7 @@ _log = logging.getLogger("memckpt")
 
 
 class StorageTier:
-    """Read by rank 0, which tells the others; each rank then reads its own part.
+    """Listed by rank 0, which tells the others; each rank checks a share of the files, then reads what it needs.
 
     Args:
         config: None: there is no store.
@@ -66,8 +67,7 @@ class StorageTier:
             DamagedStateError: none is; the message says what is wrong with each.
             ForeignStateError: it belongs to another model or optimizer.
         """
-        rank = self._ranks.rank
-        chosen, problems = self._ranks.together(lambda: self._first_good(candidates) if rank == 0 else (-1, []))[0]
+        chosen, problems = self._first_good(candidates)
         for problem in problems:
             _log.warning("memckpt: passed over: %s", problem)
         if chosen < 0:
@@ -81,7 +81,7 @@ class StorageTier:
 
     def _open(self, point: StoredPoint, spec: StateSpec) -> StoredState:
         assert self._store is not None
-        opened = StoredState(self._store, point, self._ranks.rank)
+        opened = StoredState(self._store, point, self._ranks.rank, spec)
         difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(
@@ -91,21 +91,29 @@ class StorageTier:
         return opened
 
     def _first_good(self, candidates: Sequence[StoredPoint]) -> tuple[int, list[str]]:
-        """The first candidate whose files are good, and what is wrong with those before it."""
-        assert self._store is not None
+        """The first candidate whose files are good, and what is wrong with those before it; the same on every rank."""
+        ranks = self._ranks
+        sizes = {file.path: file.nbytes for candidate in candidates for file in candidate.files}
+        largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
+        share = set(largest_first[ranks.rank :: ranks.world_size])
         seen: dict[str, str | None] = {}
         problems: dict[str, None] = {}
         for index, candidate in enumerate(candidates):
-            wrong = None
-            for file in candidate.files:
-                if file.path not in seen:
-                    seen[file.path] = matches(self._store, file)
-                wrong = seen[file.path]
-                if wrong is not None:
-                    break
+            wrong = next(filter(None, ranks.together(partial(self._first_wrong, candidate, share, seen))), None)
             if wrong is None:
                 return index, list(problems)
             # Many states need the same file: it is named once, with the newest of them.
             if wrong not in "".join(problems):
                 problems[f"step {candidate.step}: {wrong}"] = None
         return -1, list(problems)
+
+    def _first_wrong(self, candidate: StoredPoint, share: set[str], seen: dict[str, str | None]) -> str | None:
+        """What is wrong with the candidate's files, as far as they are this rank's to check."""
+        assert self._store is not None
+        for file in candidate.files:
+            if file.path in share:
+                if file.path not in seen:
+                    seen[file.path] = matches(self._store, file)
+                if seen[file.path] is not None:
+                    return seen[file.path]
+        return None

@@ -168,6 +168,10 @@ def _is_enum(value: object) -> bool:
 
 
 def _pack_tensor(torch: Any, value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
+    mesh = sys.modules.get("torch.distributed.tensor")
+    if mesh is not None and isinstance(value, mesh.DTensor):
+        refuse(path, "torch.distributed.tensor.DTensor")  # it is on a mesh, which nothing here could rebuild
+        return None
     tensor = value.detach()
     if tensor.layout != torch.strided or tensor.is_quantized:
         refuse(path, f"torch.Tensor with layout {tensor.layout}")

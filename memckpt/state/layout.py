@@ -93,8 +93,8 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of an optimizer's state for one parameter.
 
-    `elementwise` says that it has the parameter's shape, and is made and cut as the parameter is; `on_cpu` that it stays
-    in host memory whatever the parameter's device (Adam's ``step``).
+    `elementwise` says that it has the parameter's shape, and is made and cut as that is; `on_cpu` that it stays in host
+    memory whatever the parameter's device (Adam's ``step``).
     """
 
     key: str
@@ -377,7 +377,8 @@ class Layout:
         for tensor in self.spec.static:
             self.static_offsets.append(offset)
             offset += aligned(tensor.nbytes)
-        self.static_bytes = aligned(offset, PAGE)
+        # A rank may hold nothing but empty pieces; a region of no bytes cannot be made.
+        self.static_bytes = aligned(max(offset, 1), PAGE) if self.spec.static else 0
         offset = 0
         #: For each parameter the offset of its value in the replica, then those of its states, owner by owner.
         self.replica_offsets: list[tuple[int, dict[tuple[int, str], int]]] = []
@@ -391,7 +392,7 @@ class Layout:
                     offset += aligned(state.nbytes)
             self.replica_offsets.append((value, states))
         #: Parameters and optimizer state, each once.
-        self.state_bytes = aligned(offset, PAGE)
+        self.state_bytes = aligned(max(offset, 1), PAGE) if self.spec.params else 0
         self.replica_bytes = self.state_bytes if self.spec.mode == "eager" else 0
         #: A snapshot is that, and then the by-value tensors of each local rank.
         self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes * len(self.spec.local_ranks), PAGE)

@@ -1,22 +1,25 @@
 """A node's state as files: from the memory of an agent into a store, and back into live tensors.
 
 In memory the state is a *snapshot*: parameters and optimizer state as in a replica, then the by-value tensors of each
-local rank. In a store its tensors are called ``model.<name>``, ``optimizers.<index>.<name of the parameter>.<key>``
-and, for local ranks beyond the first, ``ranks.<rank>.<name>``.
+local rank. In a store its tensors are called ``model.<name>`` and ``optimizers.<index>.<name of the parameter>.<key>``.
+
+Of a tensor that is sharded each node writes the piece that it holds, at its place in the whole, under the same name.
+What is a rank's own (buffers), or that of the ranks that hold the same shards (plain tensors beside sharded ones), has
+these names for rank 0, and for another rank, the first of those, ``ranks.<rank>.`` and these names.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import torch
 
-from memckpt.state.layout import Layout
+from memckpt.state.layout import Layout, ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.redo import tensor_at
 from memckpt.storage import dcp
-from memckpt.storage.format import NodeState, Part, encode_commit, encode_node_state
+from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, encode_commit, encode_node_state
 from memckpt.storage.store import Store
 
 
@@ -28,9 +31,60 @@ def state_name(optimizer: int, param: str, key: str) -> str:
     return f"optimizers.{optimizer}.{param}.{key}"
 
 
-def by_value_name(name: str, rank: int, ranks: Sequence[int], full: bool) -> str:
-    """The first rank's buffers are the model's, where the model is there."""
-    return model_name(name) if full and rank == ranks[0] else f"ranks.{rank}.{name}"
+def state_shard(param: TensorSpec, state: StateTensorSpec) -> Shard | None:
+    """Of which whole a tensor of optimizer state is a piece: it is cut like its parameter, if it can be cut at all."""
+    return param.shard if state.elementwise else None
+
+
+class StoredNames:
+    """What the tensors of one node's part are called.
+
+    Args:
+        spec: of what the node holds.
+        version: the part's format.
+    """
+
+    def __init__(self, spec: StateSpec, version: int = FORMAT_VERSION) -> None:
+        self._spec = spec
+        self._first = spec.serves[0]
+        self._own = "ranks.{}." if version < 3 else "ranks.{}.model."
+
+    def tensor(self, tensor: TensorSpec) -> str:
+        """Of a parameter, stepped or not."""
+        return self._of_first(model_name(tensor.name), tensor.shard)
+
+    def state(self, param: ParamSpec, optimizer: int, state: StateTensorSpec) -> str:
+        """Of a tensor of optimizer state."""
+        name = state_name(optimizer, param.tensor.name, state.key)
+        return self._of_first(name, state_shard(param.tensor, state))
+
+    def _of_first(self, name: str, shard: Shard | None) -> str:
+        return name if shard is not None or self._first == 0 else f"ranks.{self._first}.{name}"
+
+    def by_value(self, tensor: TensorSpec, rank: int) -> str:
+        """Of a rank's own tensor. Of a sharded one the pieces of the first ranks make up the whole."""
+        if rank == 0 or self._is_piece(tensor, rank):
+            return model_name(tensor.name)
+        return self._own.format(rank) + tensor.name
+
+    def _is_piece(self, tensor: TensorSpec, rank: int) -> bool:
+        return tensor.shard is not None and rank == self._first
+
+    def shards(self) -> dict[str, Shard]:
+        """Which of the tensors are pieces of larger ones."""
+        return {name: shard for name, shard in self._all_shards() if shard is not None}
+
+    def _all_shards(self) -> Iterator[tuple[str, Shard | None]]:
+        for tensor in self._spec.static:
+            yield self.tensor(tensor), tensor.shard
+        for param in self._spec.params:
+            yield self.tensor(param.tensor), param.tensor.shard
+            for owner in param.owners:
+                for state in owner.state:
+                    yield self.state(param, owner.optimizer, state), state_shard(param.tensor, state)
+        for tensor in self._spec.by_value:
+            if self._is_piece(tensor, self._first):
+                yield model_name(tensor.name), tensor.shard
 
 
 def state_tensors(
@@ -43,37 +97,50 @@ def state_tensors(
         missing: what of the optimizer state does not exist.
     """
     absent = set(missing)
+    names = StoredNames(layout.spec)
     tensors: dict[str, torch.Tensor] = {}
     for index, (param, (value, states)) in enumerate(zip(layout.spec.params, layout.replica_offsets, strict=True)):
         tensor = param.tensor
-        tensors[model_name(tensor.name)] = tensor_at(state, value, tensor.shape, tensor.dtype)
+        tensors[names.tensor(tensor)] = tensor_at(state, value, tensor.shape, tensor.dtype)
         for owner in param.owners:
             for spec in owner.state:
                 if (index, owner.optimizer, spec.key) not in absent:
-                    name = state_name(owner.optimizer, tensor.name, spec.key)
+                    name = names.state(param, owner.optimizer, spec)
                     tensors[name] = tensor_at(state, states[owner.optimizer, spec.key], spec.shape, spec.dtype)
     for tensor, offset in zip(layout.spec.static, layout.static_offsets, strict=True):
         assert static is not None
-        tensors[model_name(tensor.name)] = tensor_at(static, offset, tensor.shape, tensor.dtype)
+        tensors[names.tensor(tensor)] = tensor_at(static, offset, tensor.shape, tensor.dtype)
     return tensors
 
 
-def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int, full: bool) -> dict[str, torch.Tensor]:
+def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str, torch.Tensor]:
     """Views of the by-value tensors of all local ranks, which lie one rank after the other from `base` on."""
     spec = layout.spec
+    names = StoredNames(spec)
     tensors: dict[str, torch.Tensor] = {}
     for position, rank in enumerate(spec.local_ranks):
         start = base + position * layout.by_value_bytes
         for tensor, offset in zip(spec.by_value, layout.by_value_offsets, strict=True):
-            name = by_value_name(tensor.name, rank, spec.local_ranks, full)
+            name = names.by_value(tensor, rank)
             tensors[name] = tensor_at(by_value, start + offset, tensor.shape, tensor.dtype)
     return tensors
 
 
-def write_base(store: Store, part: Part, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
-    """Write a node's part: data first, the commit file last. Returns the part as committed."""
-    files = dcp.save(store, part.base_directory, tensors, crc32=False) if tensors else ()
+def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:
+    """Write a node's part, except for what makes it count. Returns the part, with its files."""
+    shards = StoredNames(state.spec).shards()
+    files = dcp.save(store, part.base_directory, tensors, shards, crc32=False) if tensors else ()
     files += (store.write(part.state_path, encode_node_state(state)),)
-    committed = msgspec.structs.replace(part, files=files)
-    store.write(committed.commit_path, encode_commit(committed))
+    return msgspec.structs.replace(part, files=files)
+
+
+def write_commit(store: Store, part: Part) -> None:
+    """Make a part count whose files are written."""
+    store.write(part.commit_path, encode_commit(part))
+
+
+def write_base(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:
+    """Write a node's part: data first, the commit file last. Returns the part as committed."""
+    committed = write_files(store, part, state, tensors)
+    write_commit(store, committed)
     return committed

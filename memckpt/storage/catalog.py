@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
-from memckpt.storage.format import BASES, COMMITS, LOGS, STATES, Batch, Part, Place, decode_commit, place_of
+from memckpt.storage.format import BASES, COMMITS, LOGS, MERGED, STATES, Batch, Part, Place, decode_commit, place_of
 from memckpt.storage.store import Store, StoredFile, finished_name, matches
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The parts of one record on one timeline, by node."""
+    """The parts of one record on one timeline, by node (by unit, where ranks of a node hold different shards)."""
 
     timeline: Timeline
     record: int
@@ -42,13 +42,40 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether the parts of all ranks are there, and the parameters with them."""
+        """Whether the states of all ranks are there, and the parameters of all of them."""
         ranks = {rank for part in self.parts.values() for rank in part.ranks}
-        return ranks >= set(range(self.world_size)) and any(part.full for part in self.parts.values())
+        served = {rank for part in self.parts.values() if part.full for rank in part.served}
+        return ranks & served >= set(range(self.world_size))
 
-    def full_part(self) -> Part:
-        """The part with parameters and optimizer state."""
-        return next(part for _, part in sorted(self.parts.items()) if part.full)
+    @property
+    def full_parts(self) -> list[Part]:
+        """Those with parameters and optimizer state, that of the first rank first."""
+        return sorted((part for part in self.parts.values() if part.full), key=lambda part: (part.served, part.node))
+
+    @property
+    def directory(self) -> str:
+        """Where the tensors of all parts are."""
+        return next(iter(self.parts.values())).checkpoint_directory
+
+    @property
+    def merged_path(self) -> str:
+        """The file that makes one checkpoint of all parts, for stock tools."""
+        return f"{self.directory}/{MERGED}"
+
+    @property
+    def tensor_nodes(self) -> list[str]:
+        """Whose parts have tensors; what several have is that of the first."""
+        rest = sorted((part for part in self.parts.values() if not part.full), key=lambda part: part.ranks)
+        with_tensors = (
+            part
+            for part in [*self.full_parts, *rest]
+            if any(file.path.startswith(f"{part.base_directory}/") for file in part.files)
+        )
+        return [part.node for part in with_tensors]
+
+    def part_serving(self, rank: int) -> Part:
+        """The part with a rank's parameters and optimizer state."""
+        return next(part for part in self.full_parts if rank in part.served)
 
     def part_of(self, rank: int) -> Part:
         """The part with a rank's state."""
@@ -142,14 +169,10 @@ def remove(store: Store, checkpoint: Checkpoint) -> None:
     parts = list(checkpoint.parts.values())
     for part in parts:
         store.delete(part.commit_path)
+    store.delete(checkpoint.merged_path)
     for part in parts:
-        remove_files(store, part)
-
-
-def remove_files(store: Store, part: Part) -> None:
-    """Delete a part's files; its commit file must be gone."""
-    store.delete(part.state_path)
-    store.delete_directory(part.base_directory)
+        store.delete(part.state_path)
+        store.delete_directory(part.base_directory)
 
 
 def remove_batch(store: Store, batch: Batch) -> None:
@@ -171,12 +194,13 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
     """
     newest = next(iter(catalog.complete), None)
     committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
+    keys = {place.key for place in committed if place is not None and place.first is None}
     dead = {place_of(part.commit_path) for part in abandoned}
     left = []
     for path in catalog.files:
         finished = finished_name(path)
         place = place_of(finished)
-        if place is None or (path == finished and place in committed):
+        if place is None or (path == finished and (place in committed or (not place.node and place.key in keys))):
             continue
         if place in dead or (newest is not None and _outlived(place, newest, node)):
             left.append(path)
@@ -187,7 +211,8 @@ def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
     if place.first is not None:
         # The process that writes records is another one, and may be writing this very batch.
         return place.number < newest.timeline.number
-    return place.key < newest.key and (place.node == node or place.number < newest.timeline.number)
+    # What makes one of all parts is written by whoever is the last to finish: all are done with older checkpoints.
+    return place.key < newest.key and (place.node in (node, "") or place.number < newest.timeline.number)
 
 
 def remove_damaged(store: Store, commit_path: str) -> None:
@@ -195,6 +220,7 @@ def remove_damaged(store: Store, commit_path: str) -> None:
     store.delete(commit_path)
     place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
     if place.count("/") == 2:
+        store.delete(f"{BASES}/{place.rpartition('/')[0]}/{MERGED}")
         store.delete(f"{STATES}/{place}.msgpack")
         store.delete(f"{LOGS}/{place}.safetensors")
         store.delete_directory(f"{BASES}/{place}")

@@ -1,8 +1,8 @@
 """The states that a store can produce: each checkpoint, and each record that can be redone on one. Torch-free.
 
 A record is redone on the state before it. So a chain begins at a checkpoint and goes on as long as the next record is
-there, whole: all ranks' parts of it, and the gradients. It follows a run from one attempt to the next, which may branch
-off in the middle of what an earlier one had logged.
+there, whole: all ranks' parts of it, and the gradients for every part of the checkpoint that has parameters. It follows
+a run from one attempt to the next, which may branch off in the middle of what an earlier one had logged.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class StoredPoint:
                 return batch
         return None
 
-    def gradient_batches(self) -> list[tuple[int, Batch]]:
-        """Each record to redo, oldest first, with a batch that has its gradients.
+    def gradient_batches(self, part: Part) -> list[tuple[int, Batch]]:
+        """Each record to redo on one part of the checkpoint, oldest first, with a batch that has its gradients.
 
         An attempt may have branched off in the middle of what an earlier one had logged: what comes later in the
         chain replaces what the earlier one has of the same records.
@@ -69,13 +69,18 @@ class StoredPoint:
         """
         found: dict[int, Batch] = {}
         for batch in self.batches:
-            if batch.full:
+            if batch.full and _redoes(batch) == _redoes(part):
                 found |= dict.fromkeys(range(batch.first, batch.last + 1), batch)
         wanted = range(self.checkpoint.record + 1, self.record + 1)
         missing = [record for record in wanted if record not in found]
         if missing:
             raise DamagedStateError(f"expected the records {wanted.start} to {self.record}, found no {missing[0]}")
         return [(record, found[record]) for record in wanted]
+
+
+def _redoes(held: Batch | Part) -> tuple[tuple[int, ...], str]:
+    """What is equal for a part and the batches whose gradients can be redone on it."""
+    return held.served, held.content
 
 
 class _Log:
@@ -92,11 +97,11 @@ class _Log:
                 if batch.timeline not in children:
                     children.append(batch.timeline)
 
-    def record(self, timeline: Timeline, number: int, full: Part) -> list[Batch]:
-        """The batches with a record, if it is there as a whole and can be redone on what `full` holds."""
-        found = [batch for batch in self._at.get((timeline, number), ()) if batch.world_size == full.world_size]
-        whole = {rank for batch in found for rank in batch.ranks} >= set(range(full.world_size))
-        redone = any(batch.full and batch.content == full.content for batch in found)
+    def record(self, timeline: Timeline, number: int, base: Checkpoint) -> list[Batch]:
+        """The batches with a record, if it is there as a whole and can be redone on what `base` holds."""
+        found = [batch for batch in self._at.get((timeline, number), ()) if batch.world_size == base.world_size]
+        whole = {rank for batch in found for rank in batch.ranks} >= set(range(base.world_size))
+        redone = {_redoes(part) for part in base.full_parts} <= {_redoes(batch) for batch in found if batch.full}
         return found if whole and redone else []
 
     def branches(self, timeline: Timeline, record: int) -> list[Timeline]:
@@ -119,7 +124,6 @@ def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoin
 
 def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> Iterator[StoredPoint]:
     """The points of all chains that begin at a checkpoint."""
-    full = checkpoint.full_part()
     start = StoredPoint(checkpoint, (), checkpoint.timeline, checkpoint.record, checkpoint.step)
     yield start
     paths = [(start, [checkpoint.timeline])]
@@ -128,13 +132,13 @@ def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> It
         for timeline in [*nexts, *log.branches(at.timeline, at.record)]:
             batches = list(at.batches)
             record = at.record
-            found = log.record(timeline, record + 1, full)
+            found = log.record(timeline, record + 1, checkpoint)
             while found:
                 record += 1
                 recent = {id(batch) for batch in batches[-2 * len(found) :]}
                 batches += [batch for batch in found if id(batch) not in recent]
                 step = found[0].steps[record - found[0].first]
-                branches, following = bool(log.branches(timeline, record)), log.record(timeline, record + 1, full)
+                branches, following = bool(log.branches(timeline, record)), log.record(timeline, record + 1, checkpoint)
                 if branches or not following or step == also or any(batch.last == record for batch in found):
                     point = StoredPoint(checkpoint, tuple(batches), timeline, record, step)
                     yield point

@@ -1,5 +1,9 @@
 """Tensors in a store in the format of torch.distributed.checkpoint, which stock tools read.
 
+A rank may hold a piece of a tensor: it is written and read at its place in the whole, as DCP does it for a DTensor, but
+by one process that knows of no other. What several such processes have written beside each other is one checkpoint as
+soon as their metadata is merged.
+
 DCP's own ``.metadata`` is a pickle. Here it is read through an allow-list: a file that names anything else is refused
 before anything of it runs. Tensors are read with ``weights_only=True``.
 """
@@ -7,24 +11,45 @@ before anything of it runs. Tensors are read with ``weights_only=True``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memckpt.errors import DamagedStateError, MemckptError
+from memckpt.state.layout import Shard
+from memckpt.storage.format import MERGED
 from memckpt.storage.store import Store, StoredFile
 
-_METADATA = ".metadata"
 _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -118,17 +143,172 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    def __init__(self, store: Store, directory: str) -> None:
+    """Reads one directory, or what lies in several below it as one."""
+
+    def __init__(self, store: Store, directory: str, below: Sequence[str] | None) -> None:
         super().__init__(directory)
+        self._store = store
+        self._below = below
         self.fs: Any = _StoreFiles(store)
         self.path: Any = directory
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with self.fs.create_stream(f"{self.path}/{_METADATA}", "rb") as file:
-            metadata = read_metadata(file.read())
+        if self._below is None:
+            metadata = read_metadata(self._store.read(f"{self.path}/{MERGED}"))
+        else:
+            metadata = merged(self._store, self.path, self._below)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
+    """The metadata of what lies in directories below one, as if it had been written at once.
+
+    A piece that several have written is that of the first.
+
+    Raises:
+        DamagedStateError: they do not belong together.
+        StorageError: one cannot be read.
+    """
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    planner_data: dict[str, Any] = {}
+    for name in below:
+        metadata = read_metadata(store.read(f"{directory}/{name}/{MERGED}"))
+        planner_data |= metadata.planner_data or {}
+        for tensor, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise DamagedStateError(f"{directory}/{name}: expected tensors, found {tensor}, which is none")
+            known = tensors.setdefault(tensor, TensorStorageMetadata(entry.properties, entry.size, []))
+            if (known.size, known.properties.dtype) != (entry.size, entry.properties.dtype):
+                raise DamagedStateError(
+                    f"{directory}/{name}: expected {tensor} of {known.properties.dtype} and shape {list(known.size)}, "
+                    f"as others have it, found {entry.properties.dtype} and {list(entry.size)}"
+                )
+            for chunk in entry.chunks:
+                index = MetadataIndex(tensor, chunk.offsets)
+                if index not in places:
+                    info = (metadata.storage_data or {}).get(index)
+                    if info is None:
+                        raise DamagedStateError(f"{directory}/{name}: expected a place of {tensor}, found none")
+                    known.chunks.append(chunk)
+                    places[index] = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
+    return Metadata(tensors, planner_data, places)
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """The content of a ``.metadata`` file."""
+    return pickle.dumps(metadata)
+
+
+def write_merged(store: Store, directory: str, below: Sequence[str]) -> StoredFile:
+    """Make one checkpoint for stock tools of what lies in directories below one; whoever does it writes the same."""
+    return store.write(f"{directory}/{MERGED}", encode_metadata(merged(store, directory, below)))
+
+
+def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:
+    offsets = torch.Size(shard.offsets) if shard is not None else torch.Size([0] * tensor.dim())
+    return ChunkStorageMetadata(offsets, tensor.size())
+
+
+class _SavePieces(SavePlanner):
+    """Writes each tensor at its place in the whole; the rest of the whole is for others to write."""
+
+    def __init__(self, shards: Mapping[str, Shard]) -> None:
+        self._shards = shards
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self._tensors = state_dict
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([self._item(name, tensor) for name, tensor in self._tensors.items() if self._is_there(name)])
+
+    def _is_there(self, name: str) -> bool:
+        """An empty piece is no piece: others at the same place may not be empty."""
+        shard = self._shards.get(name)
+        return shard is None or bool(self._tensors[name].numel()) or not prod(shard.whole)
+
+    def _item(self, name: str, tensor: torch.Tensor) -> WriteItem:
+        shard = self._shards.get(name)
+        chunk = _chunk(tensor, shard)
+        size = tensor.size() if shard is None else torch.Size(shard.whole)
+        properties = TensorProperties.create_from_tensor(tensor)
+        data = TensorWriteData(chunk, properties, size)
+        return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        entries: dict[str, Any] = {}
+        for item in (item for plan in all_plans for item in plan.items):
+            data = item.tensor_data
+            assert data is not None
+            entries[item.index.fqn] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
+        # Under flat names, as DCP's own planner has it for a flat dictionary.
+        return all_plans, Metadata(entries, {name: (name,) for name in entries})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._tensors[write_item.index.fqn]
+
+
+class _LoadPieces(LoadPlanner):
+    """Fills each tensor from the pieces of the whole that overlap it; together they have to fill all of it."""
+
+    def __init__(self, what: str, shards: Mapping[str, Shard]) -> None:
+        self._what = what
+        self._shards = shards
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._found: dict[str, Any] = {}
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self._tensors = state_dict
+        self._found = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for name, tensor in self._tensors.items() for item in self._items(name, tensor)])
+
+    def _items(self, name: str, tensor: torch.Tensor) -> list[ReadItem]:
+        shard = self._shards.get(name)
+        whole = tensor.size() if shard is None else torch.Size(shard.whole)
+        entry = self._found.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            if not tensor.numel():
+                return []
+            raise DamagedStateError(f"{self._what}: expected the tensor {name}, found none")
+        if entry.size != whole:
+            raise DamagedStateError(
+                f"{self._what}: expected {name} of shape {list(whole)}, found one of shape {list(entry.size)}"
+            )
+        items = create_read_items_for_chunk_list(name, entry, [_chunk(tensor, shard)]) if tensor.numel() else []
+        elements = sum(prod(item.lengths) for item in items)
+        if elements != tensor.numel():
+            raise DamagedStateError(f"{self._what}: expected {tensor.numel()} elements of {name}, found {elements}")
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        target = self._tensors[read_item.dest_index.fqn]
+        for dimension, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(dimension, start, length)
+        return target
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        return
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("only tensors are asked for")
+
+    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
+        raise AssertionError("only tensors are asked for")
 
 
 @contextlib.contextmanager
@@ -157,34 +337,57 @@ def _crc32(wanted: bool) -> Iterator[None]:
 
 
 def save(
-    store: Store, directory: str, tensors: dict[str, torch.Tensor], *, crc32: bool = True
+    store: Store,
+    directory: str,
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard] | None = None,
+    *,
+    crc32: bool = True,
 ) -> tuple[StoredFile, ...]:
     """Write host tensors; returns the files that make up the checkpoint. Raises StorageError.
 
     Args:
+        store, directory: where to.
+        tensors: by name.
+        shards: of which larger tensors these are pieces; those that are not named are whole.
         crc32: put torch's own checksums into the files, which it never checks and which cost more than all the rest
             of the work. Not needed where a commit file with better ones goes along.
     """
     writer = _Writer(store, directory)
     with _alone(f"{directory} cannot be written"), _crc32(crc32):
-        dcp_save(dict(tensors), storage_writer=writer, no_dist=True)
+        dcp_save(dict(tensors), storage_writer=writer, planner=_SavePieces(shards or {}), no_dist=True)
     return tuple(writer.fs.written)
 
 
-def load_into(store: Store, directory: str, tensors: dict[str, torch.Tensor]) -> None:
+def load_into(
+    store: Store,
+    directory: str,
+    tensors: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard] | None = None,
+    below: Sequence[str] | None = None,
+) -> None:
     """Read tensors by name into those given, in place.
+
+    Args:
+        store, directory: where from.
+        tensors: plain ones, by name.
+        shards: of which larger tensors these are pieces; those that are not named are whole.
+        below: the directories below this one that hold the checkpoint together; None: it is in this one.
 
     Raises:
         DamagedStateError: the files do not hold them.
         StorageError: they cannot be read.
     """
+    reader, planner = _Reader(store, directory, below), _LoadPieces(directory, shards or {})
     with _alone(f"{directory} cannot be read"):
-        dcp_load(dict(tensors), storage_reader=_Reader(store, directory), no_dist=True)
+        dcp_load(dict(tensors), storage_reader=reader, planner=planner, no_dist=True)
 
 
-def names(store: Store, directory: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes and dtypes of the tensors of a checkpoint."""
-    metadata = _Reader(store, directory).read_metadata()
+def names(
+    store: Store, directory: str, below: Sequence[str] | None = None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, shapes of the whole, and dtypes of the tensors of a checkpoint; `below` as for :func:`load_into`."""
+    metadata = _Reader(store, directory, below).read_metadata()
     return {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()

@@ -17,17 +17,21 @@ from memckpt.state import codec, rng
 from memckpt.state.layout import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.format import NodeState, decode_node_state
+from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.store import Store
 
 Writer = Callable[[Store, Checkpoint, Path], None]
 
 
 def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """All tensors of the part with the parameters, by the names they have in the store."""
-    directory = checkpoint.full_part().base_directory
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in dcp.names(store, directory).items()}
-    dcp.load_into(store, directory, tensors)
+    """The tensors of the first rank's model and its optimizers, whole, by the names they have in the store."""
+    directory, nodes = checkpoint.directory, checkpoint.tensor_nodes
+    tensors = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in dcp.names(store, directory, nodes).items()
+        if not name.startswith("ranks.")
+    }
+    dcp.load_into(store, directory, tensors, below=nodes)
     return tensors
 
 
@@ -64,13 +68,13 @@ def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, 
 
 def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
     """Read a checkpoint as values."""
-    state = decode_node_state(store.read(checkpoint.full_part().state_path))
+    state = decode_node_state(store.read(checkpoint.part_serving(0).state_path))
     ranks = {
         rank: codec.decode(encoded)
         for part in checkpoint.parts.values()
         for rank, encoded in decode_node_state(store.read(part.state_path)).rank_states.items()
     }
-    first = ranks[min(state.rank_states)]
+    first = ranks[0]
     tensors = read_tensors(store, checkpoint)
     return ExportedState(
         checkpoint.step,
@@ -87,7 +91,7 @@ def optimizer_states(
     """What each optimizer's ``load_state_dict`` takes: state by position, and the groups.
 
     Args:
-        state: of the part that `tensors` are from.
+        state: of the first rank's part.
         groups: those of each optimizer, as the rank state has them: ``params`` are names.
     """
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
@@ -153,12 +157,16 @@ def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target:
 
 
 def _write_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
-    part = checkpoint.full_part()
     target.mkdir()
-    for file in part.files:
-        if file.path.startswith(part.base_directory):
-            with store.open(file.path) as source, (target / Path(file.path).name).open("wb") as copy:
-                shutil.copyfileobj(source, copy, 8 << 20)
+    nodes = checkpoint.tensor_nodes
+    (target / MERGED).write_bytes(dcp.encode_metadata(dcp.merged(store, checkpoint.directory, nodes)))
+    for node in nodes:
+        part = checkpoint.parts[node]
+        (target / node).mkdir()
+        for file in part.files:
+            if file.path.startswith(f"{part.base_directory}/"):
+                with store.open(file.path) as source, (target / node / Path(file.path).name).open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 8 << 20)
 
 
 def _write_safetensors(store: Store, checkpoint: Checkpoint, target: Path) -> None:

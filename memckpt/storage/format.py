@@ -1,12 +1,14 @@
 """What a checkpoint in storage consists of, and its commit file. Torch-free; reading it executes nothing.
 
     base/<timeline>/<record>/<node>/      the tensors that a node holds, in the format of torch.distributed.checkpoint
+    base/<timeline>/<record>/.metadata    makes one checkpoint of all nodes' tensors, for stock tools; not needed here
     state/<timeline>/<record>/<node>.msgpack   what belongs to them: layout, rank states
     log/<timeline>/<first>-<last>/<node>.safetensors   a batch: the records `first` to `last`, as far as a node has them
     commit/<timeline>/<record>/<node>.json     written last: names every file, with size and checksum
     commit/<timeline>/<first>-<last>/<node>.json   the same for a batch
 
-A node's part exists when its commit file does and verifies; a checkpoint when the parts of all ranks exist.
+A node's part exists when its commit file does and verifies; a checkpoint when the parts of all ranks exist. Where
+ranks of one machine hold different shards, what is called a node here is a unit: those of its ranks that hold the same.
 """
 
 from __future__ import annotations
@@ -22,8 +24,11 @@ from memckpt.state.records import Timeline
 from memckpt.storage.store import StoredFile
 
 #: Raised whenever something is written that an older version would misread.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BASES, STATES, LOGS, COMMITS = "base", "state", "log", "commit"
+
+#: What torch.distributed.checkpoint calls the file that says where which tensor is.
+MERGED = ".metadata"
 
 _STATE, _LOG, _COMMIT = ".msgpack", ".safetensors", ".json"
 
@@ -35,10 +40,11 @@ class Part(msgspec.Struct, frozen=True):
         format: version of all that is written.
         timeline, record, step: which state it is.
         world_size: ranks of the job; `ranks` are those of the node.
-        full: whether parameters and optimizer state are in it; with replicated training one node's part has them.
+        full: whether parameters and optimizer state are in it; of the parts that serve the same ranks one has them.
         created: seconds since 1970.
         files: all that it consists of.
         content: digest of what is in it (:meth:`StateSpec.content`); records can be redone on an equal one.
+        serves: the ranks whose parameters and optimizer state these are; empty: those of all ranks.
     """
 
     format: int
@@ -52,11 +58,22 @@ class Part(msgspec.Struct, frozen=True):
     created: float
     files: tuple[StoredFile, ...] = ()
     content: str = ""
+    serves: tuple[int, ...] = ()
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """`serves`, spelled out."""
+        return self.serves or tuple(range(self.world_size))
 
     @property
     def place(self) -> str:
         """The middle of its paths."""
         return f"{_directory_of(self.timeline)}/{self.record:012d}"
+
+    @property
+    def checkpoint_directory(self) -> str:
+        """Where the tensors of all parts are."""
+        return f"{BASES}/{self.place}"
 
     @property
     def base_directory(self) -> str:
@@ -75,7 +92,8 @@ class Batch(msgspec.Struct, frozen=True):
     """What one node has of some records that follow each other: the content of a batch's commit file.
 
     Attributes:
-        format, world_size, ranks, node, full, created, files, content: as for a part; `full`: gradients are in it.
+        format, world_size, ranks, node, full, created, files, content, serves: as for a part; `full`: gradients are in
+            it.
         timeline, first, last: which records.
         steps: the user-facing step of each.
         follows: the timeline of the record before the first, on whose state the first one is redone; None: that state
@@ -95,6 +113,12 @@ class Batch(msgspec.Struct, frozen=True):
     created: float
     content: str
     files: tuple[StoredFile, ...] = ()
+    serves: tuple[int, ...] = ()
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """`serves`, spelled out."""
+        return self.serves or tuple(range(self.world_size))
 
     @property
     def place(self) -> str:
@@ -119,7 +143,10 @@ def _directory_of(timeline: Timeline) -> str:
 
 
 class Place(NamedTuple):
-    """To what a file belongs: the part of `node` after `record`, or its batch of the records `first` to `record`."""
+    """To what a file belongs: the part of `node` after `record`, or its batch of the records `first` to `record`.
+
+    The file that makes one checkpoint of all parts belongs to no node: there it is empty.
+    """
 
     number: int
     nonce: str
@@ -136,6 +163,8 @@ class Place(NamedTuple):
 def place_of(path: str) -> Place | None:
     """To what a file belongs; None for one that is not ours."""
     top, *middle = path.split("/")
+    if top == BASES and len(middle) == 3 and middle[2] == MERGED:
+        middle = [*middle[:2], "", MERGED]
     if len(middle) != {BASES: 4, STATES: 3, LOGS: 3, COMMITS: 3}.get(top):
         return None
     attempt, records, node = middle[:3]

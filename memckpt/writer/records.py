@@ -71,7 +71,7 @@ class RecordWriter:
         self._slots = slots
         self._layout = Layout(opened.spec)
         self._ring = SlotRing(slots, self._layout, opened.generation)
-        self._full = 0 in opened.spec.local_ranks
+        self._full = opened.spec.full
         self._taken: list[_Taken] = []
         self._follows: Timeline | None = opened.follows
         self._last: int | None = None
@@ -169,6 +169,7 @@ class RecordWriter:
             full=self._full,
             created=time.time(),
             content=opened.spec.content(),
+            serves=opened.spec.serves,
         )
         committed = write_batch(open_store(opened.url), batch, [tensor for one in taken for tensor in self._parts(one)])
         self._taken.clear()

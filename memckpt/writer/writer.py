@@ -15,20 +15,13 @@ from memckpt.agent.messages import Announce, Announced, LookForAnnounced, Save, 
 from memckpt.errors import AgentError, MemckptError, StorageError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.recovery.materialize import HostState
+from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
-from memckpt.storage.base import by_value_tensors, state_tensors, write_base
-from memckpt.storage.catalog import (
-    Checkpoint,
-    leftovers,
-    read_catalog,
-    remove,
-    remove_batch,
-    superseded,
-    verify,
-)
+from memckpt.storage import dcp
+from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
+from memckpt.storage.catalog import leftovers, read_catalog, remove, remove_batch, superseded, verify_files
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import NodeState, Part
 from memckpt.storage.store import Store, open_store
@@ -76,16 +69,20 @@ def save(job: Save, regions: list[Region]) -> Saved:
         tensors = {}
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
-        tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base, job.part.full)
+        tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
     _clear(store, job.part.node, job.abandoned)  # before anything is written: the room may be needed
     try:
-        part = write_base(store, job.part, state, tensors)
+        part = write_files(store, job.part, state, tensors)
+        tensors.clear()
+        problems = verify_files(store, part.files)
+        if problems:
+            raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
+        write_commit(store, part)
     except Exception:  # raised again; first what was written gives its room back
         with _only_logged("what was written of step %d is left where it is", job.part.step):
             _clear(store, job.part.node, [job.part])
         raise
-    tensors.clear()
-    _let_go(store, part, job)
+    _tidy_up(store, part, job)
     nbytes = sum(file.nbytes for file in part.files)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
     return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline)
@@ -116,7 +113,7 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
     torch.set_num_threads(job.threads)
     ring = SlotRing(slots, layout, job.generation)
     base = layout.slot_offset(part.record) + layout.by_value_base(spec.local_ranks[0])
-    by_value = by_value_tensors(layout, slots.map, base, part.full)
+    by_value = by_value_tensors(layout, slots.map, base)
     if not part.full:
         return by_value, NodeState(spec, (), b"", job.rank_states)
     host = HostState(spec, by_value=False)
@@ -147,18 +144,21 @@ def _delete(store: Store, left: Sequence[str]) -> None:
         _log.info("deleted %d files of checkpoints that were never finished", len(left))
 
 
-def _let_go(store: Store, part: Part, job: Save) -> None:
-    """Delete what is superseded, once what replaces it has been read back and found good."""
+def _tidy_up(store: Store, part: Part, job: Save) -> None:
+    """Make one of all parts for stock tools, and delete what is superseded, once a checkpoint is complete.
+
+    Each part has been read back before it was committed. Whoever commits the last one finds all of them; it may be
+    that several do, and then they do the same.
+    """
     catalog = read_catalog(store)
-    newest = next((one for one in catalog.complete if one.parts.get(part.node) == part), None)
-    own = newest or Checkpoint(part.timeline, part.record, {part.node: part})
-    problems = [problem for problem in verify(store, own) if newest is not None or problem != "parts are missing"]
-    if problems:
-        raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
     _delete(store, leftovers(catalog, part.node, ()))
-    if newest is None or 0 not in part.ranks:
-        return  # other nodes' parts are on their way; the first rank's node tidies up
-    for one in superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps):
+    if not any(one.parts.get(part.node) == part for one in catalog.complete):
+        return  # other parts are on their way
+    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps)
+    for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
+        if one.merged_path not in catalog.files and one not in gone:
+            dcp.write_merged(store, one.directory, one.tensor_nodes)
+    for one in gone:
         _log.info("letting go of step %d", one.step)
         remove(store, one)
     for batch in unneeded_batches(catalog, catalog.complete[: job.keep_last]):

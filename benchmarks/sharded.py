@@ -1,0 +1,405 @@
+"""Training with fully_shard, two ranks, each in a process of its own: what is protected, and in which way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.fsdp import fully_shard
+
+import memckpt
+from benchmarks.turns import Block, Failure, TrainingFailed, Worker
+from benchmarks.workloads import BATCH, OPTIMIZERS, redo_config
+from examples.gpt import GPT, SIZES, Corpus
+from memckpt import AgentConfig, Session
+from memckpt.errors import MemoryBudgetError
+from memckpt.state.layout import HEADER_BYTES
+
+RANKS = 2
+MODES = {"lazy": "lazy T=8", "eager": "eager"}
+#: What is done at every step beside training.
+Side = Literal["lazy", "eager", "nothing", "async_save"]
+#: Areas of a slot, and what goes to the agent beside it.
+COPIED = ("gradients", "anchors", "by value", "rank state")
+
+# The first optimizer of a process imports torch's compiler: done here, it is done before the processes are forked.
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """What one rank trains.
+
+    Attributes:
+        size: a name in `examples.gpt.SIZES`.
+        directory: the run's, alike on all ranks.
+    """
+
+    size: str
+    side: Side
+    rank: int
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Order:
+    """Take so many steps: timed, after one that does not count, or with all bytes counted that are copied in them."""
+
+    steps: int
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank stands before its first step.
+
+    Attributes:
+        agent: pid of the node's agent; None without one.
+    """
+
+    agent: int | None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a rank has copied at each step, beside what it trains.
+
+    Attributes:
+        copied: bytes, by what they are.
+        numel: elements of its shards of all parameters.
+        parameters: bytes of these.
+        optimizer_state: bytes of the optimizer's state for them.
+    """
+
+    copied: dict[str, float]
+    numel: int
+    parameters: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> float:
+        return sum(self.copied.values())
+
+
+class ShardedTrainee:
+    """A model that fully_shard was applied to, block by block; :meth:`step` is one training step of this rank."""
+
+    def __init__(self, size: str) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(replace(SIZES[size], dropout=0.0))
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS["fused"])
+        torch.manual_seed(1 + dist.get_rank())
+        self.batch = Corpus(self.model.config.context).sample(BATCH // RANKS)
+
+    def step(self) -> None:
+        self.model.loss(*self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def counted(self, copied: dict[str, float]) -> Counted:
+        shards = [_local(param) for param in self.model.parameters()]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return Counted(copied, sum(shard.numel() for shard in shards), _nbytes(shards), _nbytes(map(_local, states)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    sharded: Any = tensor.detach()
+    local: Tensor = sharded.to_local() if hasattr(sharded, "to_local") else sharded
+    return local
+
+
+def _nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+class Protection(Protocol):
+    """One way to protect a trainee."""
+
+    trainee: ShardedTrainee
+
+    def step(self) -> None:
+        """A training step, protected."""
+
+    def settle(self) -> None:
+        """Wait for what steps have left in the background."""
+
+    def stall(self) -> dict[str, float]:
+        """Seconds that it has counted in the training thread, by cause."""
+
+    def counting(self) -> contextlib.AbstractContextManager[dict[str, int]]:
+        """Add up the bytes that are copied inside."""
+
+    @property
+    def agent(self) -> int | None:
+        """Pid of the agent, if there is one."""
+
+
+@dataclass
+class Nothing:
+    trainee: ShardedTrainee
+    agent: int | None = None
+
+    def step(self) -> None:
+        self.trainee.step()
+
+    def settle(self) -> None:
+        return
+
+    def stall(self) -> dict[str, float]:
+        return {}
+
+    def counting(self) -> contextlib.AbstractContextManager[dict[str, int]]:
+        return contextlib.nullcontext({})
+
+
+@dataclass
+class Memckpt:
+    trainee: ShardedTrainee
+    session: Session
+
+    @property
+    def agent(self) -> int | None:
+        return self.session.agent_pid
+
+    def step(self) -> None:
+        self.trainee.step()
+        self.session.commit()
+
+    def settle(self) -> None:
+        """An eager agent has applied all but the newest record, of which it cannot know that all ranks have it."""
+        if self.session.mode == "eager":
+            self.session._link.wait_applied(int(self.session.metrics()["step"]) - 1)
+
+    def stall(self) -> dict[str, float]:
+        return asdict(self.session.stall)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """Every copy into the slots, by where it goes, and the rank state, as the engine makes them.
+
+        Raises:
+            RuntimeError: not everything went into the slots, as it does while a generation is written.
+        """
+        writer = self.session._staging.writer
+        if writer is None:
+            raise RuntimeError("expected a protected training, found one without a generation; see its warnings")
+        layout, sizes, elsewhere = writer.layout, dict.fromkeys(COPIED, 0), [0]
+        first = torch.frombuffer(writer._slots.map, dtype=torch.uint8).data_ptr()
+        copier: Any = self.session._copier
+        rank_state: Any = self.session._rank_state
+        copy, encode = copier.copy, rank_state.encode
+
+        def counting_copy(destination: Tensor, source: Tensor) -> None:
+            copy(destination, source)
+            offset = destination.data_ptr() - first
+            if not 0 <= offset < layout.slots_bytes:
+                elsewhere[0] += destination.nbytes
+                return
+            within = offset % layout.slot_bytes - HEADER_BYTES
+            ends = (layout.gradient_bytes, layout.gradient_bytes + layout.anchor_bytes)
+            sizes[COPIED[sum(within >= end for end in ends)]] += destination.nbytes
+
+        def counting_encode(reduction: Any) -> bytes:
+            encoded: bytes = encode(reduction)
+            sizes["rank state"] += len(encoded)
+            return encoded
+
+        copier.copy, rank_state.encode = counting_copy, counting_encode
+        try:
+            yield sizes
+        finally:
+            del copier.copy, rank_state.encode
+        if elsewhere[0]:
+            raise RuntimeError(
+                f"expected copies into the slots only, found {elsewhere[0]} bytes of others: a generation was begun; "
+                "its reason is among the warnings"
+            )
+
+
+@dataclass
+class AsyncSave:
+    """dcp.async_save of model and optimizer after each step; a new one begins when the last has ended.
+
+    It has a process group of its own, since it communicates in a thread beside the training, and keeps its stager, so
+    that the memory for copies is allocated once.
+    """
+
+    trainee: ShardedTrainee
+    directory: Path
+    group: Any
+    stager: DefaultStager
+    saved: int = 0
+    pending: list[Any] = field(default_factory=list)
+    agent: int | None = None
+
+    def step(self) -> None:
+        self.trainee.step()
+        self.settle()
+        model, optimizer = get_state_dict(self.trainee.model, self.trainee.optimizer)
+        target = self.directory / str(self.saved % 2)
+        self.saved += 1
+        state = {"model": model, "optimizer": optimizer}
+        self.pending.append(async_save(state, checkpoint_id=target, process_group=self.group, async_stager=self.stager))
+
+    def settle(self) -> None:
+        while self.pending:
+            self.pending.pop().result()
+
+    def stall(self) -> dict[str, float]:
+        return {}
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[dict[str, int]]:
+        """Every storage that the stager copies."""
+        sizes = {"state": 0}
+        inner: Any = self.stager._state_dict_stager
+        stage = inner._stage_untyped_storage
+
+        def counting_stage(storage: Any, non_blocking: bool = False) -> Any:
+            sizes["state"] += storage.nbytes()
+            return stage(storage, non_blocking)
+
+        inner._stage_untyped_storage = counting_stage
+        try:
+            yield sizes
+        finally:
+            del inner._stage_untyped_storage
+
+
+@contextlib.contextmanager
+def protected(task: RankTask) -> Iterator[Protection]:
+    trainee = ShardedTrainee(task.size)
+    if task.side == "nothing":
+        yield Nothing(trainee)
+    elif task.side == "async_save":
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        saving = AsyncSave(trainee, task.directory, dist.new_group(backend="gloo"), stager)
+        try:
+            yield saving
+        finally:
+            saving.settle()
+            stager.close()
+    else:
+        # Its agent soon goes by itself where the one who measures is killed.
+        config = replace(redo_config(MODES[task.side]), agent=AgentConfig(linger_seconds=5.0))
+        with memckpt.attach(trainee.model, trainee.optimizer, run_dir=task.directory, config=config) as session:
+            session.restore()
+            yield Memckpt(trainee, session)
+
+
+# The processes
+
+
+def _timed(protection: Protection, steps: int) -> Block:
+    protection.step()  # not timed: it has to fill the caches
+    stalled = protection.stall()
+    began = perf_counter()
+    for _ in range(steps):
+        protection.step()
+    seconds = (perf_counter() - began) / steps
+    stall = {part: (spent - stalled[part]) / steps for part, spent in protection.stall().items()}
+    protection.settle()
+    return Block(seconds, stall)
+
+
+def _counted(trainee: ShardedTrainee, protection: Protection, steps: int) -> Counted:
+    with protection.counting() as sizes:
+        for _ in range(steps):
+            protection.step()
+    protection.settle()
+    return trainee.counted({part: nbytes / steps for part, nbytes in sizes.items()})
+
+
+def run_rank(task: RankTask, orders: Connection) -> None:
+    """The whole life of a process."""
+    logging.basicConfig(level=logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rendezvous = f"file://{task.directory / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=task.rank, world_size=RANKS)
+    try:
+        with protected(task) as protection:
+            orders.send(Ready(protection.agent))
+            for order in _until_closed(orders):
+                if order.counted:
+                    orders.send(_counted(protection.trainee, protection, order.steps))
+                else:
+                    orders.send(_timed(protection, order.steps))
+    except (MemoryBudgetError, MemoryError) as error:
+        orders.send(Failure(str(error)))
+    finally:
+        dist.destroy_process_group()
+
+
+def _until_closed(orders: Connection) -> Iterator[Order]:
+    while True:
+        try:
+            order: Order = orders.recv()
+        except EOFError:
+            return
+        yield order
+
+
+class ShardedTraining:
+    """All ranks of a training. Owns their processes."""
+
+    def __init__(self, size: str, side: Side, directory: Path) -> None:
+        self.directory = directory
+        self._ranks = [
+            Worker(f"rank {rank} with {side}", run_rank, RankTask(size, side, rank, directory)) for rank in range(RANKS)
+        ]
+        self.agent: int | None = None
+
+    def _hear(self) -> list[Any]:
+        """What each rank says. Where one has no memory the others fail as well, but that is the reason."""
+        said, failures = [], []
+        for rank in self._ranks:
+            try:
+                said.append(rank.receive())
+            except (MemoryError, TrainingFailed) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
+        return said
+
+    def _order(self, order: Order) -> list[Any]:
+        for rank in self._ranks:
+            rank.send(order)
+        return self._hear()
+
+    def wait_ready(self) -> None:
+        """Wait until all stand before their first step; errors as for a worker."""
+        self.agent = next((each.agent for each in self._hear() if each.agent is not None), None)
+
+    def take(self, steps: int) -> Block:
+        """Let them go for one step that does not count and for so many that do; the slower rank's block."""
+        blocks: list[Block] = self._order(Order(steps))
+        return max(blocks, key=lambda block: block.seconds)
+
+    def count(self, steps: int) -> list[Counted]:
+        """Let them go for so many steps, and have each count what it copies."""
+        return self._order(Order(steps, counted=True))
+
+    def close(self) -> None:
+        """End them."""
+        for rank in self._ranks:
+            rank.dismiss()  # all of them: they leave together
+        for rank in self._ranks:
+            rank.close()

@@ -1,0 +1,231 @@
+"""What a protected step of sharded training (FSDP2) costs, what it copies and what the node holds for it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from benchmarks.command import Options, run
+from benchmarks.processes import end_agent
+from benchmarks.report import Ratio, Report
+from benchmarks.sharded import COPIED, MODES, RANKS, Counted, ShardedTraining, Side
+from benchmarks.turns import Block, start_server, take_turns
+from benchmarks.workloads import redo_config, scratch_directory
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status
+
+TITLE = "Sharded training (FSDP2): wall time, bytes and memory of protecting every step"
+METHOD = """\
+A GPT with `fully_shard` on each block and on the whole, AdamW (fused), two ranks on one node (gloo, CPU), each a
+process with one compute thread. All trainings run at once and take turns in blocks of a few steps: while one has its
+turn, the others are blocked in a read. The order changes from round to round, and the first step of a block is not
+timed. Each rank times its own steps, and the slower one counts. A step has 512 tokens over both ranks, of the small
+model of a quick run 256.
+
+The ratio is the median over rounds of a training's time over that of the first one with nothing, the spread half the
+distance between the quartiles; the null pair is the second one with nothing over the first. What it differs from 1 is
+noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank.
+What a block has left in the background is waited for after it, untimed: an eager agent's redo, and the last save of
+`dcp.async_save`. That one saves `get_state_dict` of model and optimizer after each step, to a disk, without a sync, in
+turn over the older of two checkpoints; a save begins when the last one has ended, as it must. It has a process group of
+its own, since it communicates beside the training, and keeps its stager, so that the memory for its copies is allocated
+once.
+
+Bytes are counted in each rank, over a whole anchor period in steps that are not timed, by wrapping what copies:
+memckpt's copier into the slots, by the area of the slot that it writes to, its rank state (of RNGs and groups, sent to
+the agent), and what the stager of `dcp.async_save` copies. *formula* is 4 + 12/T bytes for each parameter of the
+shard: a gradient, and 1/T of parameter and two moments. The agent's memory is what it says of itself: all regions that
+it holds. *design* is (T + D)(4 + 12/T) bytes a parameter with lazy redo, 12 + D(4 + 12/T) with eager, with D slots;
+held once for each shard, and not for each rank the whole model."""
+
+#: Until every slot of the ring has been written once, and its pages are mapped: T + 4.
+_WARM_UP: dict[Side, int] = {"lazy": 12, "eager": 12, "nothing": 3, "async_save": 3}
+_NAMES: dict[Side, str] = {
+    "lazy": f"memckpt, {MODES['lazy']}",
+    "eager": f"memckpt, {MODES['eager']}",
+    "nothing": "nothing (null pair)",
+    "async_save": "dcp.async_save",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: rounds, and steps in a block."""
+
+    size: str
+    rounds: int
+    steps: int
+
+
+FULL = Scale("30M", rounds=6, steps=3)
+QUICK = Scale("demo", rounds=2, steps=2)
+
+
+@dataclass(frozen=True)
+class Design:
+    """What the design says of a mode, in bytes for each parameter of a shard."""
+
+    period: int
+    copied: float
+    held: float
+
+    @classmethod
+    def of(cls, side: Side) -> Design:
+        config = redo_config(MODES[side])
+        period = config.anchor_period("eager" if side == "eager" else "lazy")
+        record = 4 + 12 / period
+        held = 12 + config.slots * record if side == "eager" else (period + config.slots) * record
+        return cls(period, record, held)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found of trainings that took turns, each list in the order of `sides`.
+
+    Attributes:
+        sides: the first is the one with nothing that all are compared with.
+        rounds: the blocks of each round.
+        counted: what each rank has copied.
+        held: bytes that the agent holds; None without one.
+    """
+
+    sides: tuple[Side, ...]
+    rounds: list[list[Block]]
+    counted: list[list[Counted]]
+    held: list[int | None]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters, over all shards."""
+        return sum(each.numel for each in self.counted[0])
+
+
+def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
+    """Trainings that take turns; then each counts what it copies.
+
+    Raises:
+        MemoryError: this machine has no memory for all of them.
+    """
+    with ExitStack() as stack:
+        trainings = []
+        for side in sides:
+            training = ShardedTraining(scale.size, side, stack.enter_context(scratch_directory()))
+            stack.callback(_end, training)
+            trainings.append(training)
+        for side, training in zip(sides, trainings, strict=True):
+            training.wait_ready()
+            training.take(_WARM_UP[side] - 1)
+        rounds = take_turns(trainings, scale.rounds, scale.steps)
+        periods = [Design.of(side).period if side in MODES else 1 for side in sides]
+        counted = [training.count(period) for training, period in zip(trainings, periods, strict=True)]
+        return Measured(sides, rounds, counted, [held_bytes(training) for training in trainings])
+
+
+def _end(training: ShardedTraining) -> None:
+    training.close()
+    if training.agent is not None:
+        end_agent(training.agent)  # it leaves by itself, but its memory is to be free
+
+
+def held_bytes(training: ShardedTraining) -> int | None:
+    """What the agent of a training says that it holds."""
+    if training.agent is None:
+        return None
+    status = ask_status(AgentAddress.of(training.directory))
+    if status is None:
+        raise RuntimeError(f"expected an agent, pid {training.agent}, found none that answers; see its log")
+    return status.held_bytes
+
+
+# The tables
+
+
+def add_ratios(report: Report, scale: Scale, found: Measured) -> None:
+    columns = ("every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms")
+    table = report.table(f"{found.numel / 1e6:.1f}M parameters, sharded over {RANKS} ranks", *columns)
+    for index, side in enumerate(found.sides):
+        if index == 0:
+            continue
+        pairs = [(blocks[index].seconds, blocks[0].seconds) for blocks in found.rounds]
+        ratio = Ratio.of(pairs)
+        stall_ms = None
+        if side in MODES:
+            stall_ms = statistics.median(sum(blocks[index].stall.values()) for blocks in found.rounds) * 1e3
+        table.add(
+            _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
+            f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}",
+            "-" if stall_ms is None else f"{stall_ms:.1f}",
+            arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
+            without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall_ms,
+        )  # fmt: skip
+        print(f"{scale.size} sharded, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:.2f}"
+
+
+def add_bytes(report: Report, found: Measured) -> None:
+    """What each rank copies at a step, beside what it holds."""
+    table = report.table(
+        "Copied by each rank at each step, MB",
+        "every step protected by", *COPIED, "state", "sum", "formula", "shard's parameters", "its optimizer state",
+        "sum / parameters"
+    )  # fmt: skip
+    for side, ranks in zip(found.sides, found.counted, strict=True):
+        if side == "nothing":
+            continue
+        for rank, counted in enumerate(ranks):
+            formula = Design.of(side).copied * counted.numel if side in MODES else None
+            table.add(
+                f"{_NAMES[side]}: rank {rank}",
+                *(_megabytes(counted.copied.get(part)) for part in (*COPIED, "state")),
+                *map(_megabytes, (counted.total, formula, counted.parameters, counted.optimizer_state)),
+                f"{counted.total / counted.parameters:.3f}",
+                arm=_NAMES[side], rank=rank, copied=counted.copied, copied_bytes=counted.total, formula_bytes=formula,
+                shard_numel=counted.numel, shard_parameter_bytes=counted.parameters,
+                shard_optimizer_bytes=counted.optimizer_state,
+            )  # fmt: skip
+
+
+def add_memory(report: Report, found: Measured) -> None:
+    """What the node's agent holds for both ranks."""
+    table = report.table(
+        "Held by the node's agent",
+        "every step protected by", "MiB", "bytes/parameter", "design, each shard once", "design, the model on each rank"
+    )  # fmt: skip
+    for side, held in zip(found.sides, found.held, strict=True):
+        if held is None:
+            continue
+        design = Design.of(side).held
+        table.add(
+            _NAMES[side], f"{held / 2**20:.1f}", f"{held / found.numel:.2f}", f"{design:.2f}", f"{design * RANKS:.2f}",
+            arm=_NAMES[side], held_bytes=held, numel=found.numel, designed_bytes=design * found.numel,
+        )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("sharded_overhead", TITLE, METHOD, options.command, options.quick)
+    scale = QUICK if options.quick else FULL
+    report.machine["compute_threads"] = f"{RANKS} ranks of 1"
+    sides: tuple[Side, ...] = ("nothing", "lazy", "eager", "nothing", "async_save")
+    cores = len(os.sched_getaffinity(0))
+    if cores <= RANKS:
+        report.leave_out(_NAMES["eager"], f"the ranks take all {cores} cores, and redo needs one of its own")
+        sides = tuple(side for side in sides if side != "eager")
+    start_server("benchmarks.sharded")
+    try:
+        found = measure(scale, sides)
+    except MemoryError as error:
+        report.leave_out(f"everything at {scale.size}", str(error))
+    else:
+        add_ratios(report, scale, found)
+        add_bytes(report, found)
+        add_memory(report, found)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("sharded_overhead", main)

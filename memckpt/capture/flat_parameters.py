@@ -1,0 +1,108 @@
+"""FullyShardedDataParallel (FSDP1): what is relied upon of it, and the tap for it.
+
+It flattens the parameters of each wrapped module into one, cuts that evenly, and gives every rank a piece, which has no
+place in any tensor of the user's. What the optimizer steps are the pieces, or views of them: plain tensors, each rank's
+own. During forward and backward others, the whole ones, may be in their places; between an optimizer's step and the
+next forward the pieces are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers
+from memckpt.capture.taps import PendingTap
+from memckpt.errors import UnsupportedError
+
+#: What it marks parameters with that are views of a flat one.
+_MARK = "_fsdp_flattened"
+
+REMEDY = (
+    "FullyShardedDataParallel (FSDP1) cuts flattened parameters, and what it has cut goes back into as many ranks with "
+    "the same wrapping only; fully_shard (FSDP2; fsdp_version: 2 in Accelerate) can be resumed by any number of ranks"
+)
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Whether some parameters are FSDP1's, also where its wrapper is not part of `model`."""
+    return bool(fsdp1_wrappers(model)) or any(getattr(param, _MARK, False) for param in model.parameters())
+
+
+def check(model: nn.Module, world_size: int) -> None:
+    """Refuse what this tap cannot follow.
+
+    Raises:
+        UnsupportedError: the wrapper is not part of the model, does not span the job, or is not as torch makes it.
+    """
+    covered = {id(param) for one in fsdp1_wrappers(model) for param in one.parameters()}
+    outside = [name for name, param in model.named_parameters() if getattr(param, _MARK, False)]
+    if any(id(param) not in covered for param in model.parameters() if getattr(param, _MARK, False)):
+        raise UnsupportedError(
+            f"{outside[0]} belongs to a FullyShardedDataParallel that is not part of the model: expected the outermost "
+            "wrapper as the model"
+        )
+    for one in fsdp1_wrappers(model):
+        for name in ("_handle", "process_group"):
+            if not hasattr(one, name):
+                raise UnsupportedError(
+                    f"FullyShardedDataParallel.{name} is relied upon, and torch {torch.__version__} does not have it; "
+                    "use fully_shard (FSDP2)"
+                )
+        ranks = dist.get_world_size(one.process_group)
+        between = getattr(one, "_inter_node_pg", None)  # of the hybrid strategies
+        ranks *= dist.get_world_size(between) if between is not None else 1
+        if ranks != world_size:
+            raise UnsupportedError(
+                f"FullyShardedDataParallel over {ranks} of {world_size} ranks: those of different groups may be steps "
+                "apart; expected all ranks of the job to reduce gradients together"
+            )
+
+
+def _flat_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for one in fsdp1_wrappers(model):
+        if one._handle is not None:  # None where it manages no parameters of its own
+            yield one._handle.flat_param
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    found = fsdp1_wrappers(model)
+    inner = {id(module) for one in found for module in one.modules() if module is not one}
+    return [one for one in found if id(one) not in inner]
+
+
+class FlatParameterTap(PendingTap):
+    """Stages nothing during backward: what the optimizer has used is cut out of reduced flat gradients only behind it.
+
+    Flat parameters say when a backward runs, right before their gradients are reduced. Whether parameters were changed
+    by hand is looked at before forward, while each rank's own pieces are in their places.
+
+    Args:
+        model: with the wrappers in it.
+        recorder: of the session.
+        before_reduction: as for :class:`memckpt.capture.taps.ShardTap`.
+    """
+
+    name = "step (flat parameters)"
+
+    def __init__(self, model: nn.Module, recorder: Recorder, before_reduction: Callable[[], None]) -> None:
+        super().__init__(list(_flat_parameters(model)), recorder)
+        self._outermost = _outermost(model)
+        self._before_reduction = before_reduction
+
+    def install(self) -> None:
+        super().install()
+        self._handles += [one.register_forward_pre_hook(self._before_forward) for one in self._outermost]
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not self._recorder.gradients_pending:
+            self._recorder.look_before_backward()
+
+    def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._before_reduction()
+        self._recorder.gradient_seen(look=False)

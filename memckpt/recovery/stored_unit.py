@@ -1,0 +1,113 @@
+"""One part of a checkpoint with parameters and optimizer state, and the records to redo on it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from memckpt.recovery.target import RestoreTarget, progress
+from memckpt.state import codec
+from memckpt.state.layout import Layout, ParamSpec
+from memckpt.state.records import decode_meta
+from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, chunks
+from memckpt.state.tensors import local
+from memckpt.storage import batch as batches
+from memckpt.storage import dcp
+from memckpt.storage.base import StoredNames
+from memckpt.storage.chain import StoredPoint
+from memckpt.storage.format import NodeState, Part, decode_node_state
+from memckpt.storage.store import Store
+
+
+class StoredUnit:
+    """What the ranks of a node hold that have the same shards: all of it fits into one of these ranks.
+
+    Args:
+        store, point: which state.
+        part: of its checkpoint.
+        records: reads the records of the store.
+
+    Attributes:
+        state: what belongs to the part's tensors.
+        layout: of the tensors.
+    """
+
+    def __init__(self, store: Store, point: StoredPoint, part: Part, records: batches.RecordReader) -> None:
+        self._store = store
+        self._point = point
+        self._records = records
+        self.part = part
+        self.state: NodeState = decode_node_state(store.read(part.state_path))
+        self.layout = Layout(self.state.spec)
+        self.names = StoredNames(self.state.spec, part.format)
+
+    def load(self, target: RestoreTarget, also: dict[str, torch.Tensor], wanted: Collection[int] | None = None) -> None:
+        """Read parameters, static tensors and optimizer state as the checkpoint has them.
+
+        Args:
+            target: through this unit's layout.
+            also: other tensors of the part, by their names in the store.
+            wanted: indices of parameters, of which alone, and without static tensors, everything is read; None: all.
+        """
+        tensors = dict(also)
+        if wanted is None:
+            static = self.layout.spec.static
+            tensors |= {self.names.tensor(spec): local(target.tensors[spec.name]) for spec in static}
+        plain = plain_state(self.state)
+        absent = set(self.state.missing)
+        for index, spec, param in self._params(target, wanted):
+            tensors[self.names.tensor(spec.tensor)] = local(param)
+            for owner in spec.owners:
+                values = dict(plain.get(index, {}).get(owner.optimizer, {}))
+                for state in owner.state:
+                    if (index, owner.optimizer, state.key) not in absent:
+                        room = values[state.key] = target.state_tensor(param, state)
+                        tensors[self.names.state(spec, owner.optimizer, state)] = local(room)
+                if values:
+                    target.optimizers[owner.optimizer].state[param] = values
+        if tensors:
+            dcp.load_into(self._store, self.part.base_directory, tensors, self.names.shards())
+
+    def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
+        """Redo the records on what was loaded."""
+        layout = self.layout
+        members = []
+        for index, spec, param in self._params(target, wanted):
+            states = {
+                one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners
+            }
+            held = local(param)
+            parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
+            members.append(Member(index, 0, held.numel(), parameter, states))
+        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(members)]
+        records = self._point.gradient_batches(self.part)
+        nbytes = sum(member.stop for member in members) * 4
+        with progress("redoing records", nbytes * len(records)) as advance:
+            for record, batch in records:
+                meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
+                for group in groups:
+                    group.apply(meta, partial(self._records.gradient, batch, layout))
+                advance(nbytes)
+        for member in members:
+            target.bring_home(member)
+
+    def _params(
+        self, target: RestoreTarget, wanted: Collection[int] | None
+    ) -> Iterator[tuple[int, ParamSpec, torch.Tensor]]:
+        for index, (spec, param) in enumerate(zip(self.layout.spec.params, target.params, strict=True)):
+            if wanted is None or index in wanted:
+                yield index, spec, param
+
+
+def _held(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of one parameter as this rank holds it."""
+    return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def plain_state(state: NodeState) -> dict[int, Any]:
+    """What of the optimizer state is not a tensor: {parameter: {optimizer: {key: value}}}."""
+    plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
+    return plain
