@@ -42,8 +42,8 @@ class Setup:
         kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
         world_size: "hsdp" and "fsdp-tp" have a mesh of two by half of it.
         optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
-            step), "muon" (which needs whole matrices, and AdamW beside it), "own" (which needs the norm of each whole
-            gradient) or "lion" (of the user's own, element by element).
+            step), "muon" (which needs whole matrices, and AdamW beside it), "own" (of the user's own, with plain
+            values in its state) or "lion" (of the user's own, element by element).
         accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
         precision: of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
         reshard: whether parameters are freed between forward and backward.

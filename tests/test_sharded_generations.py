@@ -38,15 +38,6 @@ HSDP, TP, FSDP_TP = Setup("hsdp", 4, table=True), Setup("tp", table=True), Setup
 DDP = Setup("ddp", table=True)
 slow = pytest.mark.slow
 
-SETUPS = [(FSDP2, 1), (FSDP2, 2), (FSDP4, 1), (FSDP4, 2), (HSDP, 1), (HSDP, 2), (TP, 1), (FSDP_TP, 2), (DDP, 2)]
-
-
-def places(*ordinary: tuple[Setup, int]) -> pytest.MarkDecorator:
-    """All but these among the slow tests."""
-    params = [pytest.param(*each, marks=() if each in ordinary else slow) for each in SETUPS]
-    return pytest.mark.parametrize(("setup", "nodes"), params, ids=named)
-
-
 CHANGED_AT = 4
 
 
@@ -73,10 +64,24 @@ CHANGES = {
 }
 
 
-@places((FSDP2, 1))
-@pytest.mark.parametrize("ranks", [pytest.param((0,), marks=slow), (1,), pytest.param((0, 1), marks=slow)], ids=named)
-@pytest.mark.parametrize("change", [change_table, pytest.param(change_weight, marks=slow)])
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize(
+    ("setup", "nodes", "redo", "change", "ranks"),
+    [
+        (FSDP2, 1, "lazy", change_table, (1,)),
+        pytest.param(FSDP2, 1, "eager", change_table, (0, 1), marks=slow),
+        pytest.param(FSDP2, 2, "lazy", change_weight, (1,), marks=slow),
+        pytest.param(FSDP4, 1, "lazy", change_table, (0, 1), marks=slow),
+        pytest.param(FSDP4, 2, "eager", change_table, (0,), marks=slow),
+        pytest.param(HSDP, 1, "lazy", change_table, (1,), marks=slow),
+        pytest.param(HSDP, 1, "lazy", change_table, (0, 1), marks=slow),
+        pytest.param(HSDP, 1, "eager", change_table, (0,), marks=slow),
+        pytest.param(HSDP, 2, "lazy", change_table, (0,), marks=slow),
+        pytest.param(TP, 1, "lazy", change_weight, (0, 1), marks=slow),
+        pytest.param(FSDP_TP, 2, "lazy", change_table, (1,), marks=slow),
+        pytest.param(DDP, 2, "lazy", change_table, (1,), marks=slow),
+    ],
+    ids=named,
+)
 def test_a_record_that_one_rank_cannot_redo_begins_a_generation(
     lab: Lab, setup: Setup, nodes: int, redo: str, change: Any, ranks: tuple[int, ...]
 ) -> None:
@@ -133,9 +138,23 @@ def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], N
     return prepare
 
 
-@places((HSDP, 1), (DDP, 2))
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
-@pytest.mark.parametrize("who", [pytest.param(0, marks=slow), 1])
+@pytest.mark.parametrize(
+    ("setup", "nodes", "redo", "who"),
+    [
+        (HSDP, 1, "lazy", 1),
+        (DDP, 2, "lazy", 1),
+        pytest.param(FSDP2, 1, "lazy", 1, marks=slow),
+        pytest.param(FSDP2, 2, "eager", 0, marks=slow),
+        pytest.param(FSDP4, 1, "eager", 1, marks=slow),
+        pytest.param(FSDP4, 2, "lazy", 0, marks=slow),
+        pytest.param(HSDP, 1, "eager", 0, marks=slow),
+        pytest.param(HSDP, 2, "lazy", 1, marks=slow),
+        pytest.param(TP, 1, "lazy", 1, marks=slow),
+        pytest.param(FSDP_TP, 2, "lazy", 0, marks=slow),
+        pytest.param(DDP, 2, "lazy", 0, marks=slow),
+    ],
+    ids=named,
+)
 def test_a_rank_dies_in_a_generation_that_the_others_have_complete(
     lab: Lab, setup: Setup, nodes: int, redo: str, who: int
 ) -> None:

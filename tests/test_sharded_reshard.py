@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from tests.sharded_lab import (
     job_of,
     logs,
     noted,
-    pending,
     reference,
     results,
     run,
@@ -34,12 +32,6 @@ FSDP1, FSDP2, FSDP4 = (Setup(world_size=size) for size in (1, 2, 4))
 HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)
 
 slow = pytest.mark.slow
-
-
-@pytest.fixture
-def leaves_agents(lab: Lab) -> Iterator[None]:
-    with pending(lab):
-        yield
 
 
 AT = 6
@@ -101,9 +93,20 @@ def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("before", "after"), params, ids=named)
 
 
-@pytest.mark.usefixtures("leaves_agents")
-@from_and_to((FSDP4, FSDP2), (FSDP2, DDP))
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize(
+    ("before", "after", "redo"),
+    [
+        (FSDP4, FSDP2, "lazy"),
+        (FSDP2, DDP, "lazy"),
+        pytest.param(FSDP2, FSDP4, "eager", marks=slow),
+        pytest.param(HSDP, FSDP2, "lazy", marks=slow),
+        pytest.param(HSDP, FSDP4, "eager", marks=slow),
+        pytest.param(TP, PLAIN, "lazy", marks=slow),
+        pytest.param(FSDP_TP, FSDP2, "lazy", marks=slow),
+        pytest.param(TABLE4, TABLE2, "lazy", marks=slow),
+    ],
+    ids=named,
+)
 def test_carried_over_from_memory(lab: Lab, before: Setup, after: Setup, redo: str) -> None:
     """The ranks died, their agent lives: it brings to storage what it holds of them."""
     died = job_of(lab, before, config(redo, storage=StorageConfig(every_steps=100)))
@@ -114,36 +117,42 @@ def test_carried_over_from_memory(lab: Lab, before: Setup, after: Setup, redo: s
     check_carried_over(lab, died, restored(lab, died, after))
 
 
-def stored(lab: Lab, setup: Setup, nodes: int, redo: str = "lazy") -> Job:
+def stored(lab: Lab, setup: Setup, nodes: int) -> Job:
     """A training whose ranks and agents are all dead: what is left of it, after step AT, is in storage."""
-    job = job_of(lab, setup, config(redo, storage=StorageConfig(every_steps=AT)), nodes=nodes)
-    if redo == "eager":
-        start_agents(lab, job)
+    job = job_of(lab, setup, config(storage=StorageConfig(every_steps=AT)), nodes=nodes)
     deaths = [Death("agents", AT + 2), Death("all", AT + 2, "backward")]
     died = replace(job, deaths=deaths, wait_at=AT + 1)
     assert run(lab, died) == [-9] * setup.world_size
     return died
 
 
-@pytest.mark.usefixtures("leaves_agents")
 @from_and_to((FSDP2, FSDP4), (HSDP, FSDP2))
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=slow)])
-def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup, nodes: int) -> None:
-    nodes = min(nodes, before.world_size)
-    died = stored(lab, before, nodes)
-    check_carried_over(lab, died, restored(lab, died, after, nodes=min(nodes, after.world_size)))
+def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup) -> None:
+    died = stored(lab, before, 1)
+    check_carried_over(lab, died, restored(lab, died, after))
 
 
-@pytest.mark.usefixtures("leaves_agents")
+@slow
+@pytest.mark.parametrize(
+    ("before", "after", "nodes"),
+    [
+        (FSDP4, FSDP2, (2, 2)),
+        (HSDP, FSDP4, (2, 4)),
+        (FSDP2, FSDP4, (2, 1)),
+        (FSDP_TP, PLAIN, (2, 1)),
+        (DDP, FSDP2, (2, 2)),
+    ],
+    ids=named,
+)
+def test_carried_over_to_another_number_of_nodes(lab: Lab, before: Setup, after: Setup, nodes: tuple[int, int]) -> None:
+    died = stored(lab, before, nodes[0])
+    check_carried_over(lab, died, restored(lab, died, after, nodes=nodes[1]))
+
+
+@slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        pytest.param(FSDP4, FSDP2, marks=slow),
-        pytest.param(FSDP2, FSDP4, marks=slow),
-        pytest.param(HSDP, FSDP2, marks=slow),
-        pytest.param(FSDP2, DDP, marks=slow),
-        pytest.param(FSDP_TP, FSDP2, marks=slow),
-    ],
+    [(FSDP4, FSDP2), (FSDP2, FSDP4), (HSDP, FSDP2), (FSDP2, DDP), (FSDP_TP, FSDP2)],
     ids=named,
 )
 def test_what_goes_on_in_another_way_is_protected_as_ever(lab: Lab, before: Setup, after: Setup) -> None:

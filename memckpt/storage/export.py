@@ -148,7 +148,7 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
     if decode_node_state(store.read(checkpoint.part_serving(0).state_path)).spec.flattened:
         raise UnsupportedError(
             "FullyShardedDataParallel (FSDP1) has cut flattened parameters, which only its ranks can put together: "
-            "resume with as many ranks and save model.state_dict() there; what fully_shard (FSDP2) has cut is exported whole"
+            "resume with as many ranks and save model.state_dict() there; what fully_shard has cut is exported whole"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     writers[form](store, checkpoint, target)
