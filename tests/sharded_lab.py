@@ -363,7 +363,7 @@ def start_agents(lab: Lab, job: Job) -> list[Child]:
     started = []
     for name in sorted({job.node(rank) for rank in range(job.world_size)}):
         with node(name):
-            started.append(lab.start_agent())
+            started.append(lab.start_agent(job.run_dir))
     return started
 
 
