@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import accelerate
@@ -47,6 +47,8 @@ class MemCheckpointPlugin:
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
             anew; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
         config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
+            on all ranks. Others are taken for a rank's own.
         log_every: give metrics to the Accelerator's trackers every so many steps; None: never.
 
     Raises:
@@ -60,11 +62,13 @@ class MemCheckpointPlugin:
         *,
         resume: ResumeChoice | int | None = None,
         config: MemckptConfig | None = None,
+        replicated: Sequence[str] = (),
         log_every: int | None = 50,
     ) -> None:
         if log_every is not None and log_every < 1:
             raise ConfigurationError(f"log_every: expected None or 1 or more, found {log_every!r}")
         self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
+        self._replicated = tuple(replicated)
         self.accelerator: Any = accelerator
         self._log_every = log_every
         self._prepared: Prepared | None = None
@@ -117,6 +121,7 @@ class MemCheckpointPlugin:
             resume=self.resume,
             config=self.config,
             data_parallel=prepared.data_parallel,
+            replicated=self._replicated,
         )
         try:
             self._attached(session, prepared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,13 +32,16 @@ class MemCheckpoint(pl.Callback):
     never interrupted. Nothing has to be passed to `fit`; where in the list of callbacks it stands does not
     matter. What cannot be repeated is said before training starts.
 
-    Works on a single device and with DDP. It does not replace ModelCheckpoint: files to keep are still its work.
+    Works on a single device, with DDP, and where the model is cut over ranks (`ModelParallelStrategy`). It does not
+    replace ModelCheckpoint: files to keep are still its work.
 
     Args:
         run_dir: names the run; a directory for what has to be on disk, the same at every start. None: MEMCKPT_RUN_DIR.
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"``
             starts anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
         config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
+            on all ranks. Others are taken for a rank's own.
 
     Raises:
         ConfigurationError: a setting that cannot be, in the arguments or in the environment.
@@ -49,8 +53,10 @@ class MemCheckpoint(pl.Callback):
         *,
         resume: Resume | None = None,
         config: MemckptConfig | None = None,
+        replicated: Sequence[str] = (),
     ) -> None:
         self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
+        self.replicated = tuple(replicated)
         self._protection: Protection | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -73,6 +79,7 @@ class MemCheckpoint(pl.Callback):
             run_dir=self.run_dir,
             resume=self.resume,
             config=self.config,
+            replicated=self.replicated,
             messages=messages,
         )
         protection.install()

@@ -60,6 +60,7 @@ class Attach(Protocol):
         config: MemckptConfig,
         data_parallel: nn.Module | None,
         extra_modules: dict[str, nn.Module],
+        replicated: Sequence[str],
     ) -> Session: ...
 
 

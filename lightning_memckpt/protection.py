@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import lightning
@@ -69,6 +69,7 @@ class Protection:
         run_dir: names the run.
         resume: what to do with held state.
         config: the engine's configuration.
+        replicated: of the callback.
         messages: what the user reads.
     """
 
@@ -83,6 +84,7 @@ class Protection:
         run_dir: str,
         resume: Resume,
         config: MemckptConfig,
+        replicated: Sequence[str],
         messages: Messages,
     ) -> None:
         self._trainer: Any = trainer
@@ -93,6 +95,7 @@ class Protection:
         self._run_dir = run_dir
         self._resume = resume
         self._config = config
+        self._replicated = replicated
 
         self._messages = messages
         self._internals = TrainerInternals(trainer)
@@ -226,6 +229,7 @@ class Protection:
             config=self._config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
             extra_modules=self._beside,
+            replicated=self._replicated,
         )
 
     def _user_file(self) -> UserFile | None:

@@ -10,8 +10,8 @@ from typing import Literal
 
 from memckpt.errors import ConfigurationError
 
-RedoMode = Literal["eager", "lazy"]
-RedoChoice = Literal["auto", "eager", "lazy"]
+RedoMode = Literal["eager", "lazy", "capture"]
+RedoChoice = Literal["auto", "eager", "lazy", "capture"]
 TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
@@ -19,7 +19,8 @@ ResumeChoice = Literal["auto", "require", "never"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
-DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32}
+#: A captured record has all of the state, so that its period is 1 whatever is configured.
+DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "capture": 1}
 
 
 def _require(condition: bool, name: str, expected: str, found: object) -> None:
@@ -107,11 +108,13 @@ class MemckptConfig:
     Args:
         redo: ``"eager"`` applies each record to a replica at once (least memory, a core partly busy),
             ``"lazy"`` keeps the last records and applies them at restore (no work beside the copies),
-            ``"auto"`` chooses and says why.
+            ``"capture"`` redoes nothing and copies the whole state every `capture_every_steps` steps: for optimizers
+            whose steps cannot be redone; ``"auto"`` chooses and says why.
         tap: ``"auto"`` copies gradients as backward produces them, checks what it staged against what the optimizer
             used, and changes to ``"step"`` where they differ; ``"step"`` copies them after the optimizer's step.
         anchor_period_steps: T; None takes the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied.
+        capture_every_steps: N, where the state is captured and no step is redone: a crash loses fewer than so many.
         agent: the agent's own settings.
         storage: checkpoints beyond this node's memory; None: none are written or looked for.
     """
@@ -120,21 +123,27 @@ class MemckptConfig:
     tap: TapChoice = "auto"
     anchor_period_steps: int | None = None
     slots: int = 3
+    capture_every_steps: int = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
     storage: StorageConfig | None = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
-        _require(self.redo in ("auto", "eager", "lazy"), "redo", "'auto', 'eager' or 'lazy'", self.redo)
+        known = ("auto", "eager", "lazy", "capture")
+        _require(self.redo in known, "redo", "'auto', 'eager', 'lazy' or 'capture'", self.redo)
         _require(self.tap in ("auto", "step"), "tap", "'auto' or 'step'", self.tap)
         period = self.anchor_period_steps
         _require(period is None or 1 <= period <= 4096, "anchor_period_steps", "None or 1 to 4096", period)
         _require(2 <= self.slots <= 64, "slots", "2 to 64", self.slots)
+        every = self.capture_every_steps
+        _require(1 <= every <= 1_000_000, "capture_every_steps", "1 to 1000000", every)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
 
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""
+        if mode == "capture":
+            return DEFAULT_ANCHOR_PERIOD[mode]
         return self.anchor_period_steps or DEFAULT_ANCHOR_PERIOD[mode]
 
 

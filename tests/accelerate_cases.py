@@ -113,6 +113,7 @@ MORE_RANKED = [
     Case("limited", samples=43, limit=4),
     Case("fsdp2_accumulate", samples=42, accumulate=2, cut="fsdp2"),
     Case("fsdp2_bf16", accelerator={"mixed_precision": "bf16"}, cut="fsdp2"),
+    Case("fsdp2_evaluated_inside", evaluate_every=2, cut="fsdp2"),
     Case("fsdp1", cut="fsdp1"),
     Case("fsdp1_accumulate", samples=42, accumulate=2, cut="fsdp1"),
 ]

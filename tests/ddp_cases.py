@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
 from memckpt.agent.address import NODE_VARIABLE
+from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
 from tests.engine_harness import Lab
 from tests.frozen import freeze
@@ -60,6 +61,8 @@ class Job:
         slow_rank: one that has more to do than the others.
         by_hand: (rank, step) where a rank changes a large buffer of its own, which nobody expects to change.
         own_tables: whether each rank begins with other values in that buffer.
+        optimizer: makes it.
+        fails_test: a rank on which the self-test of the optimizer fails.
     """
 
     directory: Path
@@ -79,6 +82,10 @@ class Job:
     by_hand: Sequence[tuple[int, int]] = ()
     own_tables: bool = False
     last_step: int = STEPS
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        default=lambda params: torch.optim.AdamW(params, lr=0.01), compare=False
+    )
+    fails_test: int | None = None
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -140,7 +147,9 @@ def train(job: Job, rank: int) -> None:
     if job.own_tables:
         net.table.fill_(rank + 1 if job.number == 0 else -1.0)
     torch.manual_seed(100 + rank)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = job.optimizer(net.parameters())
+    if job.fails_test == rank:
+        SelfTest.after_record = lambda self: "it has failed here"  # type: ignore[method-assign]
     if job.hook == "before":
         model.register_comm_hook(None, halving_hook)
     session = None

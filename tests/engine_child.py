@@ -32,6 +32,7 @@ def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfi
     """A configuration whose anchors come round within the few steps of a test."""
     agent = settings.pop("agent", AgentConfig(linger_seconds=60))
     settings.setdefault("storage", None)  # what it takes is tested by itself
+    settings.setdefault("capture_every_steps", 1)  # what cannot be redone loses nothing either
     values: dict[str, Any] = {"redo": redo, "anchor_period_steps": period, "agent": agent, **settings}
     return MemckptConfig(**values)
 

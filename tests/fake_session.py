@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,9 @@ class FakeSession:
         config: Any,
         data_parallel: nn.Module | None = None,
         extra_modules: Mapping[str, nn.Module] | None = None,
+        replicated: Sequence[str] = (),
     ) -> None:
+        self.replicated = tuple(replicated)
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         self._extra_modules = extra_modules if extra_modules is not None else {}

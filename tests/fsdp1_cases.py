@@ -36,6 +36,7 @@ class FlatJob(Job):
         use_orig_params: whether the optimizer steps views of flat parameters, or those themselves.
         half: computes in bfloat16, and reduces in float32.
         bare: what is attached is the wrapped module, and not the wrapper.
+        evaluate: whether to evaluate between each step and its commit, "with" gradients or "without".
         by_hand_at: the step before which a parameter is changed by hand.
     """
 
@@ -43,6 +44,7 @@ class FlatJob(Job):
     use_orig_params: bool = True
     half: bool = False
     bare: bool = False
+    evaluate: str = ""
     by_hand_at: int | None = None
 
 
@@ -135,6 +137,8 @@ def train(job: FlatJob, rank: int) -> None:
                 next(param for param in model.parameters() if param.numel()).mul_(0.5)
         losses[step] = _step(job, model, optimizer, step, at)
         at(step, "stepped")
+        if job.evaluate:
+            evaluate(model, gradients=job.evaluate == "with")
         if session is not None:
             assert session.commit()
         at(step, "committed")
@@ -152,10 +156,10 @@ def train(job: FlatJob, rank: int) -> None:
     os._exit(0)
 
 
-def evaluate(model: nn.Module) -> None:
+def evaluate(model: nn.Module, gradients: bool = False) -> None:
     """A forward without backward that draws no number."""
     model.eval()
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         model(torch.ones(2, 7))
     model.train()
 

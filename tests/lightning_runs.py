@@ -155,7 +155,7 @@ def make_trainer(run: Run, control: Control) -> Any:
     if case.logger:
         callbacks.append(LearningRateMonitor())
     arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
-    if run.ranks > 1:
+    if run.ranks > 1 or case.strategy != "ddp":
         strategy = "ddp" if case.strategy == "ddp" else strategy_of(case.strategy, run.ranks)
         arguments |= {"strategy": strategy, "devices": run.ranks}
     if not case.validate:

@@ -28,7 +28,8 @@ from memckpt.state.layout import (
     StateTensorSpec,
     TensorSpec,
 )
-from memckpt.state.optimizers import attributes, dtype_name, hyperparameters
+from memckpt.state.optimizers import dtype_name, hyperparameters
+from memckpt.state.private import attributes
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors

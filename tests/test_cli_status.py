@@ -90,6 +90,11 @@ def test_a_view_names_everything_that_is_known() -> None:
         assert expected in text
 
 
+def test_how_often_state_is_captured_and_why() -> None:
+    captured = an_agent(mode="capture", every=10, mode_reason="LBFGS [evaluates]", applied=None)
+    assert "capture of every 10th step (LBFGS [evaluates])" in text_of(a_view(captured))
+
+
 def test_what_is_not_known_is_left_out() -> None:
     lazy = an_agent(mode="lazy", applied=None, redo_seconds_per_record=None, trainers=(), storage=None)
     text = text_of(a_view(lazy))

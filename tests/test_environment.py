@@ -65,7 +65,7 @@ def test_every_setting_has_a_variable() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("MEMCKPT_REDO", "fast", "MEMCKPT_REDO: expected 'auto', 'eager' or 'lazy', found 'fast'"),
+        ("MEMCKPT_REDO", "fast", "MEMCKPT_REDO: expected 'auto', 'eager', 'lazy' or 'capture', found 'fast'"),
         ("MEMCKPT_SLOTS", "three", "MEMCKPT_SLOTS: expected a whole number, found 'three'"),
         ("MEMCKPT_SLOTS", "1", "MEMCKPT_SLOTS: expected 2 to 64, found 1"),
         ("MEMCKPT_SLOTS", "none", "MEMCKPT_SLOTS: expected a whole number, found 'none'"),

@@ -23,6 +23,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "tap": ("step", "step"),
     "anchor_period_steps": ("5", 5),
     "slots": ("4", 4),
+    "capture_every_steps": ("25", 25),
     "agent.threads": ("2", 2),
     "agent.linger_seconds": ("60", 60.0),
     "agent.memory_budget_bytes": ("1000000", 1_000_000),
@@ -105,7 +106,7 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memckpt-redo", "often"], "argument --memckpt-redo: expected 'auto', 'eager' or 'lazy', found 'often'"),
+        (["--memckpt-redo", "often"], "--memckpt-redo: expected 'auto', 'eager', 'lazy' or 'capture', found 'often'"),
         (["--memckpt-slots", "many"], "argument --memckpt-slots: expected a whole number, found 'many'"),
         (["--memckpt-storage-every-steps", "x"], "every-steps: expected a whole number or 'none', found 'x'"),
         (["--memckpt-storage", "maybe"], "argument --memckpt-storage: expected on, off or none, found 'maybe'"),
@@ -153,7 +154,7 @@ def test_how_to_resume(text: object, value: object) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, agent, storage, found 'slotz'"),
+        ({"slotz": 1}, "slotz: expected one of redo, tap, anchor_period_steps, slots, capture_every_steps, agent,"),
         ({"agent": {"thread": 1}}, "agent.thread: expected one of threads, linger_seconds"),
         ({"slots": "3"}, "slots: expected int, found '3'"),
         ({"slots": True}, "slots: expected int, found True"),

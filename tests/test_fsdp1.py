@@ -22,7 +22,7 @@ _references: dict[Any, list[Any]] = {}
 
 def reference(lab: Lab, job: FlatJob) -> list[Any]:
     """The same training undisturbed, without memckpt."""
-    key = (job.world_size, job.strategy, job.use_orig_params, job.half, job.accumulate, job.by_hand_at)
+    key = (job.world_size, job.strategy, job.use_orig_params, job.half, job.accumulate, job.evaluate, job.by_hand_at)
     if key not in _references:
         undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=())
         assert run(lab, undisturbed) == [0] * job.world_size
@@ -79,6 +79,9 @@ def test_resumes_exactly(lab: Lab, redo: str, use_orig_params: bool) -> None:
 
 SETTINGS: list[dict[str, Any]] = [
     {"strategy": "SHARD_GRAD_OP"},
+    {"strategy": "SHARD_GRAD_OP", "evaluate": "with"},
+    {"strategy": "SHARD_GRAD_OP", "evaluate": "without", "use_orig_params": False},
+    {"evaluate": "without"},
     {"strategy": "NO_SHARD"},
     {"strategy": "HYBRID_SHARD", "world_size": 4},
     {"accumulate": 3},
@@ -87,13 +90,15 @@ SETTINGS: list[dict[str, Any]] = [
     {"half": True, "use_orig_params": False},
     {"nodes": True},
     {"world_size": 3},
+    {"world_size": 1},
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()))
 def test_each_setting(lab: Lab, settings: dict[str, Any]) -> None:
-    survives(lab, job_of(lab, **settings), [Death(0, 3, "forward"), Death(1, 6, "stepped")], 6)
+    job = job_of(lab, **settings)
+    survives(lab, job, [Death(0, 3, "forward"), Death(job.world_size - 1, 6, "stepped")], 6)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -85,9 +85,9 @@ def test_every_setting_can_be_overridden() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("memckpt.slotz=1", "Key 'slotz' not in 'MemckptConfig: one of redo, tap, anchor_period_steps, slots, agent,"),
+        ("memckpt.slotz=1", "Key 'slotz' not in 'MemckptConfig: one of redo, tap, anchor_period_steps, slots,"),
         ("memckpt.storage.keep=1", "Key 'keep' not in 'StorageConfig: one of url, mode, every_steps, min_seconds,"),
-        ("memckpt.redo=often", "Invalid value 'often', expected one of [auto, eager, lazy]"),
+        ("memckpt.redo=often", "Invalid value 'often', expected one of [auto, eager, lazy, capture]"),
         ("memckpt.slots=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("memckpt=durabel", "Could not find 'memckpt/durabel'"),
     ],

@@ -55,13 +55,15 @@ def specs(draw: Any) -> StateSpec:
                 state.append(StateTensorSpec("row_var", (7,), "float32", False, False))
             owners.append(OwnerSpec(index, 0, tuple(state)))
         params.append(ParamSpec(tensor, tuple(owners), draw(st.booleans()), draw(st.sampled_from([0, 0, 1000]))))
+    mode = draw(st.sampled_from(["lazy", "eager", "capture"]))
     return StateSpec(
         params=tuple(params),
         optimizers=tuple(an_optimizer(i, draw(st.integers(1, 3))) for i in range(optimizers)),
         static=draw(tensors("static", 3)),
         by_value=draw(tensors("buffer", 3)),
-        mode=draw(st.sampled_from(["lazy", "eager"])),
-        period=draw(st.integers(1, 9)),
+        mode=mode,
+        period=1 if mode == "capture" else draw(st.integers(1, 9)),
+        every=draw(st.integers(1, 20)) if mode == "capture" else 1,
         slots=draw(st.integers(2, 5)),
         local_ranks=tuple(range(draw(st.integers(1, 3)))),
         world_size=3,
@@ -73,7 +75,7 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
     spec = layout.spec
     found = [(0, HEADER_BYTES, "header")]
     for index, optimizer in enumerate(spec.optimizers):
-        for sub_step in range(optimizer.sub_steps):
+        for sub_step in range(0 if spec.mode == "capture" else optimizer.sub_steps):
             for param in layout.optimizer_params(index):
                 start = layout.gradient_offset(index, sub_step, param)
                 found.append((start, start + spec.params[param].grad_bytes, f"gradient {index} {sub_step} {param}"))
@@ -130,8 +132,10 @@ def test_every_element_is_anchored_once_in_a_period(spec: StateSpec) -> None:
 @settings(max_examples=100, deadline=None)
 def test_slots_replica_and_static_tensors_do_not_overlap(spec: StateSpec) -> None:
     layout = Layout(spec)
-    ring = spec.period + spec.slots if spec.mode == "lazy" else spec.slots
-    offsets = {layout.slot_offset(record) for record in range(100, 100 + ring)}
+    ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "capture": 2}[spec.mode]
+    # Captured records: the first one, and multiples of N from then on.
+    records = range(100, 100 + ring) if spec.mode != "capture" else (101, 101 // spec.every * spec.every + spec.every)
+    offsets = {layout.slot_offset(record) for record in records}
     assert len(offsets) == ring
     assert max(offsets) + layout.slot_bytes <= layout.slots_bytes
     assert layout.slot_bytes % PAGE == 0

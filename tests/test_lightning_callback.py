@@ -121,6 +121,11 @@ def test_unsupported_strategies_are_named(tmp_path: Path, sessions: Sessions) ->
         callback.setup(other, Small(), "fit")
 
 
+def test_what_is_said_to_be_replicated_reaches_the_engine(tmp_path: Path, sessions: Sessions) -> None:
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run", replicated=["*.norm.*"])).fit(Small(), loader())
+    assert [session.replicated for session in sessions.made] == [("*.norm.*",)]
+
+
 def test_an_old_lightning_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning.__version__", "2.4.0")
     with pytest.raises(MisconfigurationException, match=r"needs lightning>=2\.5, found 2\.4\.0"):

@@ -54,6 +54,23 @@ def test_each_case(case: Case, server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_behind_the_same_samples(
+    before: int, after: int, server: Server, tmp_path: Path
+) -> None:
+    """Its shards are cut anew; not bit for bit, and said so."""
+    assert server.run(Run(FSDP2, tmp_path, kill=("before_optimizer", 5), ranks=before, storage=True))[-1] == -9
+    (tmp_path / "losses.txt").unlink()
+    found = finish(server, Run(FSDP2, tmp_path, ranks=after, storage=True))
+    batches = 4 * before // after
+    log = (tmp_path / "log.txt").read_text()
+    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks go on behind {batches}" in log
+    per_epoch = {1: 11, 2: 6}[after]
+    for outcome in [found] if after == 1 else list(found.values()):
+        assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_file_that_the_user_passes_and_what_is_held(resume: str, server: Server, tmp_path: Path) -> None:
     """Lightning loads such a file behind the strategy's setup, when memckpt has decided already."""

@@ -61,7 +61,7 @@ def until_ordered(control: Control) -> None:
     """
     session = control.session
     assert session is not None
-    while session.mode == "lazy" and session._link.client._order is None:
+    while session.mode != "eager" and session._link.client._order is None:
         assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
         session._listen()
 

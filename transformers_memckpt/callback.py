@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,6 +28,8 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
             anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
         config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
+            on all ranks. Others are taken for a rank's own.
 
     Raises:
         ConfigurationError: a setting that cannot be, in the arguments or in the environment.
@@ -39,8 +41,10 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         *,
         resume: ResumeChoice | int | None = None,
         config: MemckptConfig | None = None,
+        replicated: Sequence[str] = (),
     ) -> None:
         self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
+        self.replicated = tuple(replicated)
         self._trainer: Any = None
         self._protection: Protection | None = None
 
@@ -70,7 +74,12 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         def inner_training_loop(*args: Any, **kwargs: Any) -> Any:
             notes.refuse(self._trainer, kwargs.get("trial"))
             self._protection = Protection(
-                self._trainer, self, run_dir=self.run_dir, resume=self.resume, config=self.config
+                self._trainer,
+                self,
+                run_dir=self.run_dir,
+                resume=self.resume,
+                config=self.config,
+                replicated=self.replicated,
             )
             try:
                 return self._protection.train(original, *args, **kwargs)
@@ -126,8 +135,9 @@ def protect(
     *,
     resume: ResumeChoice | int | None = None,
     config: MemckptConfig | None = None,
+    replicated: Sequence[str] = (),
 ) -> MemCheckpointTrainerCallback:
     """Add a MemCheckpointTrainerCallback to `trainer`, which it then knows; arguments and errors are the callback's."""
-    callback = MemCheckpointTrainerCallback(run_dir, resume=resume, config=config)
+    callback = MemCheckpointTrainerCallback(run_dir, resume=resume, config=config, replicated=replicated)
     callback.attach(trainer)
     return callback

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -57,15 +57,24 @@ class Protection:
         run_dir: names the run.
         resume: what to do with held state.
         config: the engine's configuration.
+        replicated: of the callback.
     """
 
     def __init__(
-        self, trainer: Any, callback: object, *, run_dir: str, resume: ResumeChoice | int, config: MemckptConfig
+        self,
+        trainer: Any,
+        callback: object,
+        *,
+        run_dir: str,
+        resume: ResumeChoice | int,
+        config: MemckptConfig,
+        replicated: Sequence[str],
     ) -> None:
         self._trainer = trainer
         self._run_dir = run_dir
         self._resume = resume
         self._config = config
+        self._replicated = replicated
         self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
         self._session: memckpt.Session | None = None
@@ -156,6 +165,7 @@ class Protection:
             resume=resume,
             config=self._config,
             data_parallel=wrapped if isinstance(wrapped, DistributedDataParallel) else None,
+            replicated=self._replicated,
         )
 
     def _refuse_middle_of_epoch(self) -> None:

@@ -57,6 +57,8 @@ class Generation:
             self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
         for region in self.regions:
             region.populate_in_background()
+        #: Why its mode was chosen, in words.
+        self.reason = ""
         self.base: int | None = None
         self.complete = False
         self.committed: dict[int, int] = {}
@@ -126,12 +128,29 @@ class Generation:
         self._rank_states.setdefault(record, {})[rank] = state
         self._steps[record] = step
         newest = max(self.committed.values())
-        kept = {self.pinned}
+        kept = {self.pinned, *self._captured()}
         for old in [number for number in self._rank_states if number < newest - self.spec.slots and number not in kept]:
             del self._rank_states[old]
             self._steps.pop(old, None)
-        for old in [number for number in self._metas if number <= newest - self.layout.ring - 1]:
+        oldest = newest - self.layout.ring * self.spec.every
+        for old in [number for number in self._metas if number < oldest and number not in kept]:
             del self._metas[old]
+
+    def _captured(self) -> list[int]:
+        """In mode ``"capture"``: the newest records with a slot, oldest first; one more than there are slots.
+
+        A rank may have begun to fill the slot of a record that another one has not committed yet.
+        """
+        if self.spec.mode != "capture" or self.base is None:
+            return []
+        every = self.spec.every
+        found = [number for number in self._rank_states if number == self.base or number % every == 0]
+        return sorted(number for number in found if number >= self.base)[-self.layout.ring - 1 :]
+
+    def amend(self, rank: int, record: int, rank_state: bytes) -> None:
+        """A rank has captured more of its state after a record than its commit had."""
+        if rank in self._rank_states.get(record, {}):
+            self._rank_states[record][rank] = rank_state
 
     def _let_redo_go_on(self) -> None:
         """Apply what every rank everywhere has committed.
@@ -153,6 +172,8 @@ class Generation:
         if not self.complete or self.base is None:
             return []
         newest, common = max(self.committed.values()), min(self.committed.values())
+        if self.spec.mode == "capture":
+            return [record for record in self._captured() if record <= common and self._is_whole(record)]
         if self.replica is not None:
             # The slot being filled for newest + 1 is the one that newest + 1 - slots had.
             oldest = max(self.replica.applied, newest + 2 - self.spec.slots)
@@ -164,6 +185,16 @@ class Generation:
             for record in range(max(oldest, self.base), common + 1)
             if set(self._rank_states.get(record, ())) >= ranks
         ]
+
+    def _is_whole(self, record: int) -> bool:
+        """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
+        if not self.knows(record) or record not in self._metas:
+            return False
+        try:
+            self.ring.check(record, self.spec.local_ranks)
+        except DamagedStateError:
+            return False  # it is being filled with a later one
+        return True
 
     def settle(self, record: int) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it."""
@@ -202,10 +233,16 @@ class Generation:
     @property
     def records_held(self) -> int:
         """How many records' tensors are still in the log; the slot that is being filled is not among them."""
+        if self.spec.mode == "capture":
+            return min(len(self._captured()), self.layout.ring)
         newest = max(self.committed.values(), default=0)
         return sum(1 for record in self._metas if record > newest + 1 - self.layout.ring)
 
     def newest_step(self) -> int | None:
+        """The step of the newest record whose state is held."""
+        if self.spec.mode == "capture":
+            held = [record for record in self._captured() if self.knows(record)]
+            return self._steps[held[-1]] if held else None
         return max(self._steps.values(), default=None)
 
 

@@ -19,6 +19,7 @@ from memckpt.agent.messages import (
     Gap,
     GenerationCommit,
     Message,
+    NeedGeneration,
     Prepare,
     Prepared,
     Protected,
@@ -151,6 +152,7 @@ class Holding:
             world_size=held.spec.world_size,
             digest=held.spec.digest(),
             sharding=held.spec.sharding(),
+            newest=min(held.committed.values()) if records else 0,
         )
 
     # What trainers say
@@ -162,6 +164,7 @@ class Holding:
             self._bring_together(message.record, differing)
         held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
         generation, fresh = self._building.allocate(rank, message, held)
+        generation.reason = message.reason
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
         return generation
@@ -270,9 +273,9 @@ class Holding:
                 return generation
         return None
 
-    def order_generation(self, record: int, reason: str, asker: int) -> Begin:
+    def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
         """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
-        _log.info("a new generation begins after record %d: %s", record, reason)
-        order = Begin(record, reason)
+        _log.info("a new generation begins after record %d: %s", message.record, message.reason)
+        order = Begin(message.record, message.reason, message.changing)
         self._tell(order, besides=asker)
         return order

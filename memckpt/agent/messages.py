@@ -58,7 +58,7 @@ class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Allocate for a new generation with this layout, to begin after `record`. Every local rank sends the same one.
 
-    `discard` says that what is held is not wanted and may go first.
+    `discard` says that what is held is not wanted and may go first. `reason`: why the spec's mode, for the status.
     """
 
     spec: StateSpec
@@ -67,6 +67,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     memory_budget_bytes: int | None
     discard: bool
     record: int
+    reason: str = ""
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -142,10 +143,14 @@ class Void(msgspec.Struct, frozen=True, tag="void"):
 
 
 class NeedGeneration(msgspec.Struct, frozen=True, tag="need"):
-    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers."""
+    """A rank asks for a new generation after `record`; the agent tells its other local ranks before it answers.
+
+    `changing`: as in the order.
+    """
 
     record: int
     reason: str
+    changing: frozenset[str] = frozenset()
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -169,6 +174,7 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
     """A rank's part of a snapshot is copied; or `missed`: the order came when the record had passed.
 
     `missing` and `plain` describe the optimizer state as in RecordMeta; only the first local rank sends them.
+    `rank_state`: where state is captured, one with what is captured beside tensors; else empty: the commit's counts.
     """
 
     record: int
@@ -176,6 +182,7 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag="snapshot"):
     missed: bool = False
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
+    rank_state: bytes = b""
 
 
 class ReplicaCopied(msgspec.Struct, frozen=True, tag="copied"):
@@ -429,6 +436,8 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
     Attributes:
         mode: of redo; empty while nothing is held.
+        mode_reason: why it is that one.
+        every: N where the state is captured at every N-th step; else 1.
         trainers: rank and pid of each that is connected.
         committed: rank and newest record of each.
         applied: the newest record that the replica has (eager).
@@ -459,6 +468,8 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     uptime_seconds: float = 0.0
     stall_ms: float | None = None
     by_operator: bool = False
+    mode_reason: str = ""
+    every: int = 1
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):

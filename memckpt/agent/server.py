@@ -338,7 +338,7 @@ class Agent:
 
     def _order_generation(self, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
         assert asker.member is not None
-        order = holding.order_generation(message.record, message.reason, asker.member.rank)
+        order = holding.order_generation(message, asker.member.rank)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
         # pass the record without a backward that needs the asker.
         self._connections.answer(asker, order)

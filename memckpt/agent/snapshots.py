@@ -100,6 +100,8 @@ class Snapshots:
         if snapshot is None or message.record != snapshot.record:
             return
         snapshot.taken[rank] = message
+        if message.rank_state:
+            snapshot.generation.amend(rank, message.record, message.rank_state)
         parts, ranks = snapshot.taken, snapshot.generation.spec.local_ranks
         if set(parts) < set(ranks):
             return

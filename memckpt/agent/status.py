@@ -23,6 +23,8 @@ def add_holdings(status: Status, holdings: list[Holding]) -> Status:
     return msgspec.structs.replace(
         status,
         mode=first.spec.mode if first is not None else "",
+        mode_reason=first.reason if first is not None else "",
+        every=first.spec.every if first is not None else 1,
         committed=tuple(sorted((rank, record) for one in generations for rank, record in one.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),

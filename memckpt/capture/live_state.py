@@ -20,10 +20,12 @@ from memckpt.capture import shards
 from memckpt.config import RedoMode
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
+from memckpt.state.captured import OptimizerCapture
 from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
 from memckpt.state.optimizers import (
     DryRuns,
-    attributes,
+    GradientHabits,
+    cannot_be_redone,
     describe_state,
     dtype_name,
     gradient_habits,
@@ -31,6 +33,7 @@ from memckpt.state.optimizers import (
     is_elementwise,
     refuse_unsupported,
 )
+from memckpt.state.private import attributes
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied at every step without asking whether they change.
@@ -49,6 +52,7 @@ class SpecRequest:
     local_ranks: tuple[int, ...]
     world_size: int
     replicas: tuple[int, ...] = ()
+    every: int = 1
 
 
 @dataclass
@@ -82,15 +86,33 @@ class LiveState:
         self._named_params: list[tuple[str, torch.Tensor]] = []
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._shards: dict[str, torch.Tensor] = {}
+        # FSDP1 puts others into the places of parameters for a while.
+        self._flattened: dict[str, torch.Tensor] = {}
         self.put_shards_in_place()
+        if shards.fsdp1_wrappers(model):
+            self._flattened = dict(self._parameters())
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
-        habits = [gradient_habits(optimizer) for optimizer in self.optimizers]
+        #: What of optimizers could not be captured, in words, in the order in which it was found.
+        self.left_out: dict[str, None] = {}
+        #: Optimizers whose steps cannot be redone, with the reason.
+        self.not_redoable: dict[int, str] = {}
+        habits = [self._habits_of(index) for index in range(len(self.optimizers))]
         #: Optimizers whose step changes gradients in place: they cannot be read after it.
         self.changing_optimizers = {index for index, habit in enumerate(habits) if habit.changes}
         #: By how much a step moves a gradient's version counter though its values stay.
         self.version_moves = [habit.version_moves for habit in habits]
+
+    def _habits_of(self, index: int) -> GradientHabits:
+        reason = cannot_be_redone(self.optimizers[index])
+        if not reason:
+            try:
+                return gradient_habits(self.optimizers[index])
+            except UnsupportedError as error:
+                reason = str(error)
+        self.not_redoable[index] = reason
+        return GradientHabits(False, 0)
 
     def put_shards_in_place(self) -> None:
         """Have shards, and not whole parameters, in the modules; on every rank at the same time."""
@@ -108,10 +130,12 @@ class LiveState:
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters by name."""
+        yield from self._flattened.items()
         stepped = {id(param) for _, param in self._optimizer_positions()}
         for found, param in self.model.named_parameters():
             name = _without_wrappers(found)
-            yield name, self._in_place_of(name, param, stepped)
+            if name not in self._flattened:
+                yield name, self._in_place_of(name, param, stepped)
 
     def _check(self) -> None:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -224,7 +248,7 @@ class LiveState:
         keys = self._state_dict_keys()
         return StateSpec(
             params=tuple(params),
-            optimizers=tuple(self._optimizer_spec(index) for index in range(len(self.optimizers))),
+            optimizers=tuple(self._optimizer_spec(index, request) for index in range(len(self.optimizers))),
             static=tuple(static),
             by_value=tuple(by_value),
             mode=request.mode,
@@ -233,6 +257,7 @@ class LiveState:
             local_ranks=request.local_ranks,
             world_size=request.world_size,
             replicas=request.replicas,
+            every=request.every,
             aliases=tuple((key, name) for key, name in keys.items() if key != name),
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
         )
@@ -240,12 +265,14 @@ class LiveState:
     def _state_dict_keys(self) -> dict[str, str]:
         """Keys of the model's ``state_dict()`` with the names of their tensors here; no hook of the user's runs."""
         names = {id(tensor): name for name, tensor in self.tensors().items()}
+        # Those that stand in the places of shards for a while.
+        names.update((id(param), _without_wrappers(name)) for name, param in self.model.named_parameters())
         keys = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
             for key, tensor in {**module._parameters, **module._buffers}.items():
                 if tensor is not None and key not in module._non_persistent_buffers_set:
-                    full = _without_wrappers(f"{path}.{key}" if path else key)
-                    keys[full] = names[id(self._in_place_of(full, tensor, set()))]
+                    full = f"{path}.{key}" if path else key
+                    keys[_without_wrappers(full)] = names[id(tensor)]
         return keys
 
     def _param_spec(
@@ -256,15 +283,17 @@ class LiveState:
         for index, group_index in owners:
             optimizer = self.optimizers[index]
             group = optimizer.param_groups[group_index]
-            described_state = describe_state(optimizer, param, group, self._dry_runs[index])
+            captured = request.mode == "capture"
+            described_state = describe_state(optimizer, param, group, self._dry_runs[index], captured)
             specs.append(OwnerSpec(index, group_index, described_state.tensors, described_state.keys))
             whole = whole or not is_elementwise(optimizer)
         sparse_bytes = self.growth.sparse_bytes.get(described.name, 0)
         return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0, sparse_bytes)
 
-    def _optimizer_spec(self, index: int) -> OptimizerSpec:
+    def _optimizer_spec(self, index: int, request: SpecRequest) -> OptimizerSpec:
         optimizer = self.optimizers[index]
-        kept, _ = attributes(optimizer)
+        # Captured attributes belong to the rank state: they change, and the layout does not.
+        kept = attributes(optimizer)[0] if request.mode != "capture" else {}
         return OptimizerSpec(
             module=type(optimizer).__module__,
             qualname=type(optimizer).__qualname__,
@@ -273,6 +302,23 @@ class LiveState:
             sub_steps=self.growth.sub_steps.get(index, 1),
             changes_gradients=index in self.changing_optimizers,
         )
+
+    # What is captured beside tensors in slots
+
+    def capture_optimizers(self, spec: StateSpec) -> list[Any]:
+        """What the optimizers keep and that layout has no room for, attributes of theirs among it."""
+        capture = self._optimizer_capture()
+        found = capture.capture(spec)
+        for text in capture.left_out:
+            self.left_out[text] = None
+        return found
+
+    def restore_optimizers(self, captured: list[Any], resharded: bool = False) -> None:
+        """Put back what :meth:`capture_optimizers` found; behind the restore of all tensors."""
+        self._optimizer_capture().restore(captured, resharded)
+
+    def _optimizer_capture(self) -> OptimizerCapture:
+        return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
 
     # What frameworks change behind our back and a resume has to put back
 

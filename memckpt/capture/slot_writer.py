@@ -15,7 +15,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
 from memckpt.state.layout import ITEM_BYTES, Layout, Piece, StateSpec
-from memckpt.state.optimizers import dtype_name
+from memckpt.state.optimizers import dtype_name, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
 from memckpt.state.tensors import local
@@ -62,9 +62,11 @@ class SlotWriter:
         stagers = self.layout.stagers
         self.mine = [stager == rank for stager in stagers]
         self.leads = spec.local_ranks[0] == rank
+        #: Nothing is redone: the whole state is written now and then, and what has no room here is encoded.
+        self.captures = spec.mode == "capture"
         # What is asked for at every gradient, in plain lists: backward leaves nothing of ours in the CPU's caches.
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
-        self.sub_step_room = [optimizer.sub_steps for optimizer in spec.optimizers]
+        self.sub_step_room = self.layout.sub_step_room
         self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
         # Made now and not when they are first used: that is during backward, between large gradients, where small
         # objects that stay would pin the heap.
@@ -84,11 +86,11 @@ class SlotWriter:
 
     def gradient_view(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
         """Where the gradient of `param` for that sub-step is staged; only for parameters that this rank stages."""
-        return self._gradient_views[record % self.layout.ring, optimizer, sub_step, param]
+        return self._gradient_views[self.layout.slot_number(record), optimizer, sub_step, param]
 
     def _make_gradient_views(self) -> dict[tuple[int, int, int, int], torch.Tensor]:
         views = {}
-        for slot in range(self.layout.ring):
+        for slot in range(self.layout.ring if any(self.sub_step_room) else 0):
             for optimizer in range(len(self.spec.optimizers)):
                 for sub_step in range(self.sub_step_room[optimizer]):
                     for param in self.layout.optimizer_params(optimizer):
@@ -163,7 +165,7 @@ class SlotWriter:
                 value = state.get(spec.key)
                 view = views[position]
                 position += 1
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor) or (self.captures and not fits_room(value, param, spec)):
                     missing.append((piece.param, owner.optimizer, spec.key))
                     continue
                 if mine:
@@ -175,16 +177,18 @@ class SlotWriter:
                             f"{list(view.shape)} {view.dtype}, found {list(source.shape)} {source.dtype}"
                         )
                     self._copier.copy(view, source)
-            if len(state) != sum(isinstance(state.get(spec.key), torch.Tensor) for spec in owner.state):
+            in_slots = sum(isinstance(state.get(spec.key), torch.Tensor) for spec in owner.state)
+            if len(state) != in_slots:
                 self._note_plain(piece.param, owner.optimizer, state, plain)
 
     def _note_plain(self, param: int, optimizer: int, state: dict[str, Any], plain: dict[int, Any]) -> None:
         known = {spec.key for owner in self.spec.params[param].owners for spec in owner.state}
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
-                if key not in known:
+                if key not in known and (not self.captures or _is_large(value, self.params[param])):
                     raise LayoutChangedError(f"new optimizer state {key!r} of {self.spec.params[param].tensor.name}")
-            else:
+            elif not self.captures or not codec.unencodable_paths(value):
+                # What is captured and cannot be encoded as it is belongs to the rank state, or is told.
                 plain.setdefault(param, {}).setdefault(optimizer, {})[key] = value
 
     # By value, static, and the start of a generation
@@ -240,6 +244,23 @@ class SlotWriter:
         self.stage_by_value(record)
         return tuple(metas), (), b""
 
+    def is_captured(self, record: int) -> bool:
+        """Whether the state after this record is to be written by value; the start of a generation always is."""
+        return self.captures and record % self.spec.every == 0
+
+    def capture(self, record: int) -> bytes:
+        """Write this rank's part of the state after `record` over the one before the last.
+
+        Returns the record's encoding.
+
+        Raises:
+            LayoutChangedError: the state does not fit the layout any more.
+        """
+        self.ring.open_for_writing(record, self.rank)
+        missing, plain = self.stage_anchors(record)
+        self.stage_by_value(record)
+        return encode_meta(RecordMeta(record, record, True, (), missing, plain))
+
     def seal_generation(self, record: int) -> None:
         """State that this rank's part of the start is complete; after the copies are done."""
         first = record if self.spec.mode == "eager" else record - self.spec.period + 1
@@ -273,6 +294,11 @@ class SlotWriter:
                     views.append(view.view(-1) if state.elementwise else view)
             self._stage_piece(whole, views, missing, plain)
         return tuple(missing), codec.encode(plain) if plain else b""
+
+
+def _is_large(value: torch.Tensor, param: torch.Tensor) -> bool:
+    """Whether new state is as large as its parameter: it had better have a slot than be encoded with each record."""
+    return fits_slots(value, param) and local(value).shape == local(param).shape and local(param).numel() > 1
 
 
 def _now_at(place: tuple[torch.Tensor, tuple[nn.Module, str] | None]) -> torch.Tensor | None:

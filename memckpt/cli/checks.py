@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from memckpt.cli.common import nbytes_text
 from memckpt.config import DEFAULT_ANCHOR_PERIOD, MemckptConfig, RedoMode
+from memckpt.state.layout import CAPTURES
 
 Outcome = Literal["ok", "warning", "problem"]
 
@@ -107,6 +108,8 @@ def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
 
 def bytes_per_parameter(mode: RedoMode) -> float:
     """Base and log with the default settings, and the copy that is on its way to storage."""
+    if mode == "capture":
+        return (CAPTURES + 1) * _STATE_BYTES
     period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().slots
     record = 4 + _STATE_BYTES / period
     held = _STATE_BYTES + slots * record if mode == "eager" else (period + slots) * record
@@ -116,10 +119,11 @@ def bytes_per_parameter(mode: RedoMode) -> float:
 def check_memory(available: int, limit: int | None) -> Check:
     """`limit` is the tightest control group's; None where there is none."""
     under = "" if limit is None else f" (cgroup limit {nbytes_text(limit)})"
-    eager, lazy = (available * 0.95 / bytes_per_parameter(mode) / 1e6 for mode in get_args(RedoMode))
+    room = {mode: available * 0.95 / bytes_per_parameter(mode) / 1e6 for mode in get_args(RedoMode)}
     text = (
         f"{nbytes_text(available)} available{under}; less what training itself takes, that is room for "
-        f"{lazy:.0f}M parameters (lazy) or {eager:.0f}M (eager), fp32 with Adam"
+        f"{room['lazy']:.0f}M parameters (lazy), {room['eager']:.0f}M (eager) or {room['capture']:.0f}M (capture), "
+        "fp32 with Adam"
     )
     if available < _LITTLE_MEMORY:
         return Check("memory", "warning", text, "end what else runs, or give the job more memory")

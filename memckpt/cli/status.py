@@ -281,7 +281,8 @@ def _show_memory(table: Table, agent: Status, view: View) -> None:
 
 
 def _redo_text(agent: Status, lag: int | None) -> str:
-    parts = [agent.mode]
+    mode = agent.mode if agent.every == 1 else f"{agent.mode} of every {agent.every}th step"
+    parts = [f"{mode} ({escape(agent.mode_reason)})" if agent.mode_reason else mode]
     if agent.redo_seconds_per_record is not None:
         parts.append(f"{agent.redo_seconds_per_record * 1e3:.1f} ms a record")
     if agent.stall_ms is not None:

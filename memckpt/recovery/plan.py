@@ -87,7 +87,7 @@ def make_plan(
     chosen = _choose(common, resume)
     if chosen is not None:
         record, step = chosen
-        lost = max(max(held.records, default=0) for held in nodes.values()) - record
+        lost = max(max(held.newest, *held.records, 0) for held in nodes.values()) - record
         return RestoreRecord(timeline, record, step, "local memory", lost)
     reason = _why_nothing(list(nodes.values()), common, resume)
     if stale:

@@ -16,27 +16,39 @@ from memckpt.capture.shards import fsdp1_wrappers
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, ShardTap, Tap
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.memory.cgroup import usable_cores
-from memckpt.state.optimizers import attributes, is_importable
+from memckpt.state.optimizers import is_importable
+from memckpt.state.private import attributes
 
 _log = logging.getLogger("memckpt")
 
 
-def _warn_overridden(config: MemckptConfig, reason: str) -> None:
+def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
     if config.redo == "eager":
         _log.warning("memckpt: redo='eager' is not possible here and 'lazy' is used: %s", reason)
+    return "lazy", reason
 
 
 def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int) -> tuple[RedoMode, str]:
-    """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly."""
+    """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly.
+
+    Capture where that is wanted, or where it is known that steps cannot be redone.
+    """
+    if config.redo == "capture":
+        return "capture", "as configured"
+    for index, reason in live.not_redoable.items():
+        if config.redo != "auto":
+            name = type(live.optimizers[index]).__qualname__
+            _log.warning(
+                "memckpt: redo=%r is not possible with %s and 'capture' is used: %s", config.redo, name, reason
+            )
+        return "capture", reason
     for optimizer in live.optimizers:
+        name = type(optimizer).__qualname__
         if not is_importable(type(optimizer)):
-            name = type(optimizer).__qualname__
-            _warn_overridden(config, f"{name} cannot be imported by name in another process")
-            return "lazy", f"{name} cannot be imported by name in another process"
+            return _lazy_instead(config, f"{name} cannot be imported by name in another process")
         _, dropped = attributes(optimizer)
         if dropped:
-            _warn_overridden(config, f"attribute {dropped[0]!r} cannot be given to the agent")
-            return "lazy", f"attribute {dropped[0]!r} of {type(optimizer).__qualname__} cannot be given to the agent"
+            return _lazy_instead(config, f"attribute {dropped[0]!r} of {name} cannot be given to the agent")
     if config.redo != "auto":
         return config.redo, "as configured"
     if device.type != "cpu":

@@ -84,10 +84,12 @@ class AgentLink:
         linger = self._config.linger_seconds
         self.client.configure(Configure(linger, timeline, self._storage, compute_threads))
 
-    def prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False) -> PreparedRegions:
+    def prepare(
+        self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False, reason: str = ""
+    ) -> PreparedRegions:
         """Have a generation allocated that begins after `record`."""
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record))
+        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason))
 
     def resume(self, record: int, timeline: Timeline) -> PreparedRegions:
         """Have the state after the record that the plan chose produced."""

@@ -1,4 +1,7 @@
-"""The ranks of a job: who is where, and how they agree at the start. Nothing here runs during training."""
+"""The ranks of a job: who is where, and how they agree at the start.
+
+Nothing here runs during training, except while unknown optimizers are tested in its first steps.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from memckpt.agent.client import PreparedRegions
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, Tap
-from memckpt.config import ResumeChoice, StorageConfig
+from memckpt.config import RedoMode, ResumeChoice, StorageConfig
 from memckpt.errors import ForeignStateError, StorageError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import (
@@ -89,6 +89,10 @@ class Resumption:
         self._stored: StoredState | None = None
         self._state: dict[str, Any] = {}
         self.held: HeldState | None = None
+        #: The mode in which what is resumed was protected, None where nothing is; and why it could not be redone.
+        self.held_mode: RedoMode | None = None
+        self.not_redoable = ""
+        self._reason = ""
 
     @property
     def due(self) -> bool:
@@ -97,8 +101,15 @@ class Resumption:
 
     # The choice
 
-    def choose(self, resume: ResumeChoice | int, spec: StateSpec) -> Start:
-        """Connect to the agent, choose, and open what was chosen; the same on every rank."""
+    def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
+        """Connect to the agent, choose, and open what was chosen; the same on every rank.
+
+        Args:
+            resume: what the user asked for.
+            spec: the live state's.
+            reason: why it has its mode, for the agent.
+        """
+        self._reason = reason
         ranks = self._ranks
         answers = ranks.together(lambda: (self._link.connect(spec, next_record=0, rejoining=False), spec.sharding()))
         own = answers[ranks.rank][0]
@@ -159,7 +170,7 @@ class Resumption:
         self._prepare(spec, plan.timeline, 1, discard=plan.discard)
 
     def _prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool) -> None:
-        self._fresh = self._link.prepare(spec, timeline, record, discard=discard)
+        self._fresh = self._link.prepare(spec, timeline, record, discard=discard, reason=self._reason)
 
     def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
         held = [each.ranks for each in own if each.records]
@@ -175,23 +186,31 @@ class Resumption:
         self._resume_from = plan
         self._state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self.held = HeldState(plan.step, plan.record, plan.tier, self._state["provided"], self._ranks.world_size)
-        self._live.growth.take_over(self._resumable.message.spec)
+        self._take_over(self._resumable.message.spec)
 
     def _open_stored(self, stored: StoredState) -> int:
         point = stored.point
-        if point.world_size != self._ranks.world_size:
+        if not stored.exact:
+            what = "is cut into other shards now"
+            if point.world_size != self._ranks.world_size:
+                what = f"had {point.world_size} ranks and has {self._ranks.world_size} now"
             _log.warning(
-                "memckpt: the run had %d ranks and has %d now: parameters and optimizer state are those of step %d; "
-                "what was private to a rank is taken from one that there was, and training does not go on bit for bit",
-                point.world_size,
-                self._ranks.world_size,
+                "memckpt: the run %s: parameters and optimizer state are those of step %d; what was private to a rank "
+                "is taken from one that there was, and training does not go on bit for bit",
+                what,
                 point.step,
             )
         self._stored = stored
         self._state = codec.decode(stored.rank_state)
         self.held = HeldState(point.step, point.record, "storage", self._state["provided"], point.world_size)
-        self._live.growth.take_over(stored.own.spec)
+        self._take_over(stored.own.spec)
         return point.record
+
+    def _take_over(self, spec: StateSpec) -> None:
+        """What the run that is resumed had found out."""
+        self.held_mode = spec.mode
+        self.not_redoable = self._state.get("not_redoable", "")
+        self._live.growth.take_over(spec)
 
     def take_regions(self) -> PreparedRegions | None:
         """The regions that were prepared for a new generation, once; the caller closes them."""
@@ -221,7 +240,7 @@ class Resumption:
         writer = self._staging.open(regions)
         try:
             self._restore_held(plan.record, regions, writer)
-            self._live.restore_state_order(self._state["state_order"])
+            self._restore_optimizers()
             self._agree_on_replicas(writer)
         except BaseException:
             writer.close()
@@ -251,12 +270,20 @@ class Resumption:
         self._restore_groups()
         with rng.preserved():
             stored.restore(self._live.tensors(), self._live.optimizers)
-        self._live.restore_state_order(self._state["state_order"])
+        pieces = sorted(self._live.pieces())
+        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
+        self._restore_optimizers(resharded=pieces != held)
         point = stored.point
         if stored.exact:
             self._restore_reduction(tap)
         seconds = time.perf_counter() - started
         return RestoreReport(point.step, point.record, "storage", seconds, 0, stored.exact)
+
+    def _restore_optimizers(self, resharded: bool = False) -> None:
+        """What of the optimizers' state is in no slot."""
+        if "optimizers" in self._state:
+            self._live.restore_optimizers(self._state["optimizers"], resharded)
+        self._live.restore_state_order(self._state["state_order"])
 
     def _restore_groups(self) -> None:
         self._live.restore_trainable(self._state["trainable"])

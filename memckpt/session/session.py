@@ -27,8 +27,9 @@ from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
 from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, UnsupportedError, UsageError
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.changes import Changes
-from memckpt.session.choice import choose_redo, choose_tap
+from memckpt.session.choice import choose_tap
 from memckpt.session.link import AgentLink
+from memckpt.session.mode import ModeChoice
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
@@ -36,7 +37,7 @@ from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume import Resumption
 from memckpt.session.sharing import find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.state.layout import Layout
+from memckpt.state.layout import CAPTURES, Layout
 
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
@@ -86,6 +87,7 @@ class Session:
         self._unprotected_since: int | None = None
         self._retry_at = 0
         self._closed = False
+        self._last: RestorePoint | None = None
         self._reductions_at_commit = 0
         self._stalled_before = 0.0
         self.drift_ulp = 0.0
@@ -94,13 +96,13 @@ class Session:
         #: What cannot be made exact or be checked, in words, one line each.
         self.caveats: list[str] = []
 
-        self.mode, self.mode_reason = self._agree_on_mode()
+        self._mode = ModeChoice(config, self._live, self._ranks, self._device)
         if self.mode == "eager" and self._device.type != "cpu":
             self.caveats.append(
                 "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
             )
         self._live.growth.changing |= self._ranks_own_buffers()
-        self._request = self._request_for(self.mode)
+        self._request = self._make_request()
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap, self.tap_reason, caveats = choose_tap(
             config, self._live, self._recorder, self._copier, data_parallel, self._link.finish_sending
@@ -112,6 +114,7 @@ class Session:
             self._abandon()
             raise
         self._step_hooks.install()
+        self._mode.begin()
         self._tap.install()
         gradient_ops.listen(self)
         self._preemption = PreemptionNotice(self._link.tell_preempted)
@@ -119,11 +122,15 @@ class Session:
 
     # Start
 
-    def _agree_on_mode(self) -> tuple[RedoMode, str]:
-        """Lazy as soon as one rank needs it."""
-        own = choose_redo(self._config, self._live, self._device, len(self._ranks.local_ranks))
-        modes = self._ranks.gather(own)
-        return next((each for each in modes if each[0] == "lazy"), own)
+    @property
+    def mode(self) -> RedoMode:
+        """How records are protected now."""
+        return self._mode.mode
+
+    @property
+    def mode_reason(self) -> str:
+        """Why in that mode."""
+        return self._mode.reason
 
     def _ranks_own_buffers(self) -> set[str]:
         """Large buffers in which ranks differ. Of what is static a node holds one copy only, so these are not."""
@@ -133,10 +140,12 @@ class Session:
         everybody = self._ranks.gather(own)
         return {name for name, digest in own.items() if any(each.get(name) != digest for each in everybody)}
 
-    def _request_for(self, mode: RedoMode) -> SpecRequest:
+    def _make_request(self) -> SpecRequest:
+        self._staging.not_redoable = self._mode.not_redoable
         return SpecRequest(
-            mode=mode,
-            period=self._config.anchor_period(mode),
+            mode=self.mode,
+            period=self._config.anchor_period(self.mode),
+            every=self._mode.every,
             slots=self._config.slots,
             local_ranks=self._ranks.unit,
             world_size=self._ranks.world_size,
@@ -145,11 +154,13 @@ class Session:
 
     def _start(self, resume: ResumeChoice | int) -> None:
         try:
-            start = self._resumption.choose(resume, self._live.spec(self._request))
+            start = self._resumption.choose(resume, self._live.spec(self._request), self.mode_reason)
         except ForeignStateError as error:
             if not flat_parameters.is_flattened(self._live.model):
                 raise
             raise ForeignStateError(f"{error}. {flat_parameters.REMEDY}") from error
+        self._mode.resume(self._resumption.held_mode, self._resumption.not_redoable)
+        self._request = self._make_request()
         self._timeline = start.timeline
         self._recorder.begin(None, start.record)
         self._generation_after = start.record if start.anew else None
@@ -193,7 +204,8 @@ class Session:
         else:
             # Other settings than the last attempt's, or a state that has grown: start a new generation.
             self._recorder.begin(None, record + 1)
-            self._generation_after = record + 1
+            same = (writer.spec.mode, writer.spec.every) == (self._request.mode, self._request.every)
+            self._generation_after = self._turn(record + 1) if same else record + 1
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
@@ -237,11 +249,19 @@ class Session:
             self._recorder.gradients_pending = False
             self._reductions_at_commit = self._tap.reductions
             record = self._recorder.record
-            self._commit(RestorePoint(record, record if step is None else step, rank_state))
+            self._end_self_test(record)
+            self._last = RestorePoint(record, record if step is None else step, rank_state)
+            self._commit(self._last)
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
             self._clock.commit += time.perf_counter() - started - inner
+
+    def _end_self_test(self, record: int) -> None:
+        """Where it is over, on all ranks at the same record, that record begins a generation in the mode it allows."""
+        if self._mode.after_record():
+            self._request = self._make_request()
+            self._generation_after = record
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         pending = self._recorder.gradients_pending if gradients_pending is None else gradients_pending
@@ -266,26 +286,34 @@ class Session:
 
     def _commit_or_begin(self, point: RestorePoint) -> None:
         record = point.record
-        self._staging.stage_by_value(record)
+        if self._generation_after is None or record < self._generation_after:
+            self._staging.stage_by_value(record)
         problem = self._find_problem()
         due = self._generation_after
         if due is None and problem is not None:
-            due = self._order_generation(record, problem)
+            due = self._generation_after = self._order_generation(record, problem)
         if due is not None and record >= due:
             self._begin_generation(point)
-        elif problem is None and self._staging.ready:
+        elif self._staging.ready and (problem is None or self._staging.owes(record)):
             self._send_commit(point)
-            self._obey_order(record)
+            self._obey_order(point)
+            self._tell_left_out()
             self._begin_record(record + 1)
         else:
             self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
 
-    def _obey_order(self, record: int) -> None:
+    def _obey_order(self, point: RestorePoint) -> None:
         """Copy the state for a checkpoint, where the agent has asked for it."""
-        order = self._link.take_order(record)
+        order = self._link.take_order(point.record)
         if order is not None:
             self._link.finish_sending()
-            self._link.send(self._staging.take_snapshot(order, record))
+            self._link.send(self._staging.take_snapshot(order, point))
+
+    def _tell_left_out(self) -> None:
+        """Say once what of the optimizers no record can hold."""
+        for text in [text for text in self._live.left_out if text not in self.caveats]:
+            _log.warning("memckpt: %s; after a resume it is as the new process makes it", text)
+            self.caveats.append(text)
 
     def _send_commit(self, point: RestorePoint) -> None:
         finish = self._staging.seal(point)
@@ -312,21 +340,39 @@ class Session:
         if changed is not None:
             self._live.growth.changing.add(changed)
             return f"{changed} has changed and is staged with every record from now on"
+        if self._staging.outgrown(self._recorder.record, self._request):
+            return "parameters or groups have changed"
         return self._changes.problem
 
     def _order_generation(self, record: int, reason: str) -> int | None:
         """When the new generation begins: now if nobody shares its slots, else after a record that all those reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
-        if len(self._ranks.unit) == 1:
-            return record
-        self._note_order(self._link.client.ask_for_generation(record + 1, reason))
+        due = self._turn(record)
+        if len(self._ranks.unit) == 1 or (self._in_turns and due == record):
+            return due
+        changing = frozenset(self._live.growth.changing)
+        self._note_order(self._link.client.ask_for_generation(max(due, record + 1), reason, changing))
         return self._generation_after
+
+    @property
+    def _in_turns(self) -> bool:
+        """Whether a generation has to begin with a record that others capture, too, who go on as they are.
+
+        Captured records must be common: one that only these ranks have could not be restored.
+        """
+        return self._request.mode == "capture" and len(self._ranks.unit) < self._ranks.world_size
+
+    def _turn(self, record: int) -> int:
+        """The first record, from this one on, after which a generation may begin."""
+        if not self._in_turns:
+            return record
+        return -(-record // self._request.every) * self._request.every
 
     def _note_order(self, order: Begin) -> None:
         """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
         self._live.growth.changing |= order.changing
         if order.record > self._began:
-            self._generation_after = order.record
+            self._generation_after = self._turn(order.record)
 
     def _change_tap(self, reason: str) -> None:
         self._recorder.tap_mismatch = None
@@ -336,7 +382,8 @@ class Session:
         if isinstance(self._tap, ParameterTap):
             self._tap.remove()
             params = [p for o in self._live.optimizers for g in o.param_groups for p in g["params"]]
-            self._tap = PendingTap(params, self._recorder)
+            reductions, self._tap = self._tap.reductions, PendingTap(params, self._recorder)
+            self._tap.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
             self._tap.install()
 
     # Generations
@@ -354,6 +401,7 @@ class Session:
             writer.close()
             raise
         self._staging.adopt(writer)
+        self._tell_left_out()
         self._generation_after, self._began = None, record
         self._changes.problem = None
         self._recorder.check.restart()
@@ -373,7 +421,7 @@ class Session:
         if regions is not None and regions.message.spec != spec:
             regions.close()
             regions = None
-        return regions or self._link.prepare(spec, self._timeline, record)
+        return regions or self._link.prepare(spec, self._timeline, record, reason=self.mode_reason)
 
     # The agent's news, and its loss
 
@@ -386,8 +434,8 @@ class Session:
                 _log.error("memckpt: %s", notice.reason)
                 self._recorder.fail(notice.reason)
                 if self._request.mode == "eager":
-                    self.mode, self.mode_reason = "lazy", f"the agent's redo failed: {notice.reason}"
-                    self._request = self._request_for("lazy")
+                    self._mode.fall_back(f"the agent's redo failed: {notice.reason}")
+                    self._request = self._make_request()
             elif isinstance(notice, Drift):
                 self._note_drift(notice)
             elif isinstance(notice, Gap):
@@ -427,7 +475,7 @@ class Session:
         try:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
-            self._generation_after = point.record if len(self._ranks.unit) == 1 else None
+            self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
         except MemckptError as error:
@@ -463,11 +511,17 @@ class Session:
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
         layout = Layout(self._live.spec(self._request))
+        request = self._request
         whole = sum(math.prod(param.tensor.whole_shape) for param in layout.spec.params)
         shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
+        if request.mode == "capture":
+            steps = "every step" if request.every == 1 else f"one step of {request.every}"
+            how = f"state capture ({self.mode_reason}), {CAPTURES} copies"
+        else:
+            steps = "every step"
+            how = f"{self.mode} redo ({self.mode_reason}), tap: {self._tap.name}, T={request.period}, D={request.slots}"
         return (
-            f"memckpt: protecting every step of {whole / 1e6:.1f}M parameters{shards}: {self.mode} redo "
-            f"({self.mode_reason}), tap: {self._tap.name}, T={self._request.period}, D={self._request.slots}, "
+            f"memckpt: protecting {steps} of {whole / 1e6:.1f}M parameters{shards}: {how}, "
             f"{layout.total_bytes / 2**20:.0f} MiB on node {self._ranks.node}, agent pid {self.agent_pid}"
             + "".join(f"; note: {caveat}" for caveat in self.caveats)
         )
@@ -484,14 +538,29 @@ class Session:
             return
         self._closed = True
         self._link.finish_sending()
+        if finished and self._config.storage is not None and self._last is not None and self._link.up:
+            self._capture_last(self._last)
         self._tap.remove()
         self._step_hooks.remove()
+        self._mode.end()
         gradient_ops.unlisten(self)
         self._preemption.remove()
         self._close_regions()
         self._link.close(finished)
         if finished:
             self._resumption.forget_resharding()
+
+    def _capture_last(self, point: RestorePoint) -> None:
+        """The final step goes to storage, so it has to be held, whatever is due."""
+        if not self._staging.owes(point.record) or point.record == self._began:
+            return
+        if self._staging.moved:
+            _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
+            return
+        try:
+            self._begin_generation(point)
+        except MemckptError as error:
+            _log.warning("memckpt: the final step %d cannot be captured: %s", point.step, error)
 
     def _close_regions(self) -> None:
         self._staging.drop()

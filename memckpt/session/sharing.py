@@ -74,10 +74,10 @@ def find_replicas(
         UnsupportedError: the ranks are neither replicas nor shards of one job.
     """
     pieces = live.pieces()
-    if ranks.world_size == 1:
-        return
     flattened = flat_parameters.is_flattened(live.model)
     ranks.together(lambda: flat_parameters.check(live.model, ranks.world_size))
+    if ranks.world_size == 1:
+        return
     kinds = ranks.gather((flattened, bool(pieces)))
     if any(flat and cut for flat, cut in kinds) or len({flat for flat, _ in kinds}) > 1:
         raise UnsupportedError(

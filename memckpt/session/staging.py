@@ -11,11 +11,13 @@ import torch
 from memckpt.agent.client import PreparedRegions, SnapshotOrder
 from memckpt.agent.messages import Commit, GenerationCommit, SnapshotTaken
 from memckpt.capture.copier import Copier
-from memckpt.capture.live_state import LiveState
+from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.session.changes import Changes
+from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta
+from memckpt.state.tensors import version
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class Staging:
         self._changes = changes
         self._rank = rank
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
+        self._captured: bytes | None = None
+        self._versions: list[int] = []
+        #: Why a self-test has found that steps cannot be redone: a resume need not find it again.
+        self.not_redoable = ""
         self._stalled_before = clock.total
         self.writer: SlotWriter | None = None
 
@@ -78,12 +84,18 @@ class Staging:
     @property
     def ready(self) -> bool:
         """Whether the record that is being collected can be committed as it stands."""
-        return self.writer is not None and self._recorder.writer is not None and self._recorder.problem is None
+        if self.writer is None or self._recorder.problem is not None:
+            return False
+        return self.writer.captures or self._recorder.writer is not None
 
     def begin_record(self, record: int) -> None:
         """Open a record's slot and stage the anchors due in it: the state is read-only until the next step."""
         writer = self.writer
         assert writer is not None
+        if writer.captures:
+            # Gradients and steps are of no account: the state is copied when it stands.
+            self._recorder.begin(None, record)
+            return
         started = time.perf_counter()
         self._recorder.begin(writer, record)
         writer.ring.open_for_writing(record, self._rank)
@@ -95,7 +107,10 @@ class Staging:
         self._clock.anchors += time.perf_counter() - started
 
     def stage_by_value(self, record: int) -> None:
-        """Copy buffers and the like, as they are at the end of the record."""
+        """Copy buffers and the like, as they are at the end of the record; all of the state where that is due."""
+        if self.writer is not None and self.writer.captures:
+            self._capture(self.writer, record)
+            return
         writer = self._recorder.writer
         if writer is None or self._recorder.problem is not None:
             return
@@ -105,14 +120,73 @@ class Staging:
         except LayoutChangedError as error:
             self._recorder.fail(str(error))
 
+    def outgrown(self, record: int, request: SpecRequest) -> bool:
+        """Whether the record is to be captured, and what there is to capture is no longer what the layout says.
+
+        Elsewhere a step shows that; here nobody looks at steps.
+        """
+        writer = self.writer
+        if writer is None or not writer.is_captured(record):
+            return False
+        return self._live.spec(request).structure() != writer.spec.structure()
+
+    def _capture(self, writer: SlotWriter, record: int) -> None:
+        self._captured = None
+        if not writer.is_captured(record) or self._recorder.problem is not None:
+            return
+        try:
+            with torch.no_grad():
+                self._captured = writer.capture(record)
+        except LayoutChangedError as error:
+            self._recorder.fail(str(error))
+        self._copier.wait_before_changes()
+
+    def owes(self, record: int) -> bool:
+        """Whether a record was committed and not captured, since it was not its turn."""
+        return self.writer is not None and self.writer.captures and not self.writer.is_captured(record)
+
+    @property
+    def moved(self) -> bool:
+        """Whether parameters have changed since the last record, as far as version counters tell."""
+        return self._versions != self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [version(param) for param in self.writer.params] if self.writer is not None else []
+
+    def _with_optimizers(self, rank_state: bytes, writer: SlotWriter) -> bytes:
+        """A rank state with all that belongs to a captured state and is not in its slot."""
+        if not writer.captures:
+            return rank_state
+        captured = {
+            "optimizers": self._live.capture_optimizers(writer.spec),
+            "not_redoable": self.not_redoable,
+        }
+        return codec.encode({**codec.decode(rank_state), **captured})
+
+    def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:
+        copied, meta = self._copier.token(), self._captured
+        self._versions = self._versions_now()
+        rank_state = point.rank_state if meta is None else self._with_optimizers(point.rank_state, writer)
+
+        def finish() -> Commit:
+            copied()
+            if meta is not None:
+                writer.ring.seal(point.record, self._rank)
+            leads = meta if meta is not None and writer.leads else b""
+            return Commit(writer.generation, point.record, point.step, rank_state, leads, stall_ms)
+
+        return finish
+
     def seal(self, point: RestorePoint) -> Callable[[], Commit]:
         """Close the record. The function that is returned waits for its copies, sets the stamp and makes the commit."""
         writer = self.writer
         assert writer is not None
+        stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
+        if writer.captures:
+            return self._seal_captured(writer, point, stalled * 1e3)
         missing, plain = self._anchored
         copied = self._copier.token()
         sub_steps = self._recorder.take_sub_steps()
-        stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
 
         def finish() -> Commit:
             copied()
@@ -137,11 +211,13 @@ class Staging:
             raise
         if not writer.leads:
             metas, missing, plain = (), (), b""
-        commit = GenerationCommit(writer.generation, point.record, point.step, point.rank_state, metas, missing, plain)
+        rank_state = self._with_optimizers(point.rank_state, writer)
+        commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
-    def take_snapshot(self, order: SnapshotOrder, record: int) -> SnapshotTaken:
-        """Copy this rank's part of the state after `record` for a checkpoint, if that is the record of the order."""
+    def take_snapshot(self, order: SnapshotOrder, point: RestorePoint) -> SnapshotTaken:
+        """Copy this rank's part of the state after a record for a checkpoint, if that is the record of the order."""
+        record = point.record
         started = time.perf_counter()
         writer = self.writer
         taken = SnapshotTaken(order.record, 0.0, missed=True)
@@ -155,7 +231,8 @@ class Staging:
                 pass  # the reply is `missed`, and the agent asks again; the records find the change themselves
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
-                taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts)
+                beside = self._with_optimizers(point.rank_state, writer) if writer.captures else b""
+                taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts, rank_state=beside)
             finally:
                 self._copier.release(order.region)
         order.region.close()

@@ -7,7 +7,8 @@ A slot holds one record::
 
     header | gradient arena | anchors due | by-value tensors of local rank 0 | ... of local rank n-1
 
-The gradient arena has one area for each optimizer sub-step that a record may contain.
+The gradient arena has one area for each optimizer sub-step that a record may contain. In mode ``"capture"`` there is
+none: only every N-th record has a slot, with the anchors of everything, and two slots are filled in turns.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import msgspec
 
@@ -27,6 +29,9 @@ ALIGN = 64
 HEADER_BYTES = PAGE
 #: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
 CUT_ELEMENTS = 32
+
+#: How many captures of the whole state are held: the newest, and the one before while that is being written.
+CAPTURES = 2
 
 ITEM_BYTES = {
     "float64": 8,
@@ -151,6 +156,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `static` are tensors that no optimizer steps (frozen parameters), staged once a generation; `by_value` tensors
     (buffers, averaged models) are staged with every record by every local rank.
 
+    `every` is N in mode ``"capture"``: records whose number is a multiple of it are captured.
+
     `local_ranks` are the ranks of this node that hold the same shards: their parts of a record share its slot.
     `replicas` are all ranks of the job that do, these among them; empty: all ranks of the job.
 
@@ -171,6 +178,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     aliases: tuple[tuple[str, str], ...] = ()
     outside: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
+    every: int = 1
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -188,9 +196,14 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def content(self) -> str:
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
-        return msgspec.structs.replace(self, mode="eager", period=1, slots=3).digest()
+        return msgspec.structs.replace(self, mode="eager", period=1, slots=3, every=1).digest()
 
-    def _tensors(self) -> list[TensorSpec]:
+    def structure(self) -> tuple[Any, ...]:
+        """Which tensors there are, and which optimizers step them."""
+        stepped = tuple((param.tensor, tuple(one.optimizer for one in param.owners)) for param in self.params)
+        return stepped, self.static, self.by_value
+
+    def tensors(self) -> list[TensorSpec]:
         return [*(param.tensor for param in self.params), *self.static, *self.by_value]
 
     def fingerprint(self) -> list[str]:
@@ -199,7 +212,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         Names, shapes of whole tensors, dtypes and optimizer classes; not the groups, which change with freezing, nor
         how tensors are cut into shards.
         """
-        tensors = sorted(self._tensors(), key=lambda one: one.name)
+        tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         return lines
@@ -209,7 +222,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
         A held state goes straight back into a rank with the same one; into another it has to be resharded.
         """
-        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self._tensors() if spec.shard is not None)
+        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
         if not pieces:
             return ""
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
@@ -246,7 +259,9 @@ class Layout:
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
-        self.ring = spec.period + spec.slots if spec.mode == "lazy" else spec.slots
+        self.ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "capture": CAPTURES}[spec.mode]
+        #: How many steps of each optimizer a record has room for.
+        self.sub_step_room = [0 if spec.mode == "capture" else one.sub_steps for one in spec.optimizers]
         self._optimizer_params: list[list[int]] = [[] for _ in spec.optimizers]
         for index, param in enumerate(spec.params):
             for owner in param.owners:
@@ -267,7 +282,7 @@ class Layout:
         self._area_bytes: list[int] = []
         self._area_base: list[int] = []
         base = 0
-        for optimizer, params in zip(self.spec.optimizers, self._optimizer_params, strict=True):
+        for room, params in zip(self.sub_step_room, self._optimizer_params, strict=True):
             offset = 0
             offsets = {}
             for index in params:
@@ -276,7 +291,7 @@ class Layout:
             self._gradient_offsets.append(offsets)
             self._area_bytes.append(offset)
             self._area_base.append(base)
-            base += offset * optimizer.sub_steps
+            base += offset * room
         self.gradient_bytes = base
 
     def gradient_offset(self, optimizer: int, sub_step: int, param: int) -> int:
@@ -295,6 +310,8 @@ class Layout:
         spec = self.spec
         total = sum(param.tensor.numel for param in spec.params)
         limit = max(aligned(total // (4 * spec.period), CUT_ELEMENTS), CUT_ELEMENTS * 128)
+        if spec.mode == "capture":
+            limit = total  # a single record has them all: nothing is to be balanced
         pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
         for index, param in enumerate(spec.params):
             for start, stop in _cuts(param, limit):
@@ -392,7 +409,11 @@ class Layout:
 
     def slot_offset(self, record: int) -> int:
         """Offset of the slot of record number `record` in the slots' region."""
-        return record % self.ring * self.slot_bytes
+        return self.slot_number(record) * self.slot_bytes
+
+    def slot_number(self, record: int) -> int:
+        """Which slot of the ring a record has; with N records from one capture to the next, two in turns."""
+        return record // self.spec.every % self.ring
 
     @cached_property
     def stagers(self) -> list[int]:

@@ -6,6 +6,7 @@ Redo runs the user's own optimizer class on other tensors; no optimizer mathemat
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ from torch.optim import optimizer as _optimizer_module
 
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
-from memckpt.state.layout import OptimizerSpec, StateTensorSpec
+from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, StateTensorSpec
+from memckpt.state.private import private_attributes
 from memckpt.state.tensors import is_dtensor, local
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
@@ -56,6 +58,26 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
+def is_trusted(optimizer: Optimizer) -> bool:
+    """Whether its steps are known to be functions of gradients, groups and state; of any other class that is tested.
+
+    Torch's own are, by their exact class. Those that look at shapes or at whole tensors see other ones in a redo
+    where parameters are DTensors.
+    """
+    if is_elementwise(optimizer):
+        return True
+    cls = type(optimizer)
+    own = f"{cls.__module__}.".startswith("torch.optim.") and getattr(torch.optim, cls.__name__, None) is cls
+    return own and not any(is_dtensor(param) for group in optimizer.param_groups for param in group["params"])
+
+
+def cannot_be_redone(optimizer: Optimizer) -> str:
+    """Why no step of it can be redone from gradients, as far as its class says; empty where nothing is known."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS evaluates the loss several times within one step"
+    return ""
+
+
 def is_importable(cls: type[Optimizer]) -> bool:
     """Whether another process finds this class under its name (not so for one defined in the user's script)."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
@@ -84,16 +106,11 @@ def resolve(module: str, qualname: str) -> type[Optimizer]:
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Refuse what cannot be redone from gradients, and known bugs of the library, by name.
+    """Refuse known bugs of the library, by name.
 
     Raises:
         UnsupportedError: with the reason and the remedy.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            "LBFGS evaluates the loss inside its step, so its step cannot be redone from gradients; "
-            "expected an optimizer that steps from the gradients alone (SGD, Adam, ...)"
-        )
     if not isinstance(optimizer, torch.optim.SGD):
         return
     for group in optimizer.param_groups:
@@ -109,25 +126,6 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Instance attributes that another process can be given, and the names of those it cannot.
-
-    Hooks, the state and the groups are left out on purpose; so are methods that a scheduler has wrapped.
-    """
-    kept: dict[str, Any] = {}
-    dropped: list[str] = []
-    for name, value in vars(optimizer).items():
-        if name in ("state", "param_groups") or name.endswith("_hooks") or callable(value):
-            continue
-        if name.startswith(("_opt_called", "_warned_capturable", "_zero_grad_profile_name", "_step_count")):
-            continue
-        if codec.unencodable_paths(value):
-            dropped.append(name)
-        else:
-            kept[name] = value
-    return kept, dropped
-
-
 def rebuild(cls: type[Optimizer], instance_attributes: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     """An optimizer of the class with the given groups (``params`` included), no state and no hooks."""
     optimizer = cls.__new__(cls)
@@ -141,13 +139,12 @@ def rebuild_from_spec(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> Opti
 
 
 def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A sibling of a live optimizer with other groups: same class, same attributes, no state and no hooks."""
-    shared = {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in ("state", "param_groups") and not name.endswith("_hooks") and not callable(value)
-    }
-    return rebuild(type(optimizer), shared, groups)
+    """A sibling of a live optimizer with other groups: same class, attributes of its own, no state and no hooks.
+
+    Raises:
+        UnsupportedError: an attribute cannot be copied.
+    """
+    return rebuild(type(optimizer), private_attributes(optimizer), groups)
 
 
 @contextlib.contextmanager
@@ -179,13 +176,14 @@ DryRuns = dict[Any, StateDescription]
 
 
 def describe_state(
-    optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], dry_runs: DryRuns
+    optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], dry_runs: DryRuns, captured: bool = False
 ) -> StateDescription:
     """What the optimizer keeps, or will keep after its first step, for one parameter.
 
     State that is there already is read; what is not is found by a dry run of one step on a stand-in. No RNG stream
     moves and neither parameter nor optimizer changes. `dry_runs` remembers results for one optimizer: begin with an
-    empty dict.
+    empty dict. `captured` says that the state is never redone: then all that looks like the parameter is room of the
+    same kind, what has no room in a slot is left out, and a stand-in that cannot be stepped tells nothing.
 
     Raises:
         UnsupportedError: the optimizer cannot take a step on a stand-in.
@@ -193,7 +191,7 @@ def describe_state(
     elementwise = is_elementwise(optimizer)
     state = optimizer.state.get(param)
     if state:
-        return _describe(state, param)
+        return _describe(state, param, captured)
     # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
     held = local(param)
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
@@ -201,8 +199,13 @@ def describe_state(
     key = (shape, param.dtype, str(param.device), settings)
     if key not in dry_runs:
         stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
-        clone, _ = _dry_steps(optimizer, stand_in, group, 1)
-        dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in)
+        try:
+            clone, _ = _dry_steps(optimizer, stand_in, group, 1)
+            dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, captured)
+        except UnsupportedError:
+            if not captured:
+                raise
+            dry_runs[key] = StateDescription((), ())
     found = dry_runs[key]
     tensors = []
     for spec in found.tensors:
@@ -212,7 +215,29 @@ def describe_state(
     return StateDescription(tuple(tensors), found.keys)
 
 
-def _describe(state: dict[str, Any], param: torch.Tensor) -> StateDescription:
+def fits_slots(value: object, param: torch.Tensor) -> bool:
+    """Whether captured state of a parameter has its place in a slot: a dense tensor, and if a DTensor, one like it."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout != torch.strided
+        or dtype_name(value.dtype) not in ITEM_BYTES
+    ):
+        return False
+    if not is_dtensor(value):
+        return type(value.detach()) is torch.Tensor
+    return is_dtensor(param) and value.shape == param.shape and value.placements == param.placements
+
+
+def fits_room(value: object, param: torch.Tensor, room: StateTensorSpec) -> bool:
+    """Whether captured state can be copied into the room that a layout has for it."""
+    if not isinstance(value, torch.Tensor) or not fits_slots(value, param):
+        return False
+    like = is_dtensor(value) == is_dtensor(param) and local(value).shape == local(param).shape
+    held = local(value)
+    return (tuple(held.shape), dtype_name(held.dtype), like) == (room.shape, room.dtype, room.elementwise)
+
+
+def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> StateDescription:
     shape = local(param).shape
     tensors = tuple(
         StateTensorSpec(
@@ -224,7 +249,7 @@ def _describe(state: dict[str, Any], param: torch.Tensor) -> StateDescription:
             on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
         )
         for key, value in state.items()
-        if isinstance(value, torch.Tensor)
+        if (fits_slots(value, param) if captured else isinstance(value, torch.Tensor))
     )
     return StateDescription(tensors, tuple(state))
 
@@ -260,14 +285,13 @@ def _dry_steps(
     optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int
 ) -> tuple[Optimizer, GradientHabits]:
     """Step a sibling of the optimizer on a stand-in; says what that did to the gradient."""
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    settings = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
     gradient = torch.full_like(stand_in, 0.5, requires_grad=False)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     stand_in.grad = gradient.to_sparse() if sparse else gradient
     before, version = gradient.clone(), stand_in.grad._version
     with rng.preserved(), without_global_hooks():
         try:
+            settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
             clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
             for _ in range(steps):
                 clone.step()

@@ -106,6 +106,8 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         digest: of the layout.
         sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
         problem: why nothing of it may be used, in words; empty if nothing is wrong.
+        newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
+            a later one than any that can be produced.
     """
 
     node: str
@@ -117,6 +119,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     digest: str = ""
     problem: str = ""
     sharding: str = ""
+    newest: int = 0
 
 
 _meta_encoder = msgspec.msgpack.Encoder()

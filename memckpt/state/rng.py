@@ -108,6 +108,22 @@ def preserved() -> Iterator[None]:
         restore(state)
 
 
+@contextmanager
+def other_streams() -> Iterator[None]:
+    """For the block, the global generators draw other numbers than they would have drawn; then they are put back.
+
+    ``torch.manual_seed`` would also seed devices that are not captured here, and those that are not initialised yet.
+    """
+    with preserved():
+        seed = int(torch.randint(2**31, ()).item())
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+        yield
+
+
 def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
     """Return the state of one generator object the user owns, as plain values.
 

@@ -53,7 +53,9 @@ class FileTensor:
 
 
 def not_loggable(spec: StateSpec) -> str:
-    """Why records of this layout cannot be written as safetensors, in words; empty if they can."""
+    """Why records of this layout cannot be logged, in words; empty if they can."""
+    if spec.mode == "capture":
+        return "the state is captured because steps are not redone, and a log would be of no use without that"
     for tensor in [*(param.tensor for param in spec.params), *spec.by_value]:
         if tensor.dtype not in _DTYPES:
             return f"{tensor.name} is {tensor.dtype}, which safetensors has no name for"

@@ -1,0 +1,261 @@
+"""Whether an optimizer can be redone, found by redoing its first steps on copies and comparing every bit.
+
+What a step uses beside gradients, groups and state is found in this way: an attribute that counts (each redo is a
+fresh sibling, with the attributes as they were at the start), random numbers (the redo draws others), tensors that it
+looks at together (each parameter is redone by itself, as a redo in pieces would). Nothing of the user's is touched: not
+the tensors, not the objects, not the generators.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.capture.live_state import LiveState, state_of
+from memckpt.errors import MemckptError
+from memckpt.state import codec, rng
+from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
+from memckpt.state.private import attributes, private_attributes
+from memckpt.state.tensors import is_dtensor, local
+
+_log = logging.getLogger("memckpt")
+#: So many steps of each optimizer are redone.
+STEPS = 3
+#: An optimizer that has not taken them within so many records is taken for one that cannot be redone.
+MOST_RECORDS = 64
+#: Parameters, their gradients and state are copied up to this many bytes.
+MOST_BYTES = 256 << 20
+
+
+class _Difference(Exception):
+    """The redo came to something else than the live step; the message says what and where."""
+
+
+class SelfTest:
+    """Tests some of a session's optimizers while they take their first steps.
+
+    Args:
+        live: the training state.
+        tested: indices of the optimizers.
+    """
+
+    def __init__(self, live: LiveState, tested: Sequence[int]) -> None:
+        names = {id(tensor): name for name, tensor in live.tensors().items()}
+        self._runs = [_Run(live.optimizers[i], names, i in live.changing_optimizers) for i in tested]
+        self._handles: list[Any] = []
+        self._records = 0
+
+    def install(self) -> None:
+        """Begin with the next step of each optimizer."""
+        for run in self._runs:
+            self._handles += run.install()
+
+    def remove(self) -> None:
+        """Leave nothing behind; what was copied is let go of."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._runs = []
+
+    def after_record(self) -> str | None:
+        """A record has ended. Why some optimizer cannot be redone; empty if all can; None while that is not known."""
+        self._records += 1
+        for run in self._runs:
+            if run.failure:
+                return run.failure
+        if all(run.steps >= STEPS for run in self._runs):
+            return ""
+        if self._records < MOST_RECORDS:
+            return None
+        slow = next(run for run in self._runs if run.steps < STEPS)
+        return f"{slow.name} has taken {slow.steps} steps in {self._records} records, too few for its redo to be tested"
+
+
+class _Run:
+    """The test of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, names: dict[int, str], changes_gradients: bool) -> None:
+        self.name = type(optimizer).__qualname__
+        self.steps = 0
+        self.failure = ""
+        self._optimizer = optimizer
+        self._names = names
+        self._changes_gradients = changes_gradients
+        self._copies: dict[int, tuple[torch.Tensor, torch.nn.Parameter, dict[str, Any]]] = {}
+        self._noted: tuple[list[dict[str, Any]], dict[int, torch.Tensor]] | None = None
+        self._attributes: bytes | dict[str, Any] = b""
+        self._guard(self._keep_attributes)
+
+    def install(self) -> list[Any]:
+        handles = [self._optimizer.register_step_pre_hook(self._before)]
+        post = self._optimizer.register_step_post_hook(self._after)
+        # Before any hook of the user's, which may change parameters.
+        hooks: Any = vars(self._optimizer)["_optimizer_step_post_hooks"]
+        hooks.move_to_end(post.id, last=False)
+        return [*handles, post]
+
+    # The hooks: nothing in them may end the user's training
+
+    def _guard(self, work: Any, *arguments: Any) -> None:
+        if self.failure or self.steps >= STEPS:
+            return
+        try:
+            with torch.no_grad():
+                work(*arguments)
+        except (_Difference, MemckptError) as error:
+            self.failure = str(error)
+        except Exception as error:
+            _log.debug("memckpt: the self-test of %s failed", self.name, exc_info=True)
+            self.failure = f"a redo of {self.name} on copies fails ({type(error).__name__}: {error})"
+        if self.failure or self.steps >= STEPS:
+            self._copies, self._noted, self._attributes = {}, None, b""
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        self._guard(self._step_begins, closure is not None)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._guard(self._step_ended)
+
+    # What is kept
+
+    def _keep_attributes(self) -> None:
+        kept, dropped = attributes(self._optimizer)
+        # As the agent gets them, if it can be given them.
+        self._attributes = private_attributes(self._optimizer) if dropped else codec.encode(kept)
+
+    def _fresh_attributes(self) -> dict[str, Any]:
+        if isinstance(self._attributes, bytes):
+            found: dict[str, Any] = codec.decode(self._attributes)
+            return found
+        return copy.deepcopy(self._attributes)
+
+    def _step_begins(self, with_closure: bool) -> None:
+        self._noted = None
+        if not self._copies:
+            for param in _chosen(self._optimizer):
+                piece = torch.nn.Parameter(local(param).clone(), requires_grad=param.requires_grad)
+                self._copies[id(param)] = param, piece, _private_state(state_of(self._optimizer, param))
+        if self._changes_gradients:
+            if with_closure:
+                raise _Difference(
+                    f"{self.name} changes gradients within its step and is given a closure, so that its redo cannot be "
+                    "tested"
+                )
+            self._noted = self._note()
+
+    def _note(self) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
+        """The groups as a record would have them, and copies of the gradients."""
+        groups = codec.decode(codec.encode(hyperparameters(self._optimizer)))
+        scale = getattr(self._optimizer, "grad_scale", None)
+        gradients = {}
+        for key, (param, _, _) in self._copies.items():
+            if param.grad is not None:
+                gradient = param.grad if param.grad.is_sparse else local(param.grad)
+                # Fused kernels unscale by themselves; a redo is given what they used.
+                gradients[key] = gradient.clone() if scale is None else gradient / local(scale).to(gradient.device)
+        return groups, gradients
+
+    # The comparison
+
+    def _step_ended(self) -> None:
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if isinstance(found_inf, torch.Tensor) and bool(found_inf.item()):
+            return  # a fused optimizer whose step had no effect
+        groups, gradients = self._noted or self._note()
+        self.steps += 1
+        with rng.other_streams(), without_global_hooks():
+            for index, group in enumerate(self._optimizer.param_groups):
+                for param in group["params"]:
+                    if id(param) in self._copies:
+                        self._redo(index, groups, self._copies[id(param)], gradients.get(id(param)))
+        for param, piece, state in self._copies.values():
+            self._compare(self._names.get(id(param), "a parameter"), param, piece, state)
+
+    def _redo(
+        self,
+        index: int,
+        groups: list[dict[str, Any]],
+        copied: tuple[torch.Tensor, torch.nn.Parameter, dict[str, Any]],
+        gradient: torch.Tensor | None,
+    ) -> None:
+        """One step of one parameter, by a sibling of its own."""
+        _, piece, state = copied
+        own = [
+            {**copy.deepcopy({k: v for k, v in group.items() if k != "param_names"}), "params": []} for group in groups
+        ]
+        own[index]["params"] = [piece]
+        sibling = rebuild(type(self._optimizer), self._fresh_attributes(), own)
+        if state:
+            sibling.state[piece] = state
+        piece.grad = gradient
+        try:
+            sibling.step()
+        finally:
+            piece.grad = None
+        found = sibling.state.get(piece)
+        if found is not None and found is not state:
+            state.clear()
+            state.update(found)
+
+    def _compare(self, name: str, param: torch.Tensor, piece: torch.Tensor, redone: dict[str, Any]) -> None:
+        where = f"after step {self.steps} of its redo"
+        if not _same_bits(local(param), piece):
+            raise _Difference(f"{name} differs {where}: {self.name} uses more than gradients, groups and state")
+        live = state_of(self._optimizer, param)
+        if set(live) != set(redone):
+            raise _Difference(f"the state of {name} has other keys {where}: {self.name} uses more than it keeps there")
+        for key, value in live.items():
+            if isinstance(value, torch.Tensor) != isinstance(redone[key], torch.Tensor):
+                same = False
+            elif isinstance(value, torch.Tensor):
+                same = _same_bits(local(value), redone[key])
+            else:
+                same = codec.encode(value) == codec.encode(redone[key])
+            if not same:
+                raise _Difference(
+                    f"state {key!r} of {name} differs {where}: {self.name} uses more than gradients, groups and state"
+                )
+
+
+def _private_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: local(value).clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype or ours.device != theirs.device:
+        return False
+    if ours.layout != torch.strided:
+        return torch.equal(ours.to_dense(), theirs.to_dense())
+    pair = [each.detach().contiguous().view(-1).view(torch.uint8) for each in (ours, theirs)]
+    return torch.equal(*pair)
+
+
+def _chosen(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters to test: all if they fit. Else the smallest of each kind first, then whatever fits."""
+    params = [
+        (index, param)
+        for index, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+        if local(param).numel()
+    ]
+    params.sort(key=lambda item: local(item[1]).numel())
+    kinds: dict[Any, torch.Tensor] = {}
+    for index, param in params:
+        kinds.setdefault((index, param.ndim, param.dtype, is_dtensor(param)), param)
+    first = {id(param) for param in kinds.values()}
+    left = MOST_BYTES
+    for _, param in sorted(params, key=lambda item: id(item[1]) not in first):
+        # Itself, its gradient, and state of about twice its size.
+        nbytes = 4 * local(param).nbytes
+        if nbytes <= left or left == MOST_BYTES:
+            left -= nbytes
+            yield param

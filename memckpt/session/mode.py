@@ -1,0 +1,126 @@
+"""How a session's steps are protected: the mode that all ranks agree on, and the self-test that may change it."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.self_test import STEPS, SelfTest
+from memckpt.config import MemckptConfig, RedoMode
+from memckpt.session.choice import choose_redo
+from memckpt.session.ranks import Ranks
+from memckpt.state.optimizers import is_trusted
+
+_log = logging.getLogger("memckpt")
+
+
+class ModeChoice:
+    """Made with all ranks: captured records must be common, so that one rank's need is everybody's.
+
+    An optimizer that is not known is tested in its first steps. Until that is over nothing is promised that only redo
+    could produce: every record is captured.
+
+    Attributes:
+        mode, reason: in which mode records are protected now, and why.
+        every: N, for ``"capture"``.
+        not_redoable: what the self-test has found, in words; empty if nothing.
+    """
+
+    def __init__(self, config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> None:
+        self._config = config
+        self._live = live
+        self._ranks = ranks
+        self._test: SelfTest | None = None
+        self.not_redoable = ""
+        self.every = 1
+        own = choose_redo(config, live, device, len(ranks.local_ranks))
+        untested = [
+            index
+            for index, optimizer in enumerate(live.optimizers)
+            if index not in live.not_redoable and not is_trusted(optimizer)
+        ]
+        everybody = ranks.gather((own, bool(untested)))
+        chosen = next(
+            (each for wanted in ("capture", "lazy") for each, _ in everybody if each[0] == wanted),
+            own,
+        )
+        #: What is taken where redo is possible.
+        self._redone = chosen
+        self.mode: RedoMode = chosen[0]
+        self.reason = chosen[1]
+        if self.mode == "capture":
+            self.every = config.capture_every_steps
+        elif any(each for _, each in everybody):
+            names = ", ".join(sorted({type(live.optimizers[index]).__qualname__ for index in untested})) or "optimizers"
+            self.mode, self.reason = "capture", f"the redo of {names} is tested in the first {STEPS} steps"
+            self._test = SelfTest(live, untested)
+
+    @property
+    def testing(self) -> bool:
+        """Whether it is still to be seen if steps can be redone."""
+        return self._test is not None
+
+    def resume(self, held: RedoMode | None, not_redoable: str) -> None:
+        """What was held shows what an earlier attempt's self-test has found.
+
+        Args:
+            held: the mode in which it was protected; None if nothing was held.
+            not_redoable: what its test had found.
+        """
+        if self._test is None:
+            return
+        for mode, reason in self._ranks.gather((held, not_redoable)):
+            if reason:
+                self._capture(reason)
+                return
+            if mode is not None and mode != "capture":
+                self._redo()
+                return
+
+    def begin(self) -> None:
+        """Training begins."""
+        if self._test is not None:
+            self._test.install()
+
+    def after_record(self) -> bool:
+        """A record has ended, the same one on all ranks; whether the mode is another one now."""
+        if self._test is None:
+            return False
+        verdicts = self._ranks.gather(self._test.after_record())
+        failure = next((verdict for verdict in verdicts if verdict), None)
+        if failure is not None:
+            self._capture(failure)
+            _log.warning(
+                "memckpt: steps cannot be redone here: %s; the whole state is captured every %d steps instead, so that "
+                "a crash may lose up to %d",
+                failure,
+                self.every,
+                self.every - 1,
+            )
+            return True
+        if all(verdict == "" for verdict in verdicts):
+            self._redo()
+            return True
+        return False
+
+    def _capture(self, reason: str) -> None:
+        self.end()
+        self.mode, self.reason, self.every = "capture", reason, self._config.capture_every_steps
+        self.not_redoable = reason
+
+    def _redo(self) -> None:
+        self.end()
+        self.mode, self.reason = self._redone
+        self.every = 1
+
+    def fall_back(self, reason: str) -> None:
+        """The agent cannot redo: the trainer will."""
+        self.mode, self.reason = "lazy", reason
+
+    def end(self) -> None:
+        """Take what is left of the self-test out of the user's optimizers."""
+        test, self._test = self._test, None
+        if test is not None:
+            test.remove()

@@ -1,0 +1,287 @@
+"""What an optimizer object keeps beside the tensors in slots, as a tree that the codec takes, and back.
+
+Instance attributes of any kind, generators among them; state that has no room in a slot; the order of the state's keys.
+What refers to a live tensor by identity (a list of parameters, a buffer that is state, too) refers to it again when it
+comes back. Containers and tensors are filled in place, so that whoever else holds them sees what they hold.
+
+A tree is ``[kind, ...]``. ``"live"`` stands for what cannot change (functions) or cannot be encoded: it stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from memckpt.state import codec, rng
+from memckpt.state.layout import StateSpec, StateTensorSpec
+from memckpt.state.optimizers import fits_room
+from memckpt.state.private import own_attributes
+from memckpt.state.tensors import is_dtensor, local
+
+Tree = list[Any]
+#: The room that slots have: (optimizer, parameter, key) -> what fits.
+Rooms = dict[tuple[int, str, Any], StateTensorSpec]
+#: (parameter, key, value) of an optimizer's state -> whether it travels elsewhere.
+Travels = Callable[[str, Any, Any], bool]
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
+_LIVE: Tree = ["live"]
+
+
+class OptimizerCapture:
+    """Captures optimizers of one model, and puts back what was captured.
+
+    Args:
+        optimizers: live ones.
+        tensors: the live tensors by name.
+        modules: the user's modules; their tensors are captured elsewhere.
+
+    Attributes:
+        left_out: what could not be captured, in words; only ever grows.
+    """
+
+    def __init__(
+        self, optimizers: list[Optimizer], tensors: Mapping[str, torch.Tensor], modules: list[nn.Module]
+    ) -> None:
+        self._optimizers = optimizers
+        self._tensors = dict(tensors)
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+        self._modules = {id(one) for module in modules for one in module.modules()}
+        self._references: dict[int, Tree] = {}
+        self._open: set[int] = set()
+        self._resharded = False
+        self.left_out: list[str] = []
+
+    # Out
+
+    def capture(self, spec: StateSpec) -> list[Any]:
+        """All optimizers as they are now, one tree for each; without what has its room in the slots of that layout."""
+        rooms: Rooms = {
+            (owner.optimizer, param.tensor.name, state.key): state
+            for param in spec.params
+            for owner in param.owners
+            for state in owner.state
+        }
+        self._references = {
+            id(value): ["state", index, name, key]
+            for index, optimizer in enumerate(self._optimizers)
+            for name, state in self._named_state(optimizer)
+            for key, value in state.items()
+            if isinstance(value, torch.Tensor) and isinstance(key, str)
+        }
+        found = [
+            self._capture_one(optimizer, type(optimizer).__qualname__, functools.partial(self._travels, rooms, index))
+            for index, optimizer in enumerate(self._optimizers)
+        ]
+        self._references = {}
+        return found
+
+    def _travels(self, rooms: Rooms, index: int, name: str, key: Any, value: Any) -> bool:
+        """Whether a state's value travels in a slot, or, encoded, with the record."""
+        if isinstance(value, torch.Tensor):
+            room = rooms.get((index, name, key))
+            return room is not None and fits_room(value, self._tensors[name], room)
+        return not codec.unencodable_paths(value)
+
+    def _named_state(self, optimizer: Optimizer) -> list[tuple[str, dict[Any, Any]]]:
+        return [
+            (self._names[id(param)], state)
+            for param, state in optimizer.state.items()
+            if id(param) in self._names and isinstance(state, dict)
+        ]
+
+    def _capture_one(self, optimizer: Optimizer, path: str, travels: Travels) -> dict[str, Any]:
+        named = {id(state) for _, state in self._named_state(optimizer)}
+        return {
+            "attributes": {
+                name: self._out(value, f"{path}.{name}") for name, value in own_attributes(optimizer).items()
+            },
+            "state": [[name, self._state(name, state, path, travels)] for name, state in self._named_state(optimizer)],
+            "others": [
+                [self._out(key, f"{path}.state"), self._out(value, f"{path}.state[{key!r}]")]
+                for key, value in optimizer.state.items()
+                if id(value) not in named
+            ],
+        }
+
+    def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels) -> list[Any]:
+        """Keys in their order, each with its value where that travels here, and None where it does not."""
+        return [
+            [key, None if travels(name, key, value) else self._out(value, f"{path}.state[{name}].{key}", own=True)]
+            for key, value in state.items()
+        ]
+
+    def _out(self, value: Any, path: str, own: bool = False) -> Tree:
+        if id(value) in self._names:
+            return ["tensor", self._names[id(value)]]
+        if not own and id(value) in self._references:
+            return self._references[id(value)]
+        if isinstance(value, _CODE) or id(value) in self._modules:
+            return _LIVE
+        if isinstance(value, rng.GENERATOR_TYPES):
+            try:
+                return ["generator", rng.capture_generator(value)]
+            except ValueError as error:
+                return self._leave_out(path, str(error))
+        if isinstance(value, torch.Tensor) and is_dtensor(value):
+            return self._dtensor(value, path)
+        if isinstance(value, (Optimizer, dict, list, tuple, deque)):
+            if id(value) in self._open:
+                return self._leave_out(path, "it contains itself")
+            self._open.add(id(value))
+            try:
+                found = self._container(value, path)
+            finally:
+                self._open.discard(id(value))
+            if found is not None:
+                return found
+        refused = codec.unencodable_paths(value)
+        if refused:
+            return self._leave_out(path, refused[0])
+        return ["value", value]
+
+    def _container(self, value: Any, path: str) -> Tree | None:
+        if isinstance(value, Optimizer):
+            # One inside another (SAM, Lookahead). Its groups are often the outer one's very list.
+            inner = self._capture_one(value, path, lambda name, key, value: False)
+            groups = [
+                [[key, self._out(item, f"{path}.{key}")] for key, item in group.items() if key != "params"]
+                for group in value.param_groups
+            ]
+            return ["optimizer", inner, groups]
+        if isinstance(value, dict):
+            items = [[self._out(key, path), self._out(item, f"{path}[{key!r}]")] for key, item in value.items()]
+            return ["dict", items]
+        for kind in (list, tuple, deque):
+            if type(value) is kind:
+                return [kind.__name__, [self._out(item, f"{path}[{index}]") for index, item in enumerate(value)]]
+        return None
+
+    def _dtensor(self, value: Any, path: str) -> Tree:
+        for name, tensor in self._tensors.items():
+            if is_dtensor(tensor) and tensor.device_mesh == value.device_mesh:
+                if any(placement.is_partial() for placement in value.placements):
+                    break
+                placements = [one.dim if one.is_shard() else None for one in value.placements]
+                return ["dtensor", name, local(value), placements, list(value.shape), list(value.stride())]
+        return self._leave_out(path, "a DTensor on a mesh of its own, or a partial sum")
+
+    def _leave_out(self, path: str, why: str) -> Tree:
+        text = f"{path} cannot be captured: {why}"
+        if text not in self.left_out:
+            self.left_out.append(text)
+        return _LIVE
+
+    # Back
+
+    @torch.no_grad()
+    def restore(self, captured: list[Any], resharded: bool = False) -> None:
+        """Put back what :meth:`capture` has found; behind the restore of the tensors in slots.
+
+        Args:
+            captured: of all optimizers.
+            resharded: whether ranks hold other pieces now than when it was found: tensors that are no rooms of a layout
+                are then of unknown meaning, and stay as they are.
+        """
+        self._resharded = resharded
+        for optimizer, found in zip(self._optimizers, captured, strict=True):
+            self._restore_one(optimizer, found)
+
+    def _restore_one(self, optimizer: Optimizer, found: dict[str, Any]) -> None:
+        for name, items in found["state"]:
+            param = self._tensors[name]
+            there = optimizer.state.pop(param, {})
+            state = {}
+            for key, tree in items:
+                if tree is not None and not (self._resharded and _is_piece(tree[0], tree[1:])):
+                    state[key] = self._back(tree, there.get(key))
+                elif key in there:
+                    state[key] = there[key]
+            optimizer.state[param] = {**state, **{key: there[key] for key in there if key not in state}}
+        # By their old names, behind the state that they may refer to.
+        for key, value in found["others"]:
+            key = self._back(key, None)
+            optimizer.state[key] = self._back(value, optimizer.state.get(key))
+        for name, tree in found["attributes"].items():
+            setattr(optimizer, name, self._back(tree, getattr(optimizer, name, None)))
+
+    def _back(self, tree: Tree, live: Any) -> Any:
+        kind, *rest = tree
+        if kind == "live" or (self._resharded and _is_piece(kind, rest)):
+            return live
+        if kind == "value":
+            return _filled(rest[0], live)
+        if kind == "tensor":
+            return self._tensors[rest[0]]
+        if kind == "state":
+            index, name, key = rest
+            return self._optimizers[index].state[self._tensors[name]][key]
+        if kind == "generator":
+            if isinstance(live, rng.GENERATOR_TYPES):
+                rng.restore_generator(live, rest[0])
+            return live
+        if kind == "dtensor":
+            return self._dtensor_back(*rest)
+        if kind == "optimizer":
+            self._restore_one(live, rest[0])
+            for group, items in zip(live.param_groups, rest[1], strict=True):
+                group.update({key: self._back(item, group.get(key)) for key, item in items})
+            return live
+        if kind == "dict":
+            return self._dict_back(rest[0], live)
+        return self._sequence_back(kind, rest[0], live)
+
+    def _dict_back(self, items: list[Any], live: Any) -> dict[Any, Any]:
+        target = live if isinstance(live, dict) else {}
+        keys = [self._back(key, None) for key, _ in items]
+        values = [self._back(item, target.get(key)) for key, (_, item) in zip(keys, items, strict=True)]
+        target.clear()
+        target.update(zip(keys, values, strict=True))
+        return target
+
+    def _sequence_back(self, kind: str, items: list[Any], live: Any) -> Any:
+        there = list(live) if isinstance(live, (list, tuple, deque)) else []
+        there += [None] * (len(items) - len(there))
+        values = [self._back(item, old) for item, old in zip(items, there, strict=False)]
+        if kind == "tuple":
+            return tuple(values)
+        target = live if type(live).__name__ == kind else deque() if kind == "deque" else []
+        target.clear()
+        target.extend(values)
+        return target
+
+    def _dtensor_back(
+        self, name: str, piece: torch.Tensor, placements: list[int | None], shape: list[int], stride: list[int]
+    ) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        like: Any = self._tensors[name]
+        return DTensor.from_local(
+            piece.to(local(like).device),
+            like.device_mesh,
+            [Replicate() if dim is None else Shard(dim) for dim in placements],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=tuple(stride),
+        )
+
+
+def _is_piece(kind: str, rest: list[Any]) -> bool:
+    """Whether a tree is a tensor that may be a piece of another one."""
+    return kind == "dtensor" or (kind == "value" and isinstance(rest[0], torch.Tensor) and rest[0].numel() > 1)
+
+
+def _filled(value: Any, live: Any) -> Any:
+    """A tensor's values go into the live tensor, if they fit: somebody else may hold it, too."""
+    if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or is_dtensor(live):
+        return value
+    if value.shape != live.shape or value.dtype != live.dtype:
+        return value
+    live.detach().copy_(value)
+    return live
