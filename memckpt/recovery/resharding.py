@@ -33,8 +33,6 @@ _Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
 def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
     """State that an optimizer keeps for a piece as a whole is that of no other piece.
 
-    It may have the shape of the piece and still be no value for each element: only the optimizer's class tells.
-
     Raises:
         UnsupportedError: there is such state, for a parameter that is cut, or was.
     """
@@ -49,9 +47,7 @@ def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
                     optimizer = stored.optimizers[owner.optimizer].qualname
                     raise UnsupportedError(
                         f"the state {state.key!r} that {optimizer} keeps for {name} cannot be put together for other "
-                        "pieces of it: expected a single value, or one for each element from an optimizer that is "
-                        "known to step each element by itself (those of torch.optim), found the shape "
-                        f"{list(state.shape)}; "
+                        f"pieces of it: expected a single value, or one for each element, found {list(state.shape)}; "
                         "resume with the number of ranks and the sharding that the run had, or use resume='never' to "
                         "start over"
                     )
