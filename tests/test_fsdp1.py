@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from memckpt.config import StorageConfig
+from memckpt.errors import UnsupportedError
 from memckpt.storage.catalog import read_catalog
+from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore
 from tests.ddp_cases import Death, fresh_directory, results
 from tests.engine_child import config
@@ -123,6 +125,8 @@ def test_resumes_from_storage(lab: Lab) -> None:
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
     assert_as(results(last), expected, 8)
+    with pytest.raises(UnsupportedError, match="which only its ranks can put together"):
+        export(store, read_catalog(store).complete[0], lab.directory / "exported", "torch")
 
 
 def test_another_number_of_ranks_is_refused_with_the_remedy(lab: Lab) -> None:

@@ -29,6 +29,7 @@ from memckpt.agent.messages import (
     Logged,
     Message,
     NeedGeneration,
+    OthersStay,
     Prepare,
     Prepared,
     Protected,
@@ -256,6 +257,8 @@ class AgentClient:
             message, fds = self.channel.receive(_END_SECONDS + saving_seconds)
             for fd in fds:
                 os.close(fd)
+            if isinstance(message, OthersStay):
+                return
             if isinstance(message, Leaving):
                 break
             if isinstance(message, HoldingOn):

@@ -384,6 +384,10 @@ class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
     finished: bool
 
 
+class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):
+    """Answer to a Goodbye after which other ranks are still there: the last one sees what becomes of the final step."""
+
+
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """Last message of an agent: it has let go of everything and ends."""
 
@@ -513,6 +517,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Refused,
     Preempted,
     Goodbye,
+    OthersStay,
     Leaving,
     HoldingOn,
     StatusRequest,

@@ -35,6 +35,7 @@ from memckpt.agent.messages import (
     Leaving,
     Message,
     NeedGeneration,
+    OthersStay,
     Preempted,
     Prepare,
     Prepared,
@@ -332,6 +333,7 @@ class Agent:
                     # Its connection ends when everything is gone.
                     self._leave_when_saved("training finished", finishing=True)
                 else:
+                    self._connections.answer(connection, OthersStay())
                     self._connections.drop(connection)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")

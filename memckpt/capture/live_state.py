@@ -260,6 +260,7 @@ class LiveState:
             every=request.every,
             aliases=tuple((key, name) for key, name in keys.items() if key != name),
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
+            flattened=bool(self._flattened),
         )
 
     def _state_dict_keys(self) -> dict[str, str]:

@@ -164,6 +164,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `aliases` and `outside` say how these names relate to the model's ``state_dict()``: keys under which a tensor
     appears once more, with its name here (tied weights); names that are not in it (buffers that are not persistent,
     modules beside the model).
+
+    `flattened` says that parameters are pieces of flat ones (FSDP1), of which only the rank itself knows what they are.
     """
 
     params: tuple[ParamSpec, ...]
@@ -179,6 +181,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     outside: tuple[str, ...] = ()
     replicas: tuple[int, ...] = ()
     every: int = 1
+    flattened: bool = False
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -215,6 +218,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
         lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
+        lines += ["pieces of flat parameters (FSDP1)"] * self.flattened
         return lines
 
     def sharding(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memckpt.errors import ConfigurationError, UsageError
+from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 from memckpt.state import codec, rng
 from memckpt.state.layout import StateSpec
 from memckpt.storage import dcp
@@ -138,12 +138,18 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
     Raises:
         UsageError: there is something at `target`.
         ConfigurationError: the format is unknown, or its library is not installed.
+        UnsupportedError: the model was cut by FSDP1.
     """
     writers = formats()
     if form not in writers:
         raise ConfigurationError(f"format: expected one of {', '.join(sorted(writers))}, found {form!r}")
     if target.exists():
         raise UsageError(f"{target} exists: choose another name, or remove it first")
+    if decode_node_state(store.read(checkpoint.part_serving(0).state_path)).spec.flattened:
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) has cut flattened parameters, which only its ranks can put together: "
+            "resume with as many ranks and save model.state_dict() there; what fully_shard has cut is exported whole"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     writers[form](store, checkpoint, target)
 
