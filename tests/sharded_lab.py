@@ -116,7 +116,7 @@ def join(job: Job, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
     os.environ[NODE_VARIABLE] = job.node(rank)
-    if job.world_size == 1:
+    if job.setup.kind == "plain" and job.world_size == 1:
         return
     try:
         dist.init_process_group(
@@ -363,7 +363,7 @@ def start_agents(lab: Lab, job: Job) -> list[Child]:
     started = []
     for name in sorted({job.node(rank) for rank in range(job.world_size)}):
         with node(name):
-            started.append(lab.start_agent())
+            started.append(lab.start_agent(job.run_dir))
     return started
 
 

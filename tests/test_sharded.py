@@ -100,7 +100,6 @@ def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) ->
 
 
 @slow
-@pytest.mark.xfail(strict=True, reason="state is not captured yet")
 @pytest.mark.parametrize("setup", WHOLE, ids=named)
 def test_the_state_of_optimizers_that_need_whole_tensors_is_captured(lab: Lab, setup: Setup) -> None:
     job = job_of(lab, setup, config(capture_every_steps=1))

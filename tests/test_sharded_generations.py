@@ -60,7 +60,7 @@ def change_weight(ranks: tuple[int, ...], training: Distributed, step: int) -> N
 CHANGES = {
     (change, ranks): partial(change, ranks)
     for change in (change_table, change_weight)
-    for ranks in ((0,), (1,), (0, 1))
+    for ranks in ((0,), (1,), (0, 1), (0, 1, 2, 3))
 }
 
 
@@ -159,7 +159,7 @@ def test_a_rank_dies_in_a_generation_that_the_others_have_complete(
     lab: Lab, setup: Setup, nodes: int, redo: str, who: int
 ) -> None:
     """Their agents must not have let go of the older one: it is all that the dead rank's has."""
-    job = job_of(lab, setup, config(redo), nodes=nodes, each_step=CHANGES[change_table, (0, 1)])
+    job = job_of(lab, setup, config(redo), nodes=nodes, each_step=CHANGES[change_table, (0, 1, 2, 3)])
     expected = reference(lab, job)
     if redo == "eager":
         start_agents(lab, job)

@@ -133,6 +133,21 @@ def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup) -> Non
 
 
 @slow
+@pytest.mark.parametrize(("before", "after"), [(FSDP2, TP), (TP, Setup("tp", 4)), (FSDP4, FSDP_TP)], ids=named)
+def test_ranks_that_share_the_work_of_a_layer_draw_alike(lab: Lab, before: Setup, after: Setup) -> None:
+    """Or what is replicated among them would drift apart."""
+    died = stored(lab, before, 1)
+    job = replace(died, setup=after, directory=fresh_directory(lab), number=1, deaths=(), wait_at=None)
+    assert run(lab, job) == [0] * after.world_size, logs(lab)[-6000:]
+    found = results(job)
+    for one, other in zip(found[::2], found[1::2], strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["state"]["rng"] == other["state"]["rng"]
+        assert one["state"]["buffers"] == other["state"]["buffers"]
+    assert len({one["state"]["rng"] for one in found}) == (2 if after is FSDP_TP else 1)
+
+
+@slow
 @pytest.mark.parametrize(
     ("before", "after", "nodes"),
     [

@@ -33,6 +33,12 @@ class ThreadRanks:
         self._barrier.wait(60)
         return found
 
+    def gather(self, value: Any) -> list[Any]:
+        return self.together(lambda: value)
+
+    def first_alike(self, state: Any) -> int:
+        return self.rank
+
 
 def on_ranks(count: int, body: Callable[[Any], Any]) -> list[Any]:
     values, barrier = [None] * count, threading.Barrier(count)

@@ -5,6 +5,7 @@ Nothing here runs during training, except while unknown optimizers are tested in
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from memckpt.agent.address import node_name
 from memckpt.agent.messages import Launcher
 from memckpt.agent.processes import start_ticks
 from memckpt.errors import MemckptError
+from memckpt.state import rng
 
 T = TypeVar("T")
 
@@ -69,6 +71,11 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+    def first_alike(self, state: rng.RngState) -> int:
+        """The first rank whose torch draws the same numbers. Python's generator is another one in each process."""
+        everybody = self.gather(hashlib.blake2b(state["torch"], digest_size=16).digest())
+        return everybody.index(everybody[self.rank])
 
     def together(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and gather the results; if one rank fails, every rank raises its error.

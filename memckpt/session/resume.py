@@ -88,6 +88,7 @@ class Resumption:
         self._resume_from: RestoreRecord | None = None
         self._stored: StoredState | None = None
         self._state: dict[str, Any] = {}
+        self._diverges: int | None = None
         self.held: HeldState | None = None
         #: The mode in which what is resumed was protected, None where nothing is; and why it could not be redone.
         self.held_mode: RedoMode | None = None
@@ -202,9 +203,22 @@ class Resumption:
             )
         self._stored = stored
         self._state = codec.decode(stored.rank_state)
+        if not all(self._ranks.gather(stored.exact)):
+            self._diverges = self._draws_as_another()
         self.held = HeldState(point.step, point.record, "storage", self._state["provided"], point.world_size)
         self._take_over(stored.own.spec)
         return point.record
+
+    def _draws_as_another(self) -> int | None:
+        """Of ranks that the user has seeded differently and that get the same generators, all but one have to diverge.
+
+        Returns:
+            The first rank that was seeded as this one, if it is such a one: those that are alike stay so.
+        """
+        first = self._ranks.first_alike(rng.capture())
+        states = self._ranks.gather((first, self._ranks.first_alike(self._state["rng"])))
+        before = {one for one, same in states if same == states[self._ranks.rank][1]}
+        return None if first == min(before) else first
 
     def _take_over(self, spec: StateSpec) -> None:
         """What the run that is resumed had found out."""
@@ -315,8 +329,8 @@ class Resumption:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
         if self.held is not None:
             rng.restore(self._state["rng"])
-            if self._ranks.rank >= self.held.world_size:
-                rng.diverge(self._ranks.rank)
+            if self._diverges is not None:
+                rng.diverge(self._diverges)
 
     # End
 

@@ -11,6 +11,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.session.ranks import Ranks
+from memckpt.state import rng
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
@@ -63,6 +64,9 @@ class StorageTier:
     def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec) -> StoredState:
         """The first of the candidates whose files are all good.
 
+        Where training does not go on exactly, ranks that the user has seeded alike for this attempt get what was
+        private to one and the same rank: those that share the work of a layer (tensor parallelism) must not differ.
+
         Raises:
             DamagedStateError: none is; the message says what is wrong with each.
             ForeignStateError: it belongs to another model or optimizer.
@@ -75,13 +79,21 @@ class StorageTier:
                 f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
                 "to start over"
             )
+        opened = self.open(candidates[chosen], spec, self._ranks.rank)
+        if all(self._ranks.gather(opened.exact)):
+            return opened
+        first = self._ranks.first_alike(rng.capture())
+        return self.open(candidates[chosen], spec, first)
+
+    def open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
+        """A state as a rank sees it, with what was private to that one; all ranks call this together."""
         opened: list[StoredState] = []  # it stays with its rank: what is gathered travels
-        self._ranks.together(lambda: opened.append(self._open(candidates[chosen], spec)))
+        self._ranks.together(lambda: opened.append(self._open(point, spec, rank)))
         return opened[0]
 
-    def _open(self, point: StoredPoint, spec: StateSpec) -> StoredState:
+    def _open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
         assert self._store is not None
-        opened = StoredState(self._store, point, self._ranks.rank, spec)
+        opened = StoredState(self._store, point, rank, spec)
         difference = first_difference(opened.state.spec.fingerprint(), spec.fingerprint())
         if difference is not None:
             raise ForeignStateError(
