@@ -199,6 +199,7 @@ class Generation:
     def settle(self, record: int) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it."""
         if self.replica is not None:
+            self.replica.forget_beyond(record)
             self.replica.advance_to(record)
         for numbers in (self._metas, self._rank_states, self._steps):
             for number in [n for n in numbers if n > record]:

@@ -150,19 +150,27 @@ class Replica:
             return self.applied
 
     def advance_to(self, record: int) -> None:
-        """Unfreeze, apply exactly up to `record`, forget what was offered beyond it.
+        """Unfreeze, and apply exactly up to `record`.
 
         Raises:
-            AgentError: redo failed on the way.
+            AgentError: redo failed on the way, or a record is not there.
         """
         with self._condition:
-            self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
+            self._condition.wait_for(lambda: not self._busy)
+            missing = [number for number in range(self.applied + 1, record + 1) if number not in self._metas]
+            if missing and self._broken is None:
+                raise AgentError(f"the replica cannot get to record {record}: record {missing[0]} is not there")
             self._limit = record
             self._frozen = False
             self._condition.notify_all()
             self._condition.wait_for(lambda: self.applied >= record or self._broken is not None)
             if self._broken is not None:
                 raise AgentError(self._broken)
+
+    def forget_beyond(self, record: int) -> None:
+        """What was offered beyond `record` belongs to a past that is not gone on with."""
+        with self._condition:
+            self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
 
     def copy_at(self, record: int, snapshot: Region) -> bool:
         """Have the thread copy the state after `record` and its by-value tensors into a snapshot.
