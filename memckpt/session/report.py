@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from memckpt.state.layout import CAPTURES, Layout, StateSpec
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class HeldState:
 class RestoreReport:
     """A restore that has happened: every field is known only once the state is back in the live tensors.
 
-    `exact` is False where the number of ranks has changed: generators of new ranks are derived, and the place in the
-    data cannot be the same.
+    `exact` is False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
+    place in the data cannot be the same.
     """
 
     step: int
@@ -41,3 +44,20 @@ class RestoreReport:
     seconds: float
     steps_lost: int
     exact: bool = True
+
+
+def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:
+    """One line: what protects a run, how, and at what price in memory."""
+    layout = Layout(spec)
+    whole = sum(math.prod(param.tensor.whole_shape) for param in spec.params)
+    shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
+    if spec.mode == "capture":
+        steps = "every step" if spec.every == 1 else f"one step of {spec.every}"
+        how = f"state capture ({reason}), {CAPTURES} copies"
+    else:
+        steps = "every step"
+        how = f"{spec.mode} redo ({reason}), tap: {tap}, T={spec.period}, D={spec.slots}"
+    return (
+        f"memckpt: protecting {steps} of {whole / 1e6:.1f}M parameters{shards}: {how}, "
+        f"{layout.total_bytes / 2**20:.0f} MiB {where}" + "".join(f"; note: {caveat}" for caveat in caveats)
+    )

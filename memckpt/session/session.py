@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,11 +32,10 @@ from memckpt.session.mode import ModeChoice
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
-from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.report import HeldState, RestoreReport, describe_protection
 from memckpt.session.resume import Resumption
 from memckpt.session.sharing import find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.state.layout import CAPTURES, Layout
 
 _log = logging.getLogger("memckpt")
 #: After an agent could not be started, try again this many records later.
@@ -317,10 +315,13 @@ class Session:
 
     def _send_commit(self, point: RestorePoint) -> None:
         finish = self._staging.seal(point)
-        if self._copier.asynchronous:
-            self._link.send_later(finish)
-        else:
+        if not self._copier.asynchronous:
             self._link.send(finish())
+            return
+        self._link.send_later(finish)
+        if isinstance(self._tap, PendingTap) and self._ranks.world_size > 1:
+            # It stands nowhere where it could hold a reduction back until the commit has been sent.
+            self._link.finish_sending()
 
     def _begin_record(self, record: int) -> None:
         """Go on to the next record, as soon as its slot is free."""
@@ -510,21 +511,8 @@ class Session:
 
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
-        layout = Layout(self._live.spec(self._request))
-        request = self._request
-        whole = sum(math.prod(param.tensor.whole_shape) for param in layout.spec.params)
-        shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
-        if request.mode == "capture":
-            steps = "every step" if request.every == 1 else f"one step of {request.every}"
-            how = f"state capture ({self.mode_reason}), {CAPTURES} copies"
-        else:
-            steps = "every step"
-            how = f"{self.mode} redo ({self.mode_reason}), tap: {self._tap.name}, T={request.period}, D={request.slots}"
-        return (
-            f"memckpt: protecting {steps} of {whole / 1e6:.1f}M parameters{shards}: {how}, "
-            f"{layout.total_bytes / 2**20:.0f} MiB on node {self._ranks.node}, agent pid {self.agent_pid}"
-            + "".join(f"; note: {caveat}" for caveat in self.caveats)
-        )
+        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}"
+        return describe_protection(self._live.spec(self._request), self.mode_reason, tap, where, self.caveats)
 
     # End
 
