@@ -195,7 +195,7 @@ def train(job: Job, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == job.slow_rank:
             sum(range(200_000))
-        if job.wait_at is not None and step == job.wait_at - 3 and session is not None and session.mode != "eager":
+        if job.wait_at is not None and step == job.wait_at - 4 and session is not None and session.mode != "eager":
             # On a busy machine the order for the snapshot would come too late for steps as short as these.
             while session._link.client._order is None:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]

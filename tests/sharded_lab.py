@@ -199,6 +199,8 @@ class _Rank:
                     assert self.session.commit(gradients_pending=False if job.setup.scaler else None)
                 self.journal.note("committed", step=self.step)
                 self.at("committed")
+                if job.wait_at is not None and self.step == job.wait_at - 4:
+                    self._await_order()
                 if self.step == job.wait_at:
                     self._await_storage()
         found = {"state": training.local_state(), "full": training.full_state(), "losses": losses, "start": start}
@@ -227,6 +229,13 @@ class _Rank:
             return 0
         self.journal.note("restored", step=report.step, tier=report.tier, lost=report.steps_lost, exact=report.exact)
         return report.step
+
+    def _await_order(self) -> None:
+        """For the snapshot: on a busy machine it would come too late for steps as short as these."""
+        assert self.session is not None
+        while self.session.mode != "eager" and self.session._link.client._order is None:
+            assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
+            self.session._listen()
 
     def _await_storage(self) -> None:
         assert self.session is not None
