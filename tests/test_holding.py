@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.holding import Holding
-from memckpt.agent.messages import Commit, GenerationCommit, Message, Prepare, Resume
+from memckpt.agent.holdings import Holdings
+from memckpt.agent.messages import Commit, GenerationCommit, Hello, Launcher, Message, Prepare, Resume
 from memckpt.errors import AgentError
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
@@ -172,3 +173,45 @@ def test_going_back_behind_the_newer_generation_drops_it() -> None:
             one.holding.resume(Resume(1, Timeline(2, "b"), 1.0))
     finally:
         one.holding.close()
+
+
+def introduced(*units: tuple[int, ...]) -> Holdings:
+    """A node's holdings after ranks of these units have come."""
+    holdings = Holdings("n", lambda ranks: nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    for unit in units:
+        holdings.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
+    return holdings
+
+
+def hold(holdings: Holdings, unit: tuple[int, ...], records: int) -> None:
+    one = Unit(unit, 2)
+    one.holding.close()
+    one.holding = holdings[unit]
+    one.begins(unit[0], 1)
+    for record in range(2, records + 1):
+        one.commits(unit[0], record)
+
+
+def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held() -> None:
+    """It had other units; all ranks of the one before are still there, one of them a record ahead."""
+    holdings = introduced((0,), (1,), (0, 1))
+    try:
+        hold(holdings, (0,), 3)
+        hold(holdings, (1,), 2)
+        assert holdings.common() == 2
+        holdings.save_held(as_checkpoint=False)
+        holdings.save_asked()
+        holdings.begin_attempt()
+        assert sorted(one.ranks for one in holdings) == [(0,), (1,)]
+    finally:
+        holdings.close()
+
+
+def test_all_are_told_as_early_as_the_one_that_was_told_too_late() -> None:
+    holdings = introduced((0,), (1,))
+    try:
+        leads = {one.ranks: one.saver._snapshots.lead for one in holdings}
+        holdings[(0,)].saver._snapshots.hurry()
+        assert [one.saver._snapshots.lead for one in holdings] == [2 * leads[0,]] * 2
+    finally:
+        holdings.close()

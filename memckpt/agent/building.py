@@ -51,13 +51,14 @@ class Building:
         names = [frozenset(tensor.name for tensor in spec.by_value) for spec in [message.spec, *others]]
         return frozenset.union(*names) - frozenset.intersection(*names)
 
-    def allocate(self, rank: int, message: Prepare, held_bytes: int) -> tuple[Generation, bool]:
+    def allocate(self, rank: int, message: Prepare, held_bytes: int, beside: int = 0) -> tuple[Generation, bool]:
         """The generation for a rank that has asked, and whether it is a new one.
 
         Ranks prepare one after the other: the first may have written its part before the last one asks.
 
         Args:
-            held_bytes: what is held beside it.
+            held_bytes: what is held beside it, and goes if need be.
+            beside: what others hold on this node.
         """
         one = self.generation
         if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
@@ -66,14 +67,14 @@ class Building:
         self._begins = message.record
         self._number += 1
         try:
-            self.generation = self._make(message, held_bytes)
+            self.generation = self._make(message, held_bytes + beside)
         except MemckptError as error:
             if not held_bytes:
                 raise
             # Two generations do not fit: protection lapses until the new one is complete, and that is said.
             _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
             self._make_room(str(error))
-            self.generation = self._make(message, 0)
+            self.generation = self._make(message, beside)
         return self.generation, True
 
     def _make(self, message: Prepare, held_bytes: int) -> Generation:

@@ -51,6 +51,8 @@ class Holding:
         start_writer: as for a saver.
         save_failed: called when a checkpoint could not be written.
         announce: tells the other holdings of the node that a checkpoint is taken after a record.
+        hurry: tells them how many records ahead an order for a snapshot has to be given.
+        beside: bytes that the other holdings of the node have.
 
     Attributes:
         held: the newest complete generation; None while nothing is held.
@@ -69,6 +71,8 @@ class Holding:
         start_writer: StartWriter,
         save_failed: Callable[[], None],
         announce: Callable[[int], None],
+        hurry: Callable[[int], None] = lambda lead: None,
+        beside: Callable[[], int] = lambda: 0,
     ) -> None:
         self._node = node
         self.ranks = ranks
@@ -85,7 +89,9 @@ class Holding:
             start_writer,
             save_failed,
             announce,
+            hurry,
         )
+        self._beside = beside
 
     @property
     def nbytes(self) -> int:
@@ -163,7 +169,7 @@ class Holding:
         if differing is not None:
             self._bring_together(message.record, differing)
         held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
-        generation, fresh = self._building.allocate(rank, message, held)
+        generation, fresh = self._building.allocate(rank, message, held, self._beside())
         generation.reason = message.reason
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history

@@ -94,12 +94,19 @@ class Holdings:
                 start_writer=self._start_writer,
                 save_failed=self._save_failed,
                 announce=lambda record: self._announce(hello.unit, record),
+                hurry=self._hurry,
+                beside=lambda: sum(one.nbytes for one in self if one.ranks != hello.unit),
             )
 
     def _announce(self, by: tuple[int, ...], record: int) -> None:
         for holding in self:
             if holding.ranks != by:
                 holding.saver.announced(record)
+
+    def _hurry(self, lead: int) -> None:
+        """An order for a snapshot was too late for some ranks: all are told as early from now on."""
+        for holding in self:
+            holding.saver.hurry(lead)
 
     def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""
@@ -116,8 +123,12 @@ class Holdings:
                 holding.close()
 
     def begin_attempt(self) -> None:
+        """The trainers of the last attempt are dead, and all that they had sent is read."""
         for holding in self:
             holding.begin_attempt()
+            if holding.held is None:  # of ranks that have got nowhere, and may never come again
+                del self._all[holding.ranks]
+                holding.close()
 
     def close(self) -> None:
         for holding in self:
@@ -190,15 +201,16 @@ class Holdings:
         """No trainer runs: what is held goes to storage, too. Of all ranks the same record, where all are here."""
         record = self.common() if len(self.holding) > 1 else None
         for one in self:
-            generation = one.held if record is None else one.standing_still()[record]
-            if generation is not None:
+            if one.held is not None:
+                generation = one.held if record is None else one.standing_still()[record]
                 one.saver.save_held(generation, as_checkpoint, record)
 
     def save_asked(self) -> None:
         """No trainer runs: whoever has asked for the state gets what stands still."""
+        record = self.common() if len(self.holding) > 1 else None
         for one in self:
             if one.held is not None:
-                one.saver.save_asked(one.held)
+                one.saver.save_asked(one.held if record is None else one.standing_still()[record], record)
 
     def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.

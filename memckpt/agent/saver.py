@@ -65,6 +65,7 @@ class Saver:
         start_writer: starts a process that writes.
         failed: called when a checkpoint could not be written.
         announce: tells whoever saves other shards on this node that a checkpoint is taken after a record.
+        hurried: tells them how many records ahead an order has to be.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Saver:
         start_writer: StartWriter,
         failed: Callable[[], None],
         announce: Callable[[int], None] = lambda record: None,
+        hurried: Callable[[int], None] = lambda lead: None,
     ) -> None:
         self._node = node
         self._failed = failed
@@ -82,7 +84,7 @@ class Saver:
         self._tell = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
         self._making = JobMaker(node, self._submit)
-        self._snapshots = Snapshots(order, self._save_snapshot, self._again)
+        self._snapshots = Snapshots(order, self._save_snapshot, self._again, hurried)
         self._log = RecordLog(
             node, lambda: start_writer("records", self._records_said, self._records_ended), self._log_broken
         )
@@ -180,6 +182,10 @@ class Saver:
         self._tell_siblings(record)
         if elsewhere:
             self._jobs.announce(self._url, self._timeline, record)
+
+    def hurry(self, lead: int) -> None:
+        """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
+        self._snapshots.lead = max(self._snapshots.lead, lead)
 
     def announced(self, record: int) -> None:
         """Whoever saves the first rank takes a checkpoint after this record."""
@@ -324,14 +330,19 @@ class Saver:
             if not training:
                 self.save_asked(generation)
 
-    def save_asked(self, generation: Generation) -> None:
-        """No trainer runs: whoever has asked for the state gets what stands still."""
+    def save_asked(self, generation: Generation, record: int | None = None) -> None:
+        """No trainer runs: whoever has asked for the state gets what stands still.
+
+        Args:
+            generation: which holds it.
+            record: the one that all ranks of the job have, where that is known.
+        """
         if self._snapshots.for_whom not in (None, self._checkpoint_done):
             self._snapshots.drop(again=True)  # its order has died with the trainers
         while self._asked:
             url, done, _ = self._asked.popleft()
             if records := standing_still(generation):
-                self._making.of_held(generation, records[-1], url, done)
+                self._making.of_held(generation, records[-1] if record is None else record, url, done)
             else:
                 done(SaveFailed(0, "no step can be produced from memory"))
 

@@ -366,7 +366,9 @@ class Agent:
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._holdings.introduce(hello)
-        self._connections.answer(connection, Inventory(self._holdings.inventory(hello), os.getpid()))
+        # One that is back asks for nothing, and replicas of others are not to stand still for it.
+        held = () if hello.rejoining else self._holdings.inventory(hello)
+        self._connections.answer(connection, Inventory(held, os.getpid()))
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.members):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))

@@ -47,6 +47,7 @@ class Snapshots:
         order: sends a message, with a descriptor, to all trainers of the attempt.
         complete: called with each snapshot that is whole; it owns the region from then on.
         again: called with one that was not taken and is still wanted.
+        hurried: called with the new :attr:`lead` when an order was too late.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class Snapshots:
         order: Callable[[Message, int], None],
         complete: Callable[[Snapshot], None],
         again: Callable[[Snapshot], None],
+        hurried: Callable[[int], None] = lambda lead: None,
     ) -> None:
         self._order = order
         self._complete = complete
         self._again = again
+        self._hurried = hurried
         self._current: Snapshot | None = None
         #: How many records ahead an order must be for every trainer to get it in time.
         self.lead = _FIRST_LEAD
@@ -118,6 +121,7 @@ class Snapshots:
     def hurry(self) -> None:
         """An order was too late: give the next ones earlier."""
         self.lead = min(2 * self.lead, _LONGEST_LEAD)
+        self._hurried(self.lead)
 
     def copied(self, message: ReplicaCopied) -> None:
         """The redo thread has copied the replica, or could not. Its time is hidden behind the slots."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -154,7 +155,9 @@ class Resumption:
             return self._storage
         # What has been put there stays until training ends: memory has given it up before it holds it anew.
         between = self._run_dir.resolve() / _RESHARDING
-        return StorageConfig(url=str(between)) if resharding or between.is_dir() else None
+        # Nodes need not share the run directory, and all ranks have to look, or none.
+        there = any(self._ranks.gather(between.is_dir()))
+        return StorageConfig(url=str(between)) if resharding or there else None
 
     def _save_for_resharding(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
         """Other ranks, or other shards, resume from storage: see what memory holds get there."""
@@ -337,8 +340,9 @@ class Resumption:
     def forget_resharding(self) -> None:
         """Training has finished: what passed through the run directory is not needed any more."""
         between = self._run_dir / _RESHARDING
-        if self._storage is None and self._ranks.rank == 0 and between.is_dir():
-            shutil.rmtree(between)
+        if self._storage is None and self._ranks.rank == self._ranks.local_ranks[0] and between.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # a rank of another node may share the directory
+                shutil.rmtree(between)
 
     def close(self) -> None:
         """Close the regions that nobody has taken."""

@@ -349,7 +349,7 @@ class Session:
         """When the new generation begins: now if nobody shares its slots, else after a record that all those reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
         due = self._turn(record)
-        if len(self._ranks.unit) == 1 or (self._in_turns and due == record):
+        if len(self._ranks.unit) == 1:
             return due
         changing = frozenset(self._live.growth.changing)
         self._note_order(self._link.client.ask_for_generation(max(due, record + 1), reason, changing))
