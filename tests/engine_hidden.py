@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
@@ -51,6 +52,15 @@ class Counting(Plain):
         # The first parameter, by identity, is looked at, too.
         size = self.first[0].detach().abs().mean().clamp(max=1.0)
         return self.decay.sum() / (3 + len(self.history) + self.first[1]["seen"]) * (1 + size)
+
+
+class Agreeing(Plain):
+    """Its rate is agreed on by all ranks, at each step; on one rank alone nobody would answer."""
+
+    def factor(self) -> Tensor | float:
+        first = self.param_groups[0]["params"][0].detach().abs().mean().reshape(1)
+        dist.all_reduce(first)
+        return first.clamp(max=1.0) + 0.5
 
 
 class GlobalNoise(Plain):

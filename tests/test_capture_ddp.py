@@ -10,7 +10,7 @@ import pytest
 from tests.ddp_cases import Death, Job, fresh_directory, results, run
 from tests.engine_child import config
 from tests.engine_harness import Lab
-from tests.engine_hidden import Counting
+from tests.engine_hidden import Agreeing, Counting
 from tests.engine_optimizers import Momentum
 
 NODES = pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
@@ -52,6 +52,12 @@ def test_what_an_optimizer_hides_is_captured_on_all_ranks(lab: Lab, nodes: bool)
     deaths = [Death(0, 6, "backward"), Death("all", 9), Death(1, 11, "stepped")]
     logs = survives(lab, job_of(lab, nodes=nodes, optimizer=Counting), deaths, [4, 8, 8])
     assert logs.count("steps cannot be redone here") == 2
+
+
+def test_a_step_that_asks_other_ranks_is_captured_and_never_tried_alone(lab: Lab) -> None:
+    """A trial of it would wait for ranks that try something else."""
+    logs = survives(lab, job_of(lab, optimizer=Agreeing), [Death(0, 6, "backward"), Death("all", 9)], [4, 8])
+    assert "its step communicates with other ranks" in logs
 
 
 @NODES

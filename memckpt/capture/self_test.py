@@ -22,6 +22,7 @@ from memckpt.state import codec, rng
 from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
 from memckpt.state.private import attributes, private_attributes
 from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.trial import without_collectives
 
 _log = logging.getLogger("memckpt")
 #: So many steps of each optimizer are redone.
@@ -195,7 +196,8 @@ class _Run:
             sibling.state[piece] = state
         piece.grad = gradient
         try:
-            sibling.step()
+            with without_collectives():
+                sibling.step()
         finally:
             piece.grad = None
         found = sibling.state.get(piece)

@@ -22,6 +22,7 @@ from memckpt.state import codec, rng
 from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.private import private_attributes
 from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.trial import without_collectives
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
 #: Any other class gets whole tensors.
@@ -289,7 +290,7 @@ def _dry_steps(
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     stand_in.grad = gradient.to_sparse() if sparse else gradient
     before, version = gradient.clone(), stand_in.grad._version
-    with rng.preserved(), without_global_hooks():
+    with rng.preserved(), without_global_hooks(), without_collectives():
         try:
             settings = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
             clone = rebuild_like(optimizer, [{**settings, "params": [stand_in]}])
