@@ -106,17 +106,18 @@ class Session:
             config, self._live, self._recorder, self._copier, data_parallel, self._link.finish_sending
         )
         self.caveats += caveats
+        self._preemption = PreemptionNotice(self._link.tell_preempted)
         try:
             self._start(resume)
-        except BaseException:
+            self._step_hooks.install()
+            self._mode.begin()
+            self._tap.install()
+            gradient_ops.listen(self)
+            self._preemption.install()
+        except BaseException:  # whatever it is, an interrupt too: nobody else could close what is open
+            self._unhook()
             self._abandon()
             raise
-        self._step_hooks.install()
-        self._mode.begin()
-        self._tap.install()
-        gradient_ops.listen(self)
-        self._preemption = PreemptionNotice(self._link.tell_preempted)
-        self._preemption.install()
 
     # Start
 
@@ -528,11 +529,7 @@ class Session:
         self._link.finish_sending()
         if finished and self._config.storage is not None and self._last is not None and self._link.up:
             self._capture_last(self._last)
-        self._tap.remove()
-        self._step_hooks.remove()
-        self._mode.end()
-        gradient_ops.unlisten(self)
-        self._preemption.remove()
+        self._unhook()
         self._close_regions()
         self._link.close(finished)
         if finished:
@@ -549,6 +546,14 @@ class Session:
             self._begin_generation(point)
         except MemckptError as error:
             _log.warning("memckpt: the final step %d cannot be captured: %s", point.step, error)
+
+    def _unhook(self) -> None:
+        """Take out of the user's objects what was put there, whether or not all of it was."""
+        self._tap.remove()
+        self._step_hooks.remove()
+        self._mode.end()
+        gradient_ops.unlisten(self)
+        self._preemption.remove()
 
     def _close_regions(self) -> None:
         self._staging.drop()
