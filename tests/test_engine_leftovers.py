@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import memckpt
 from memckpt.agent.address import AgentAddress
+from memckpt.capture.taps import ParameterTap
 from memckpt.config import AgentConfig
 from memckpt.errors import (
     UnsupportedStateError,
@@ -86,6 +87,34 @@ def test_one_process_may_attach_again(lab: Lab, redo: str) -> None:
     child = lab.fork(body, "again")
     assert child.wait() == 0, child.log.read_text()
     assert agent.wait() == 0
+
+
+def test_hooks_that_cannot_be_put_in_leave_nothing_behind(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent has been asked for room by then; the next attempt of the same process finds nobody in its way."""
+
+    def fail(tap: ParameterTap) -> None:
+        raise RuntimeError("no hooks here")
+
+    def body() -> None:
+        training = PLAIN.build()
+        with monkeypatch.context() as patch:
+            patch.setattr(ParameterTap, "install", fail)
+            with pytest.raises(RuntimeError, match="no hooks here"):
+                memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config("lazy"))
+        status = lab.status()
+        assert not status.trainers
+        for optimizer in training.optimizers:
+            hooks = vars(optimizer)
+            assert not hooks["_optimizer_step_post_hooks"]
+            assert not hooks["_optimizer_step_pre_hooks"]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config("lazy"))
+        training.batch(1)
+        assert session.commit(1)
+        session.close()
+
+    child = lab.fork(body, "unhooked")
+    assert child.wait() == 0, child.log.read_text()
 
 
 def test_state_that_cannot_be_stored_safely_is_named(lab: Lab) -> None:
