@@ -125,7 +125,7 @@ class MemCheckpointPlugin:
         )
         try:
             self._attached(session, prepared)
-        except BaseException:
+        except BaseException:  # raised again: the session must not stay open behind an error
             self.close(finished=False)
             raise
         return tuple(result)

@@ -67,7 +67,7 @@ class WriterProcess:
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": path},
                 )
-        except BaseException:
+        except BaseException:  # raised again: nobody else knows of our end of the pair
             ours.close()
             raise
         finally:

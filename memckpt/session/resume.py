@@ -259,7 +259,7 @@ class Resumption:
             self._restore_held(plan.record, regions, writer)
             self._restore_optimizers()
             self._agree_on_replicas(writer)
-        except BaseException:
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
         self._staging.adopt(writer)

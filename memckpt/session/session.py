@@ -399,7 +399,7 @@ class Session:
         try:
             self._link.client.applied = record
             self._link.send(commit)
-        except BaseException:
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
         self._staging.adopt(writer)

@@ -206,7 +206,7 @@ class Staging:
                 metas, missing, plain = writer.start_generation(point.record)
             self._copier.token()()
             writer.seal_generation(point.record)
-        except BaseException:
+        except BaseException:  # raised again: the caller never gets the writer
             writer.close()
             raise
         if not writer.leads:

@@ -183,7 +183,7 @@ class LocalStore(Store):
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(target)
-        except BaseException:
+        except BaseException:  # raised again: what is half-written goes, an interrupt included
             partial.unlink(missing_ok=True)
             raise
         _sync_directory(target.parent)
@@ -278,7 +278,7 @@ class ObjectStore(Store):
             file.close()
             if written != target:
                 self._fs.mv(written, target)
-        except BaseException:
+        except BaseException:  # raised again: what is half-written goes, an interrupt included
             self._give_up(file, written, target)
             raise
 
