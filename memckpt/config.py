@@ -16,11 +16,16 @@ TapChoice = Literal["auto", "step"]
 StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
+AckPolicy = Literal["wait", "proceed"]
+Security = Literal["curve", "plain"]
+DomainLevel = Literal["auto", "node", "rack", "zone"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
 #: A captured record has all of the state, so that its period is 1 whatever is configured.
 DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "capture": 1}
+#: With peers a window of T + D records is held in other nodes' memory in every mode.
+_PEERS_ANCHOR_PERIOD = 8
 
 
 def _require(condition: bool, name: str, expected: str, found: object) -> None:
@@ -102,6 +107,108 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeersConfig:
+    """What both ways to keep records in other nodes' memory have in common; configure one of the two below.
+
+    Args:
+        ack: ``"wait"`` lets training wait where peers do not take records as fast as it makes them, so that up to the
+            tolerated number of nodes can be lost at any time; ``"proceed"`` goes on, and says from where to where
+            nothing but the node's own memory held the steps.
+        security: ``"curve"`` encrypts and authenticates with keys that each attempt makes; ``"plain"`` does neither.
+        host: the address or interface on which this node listens; None: the one that leads to the job's master.
+        port: on which it listens; 0: any.
+        rate_bytes_per_second: the most that a node may send; None: what the network takes.
+        overhead: the share of a step's time that sending may cost; it is slowed down to keep to it.
+        domain_level: what is lost at once, at most: nodes, racks or zones; ``"auto"`` takes the widest that is known.
+        rack, zone: where this node is; None: what the environment says (MEMCKPT_RACK, MEMCKPT_ZONE, Slurm, Kubernetes).
+    """
+
+    ack: AckPolicy = "wait"
+    security: Security = "curve"
+    host: str | None = None
+    port: int = 0
+    rate_bytes_per_second: float | None = None
+    overhead: float = 0.03
+    domain_level: DomainLevel = "auto"
+    rack: str | None = None
+    zone: str | None = None
+
+    def __post_init__(self) -> None:
+        rate = self.rate_bytes_per_second
+        _require(self.ack in ("wait", "proceed"), "peers.ack", "'wait' or 'proceed'", self.ack)
+        _require(self.security in ("curve", "plain"), "peers.security", "'curve' or 'plain'", self.security)
+        _require(0 <= self.port <= 65535, "peers.port", "0 to 65535", self.port)
+        _require(rate is None or rate > 0, "peers.rate_bytes_per_second", "None or more than 0", rate)
+        _require(0 < self.overhead <= 1, "peers.overhead", "more than 0, at most 1", self.overhead)
+        levels = ("auto", "node", "rack", "zone")
+        _require(
+            self.domain_level in levels, "peers.domain_level", "'auto', 'node', 'rack' or 'zone'", self.domain_level
+        )
+
+    @property
+    def tolerated(self) -> int:
+        """How many nodes of a group may be lost at once."""
+        raise NotImplementedError
+
+    @property
+    def group_nodes(self) -> int:
+        """The least number of nodes in a group, which is the least that the job needs."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErasureConfig(PeersConfig):
+    """Records go to other nodes' memory in pieces of an erasure code; in groups of k + m nodes any m may be lost.
+
+    Args:
+        data: k, pieces of data into which a record is cut; 1 makes plain copies.
+        tolerate: m, how many nodes of a group may be lost. The owner is a holder itself, so that a record is sent
+            (k + m - 1) / k times over.
+        backend: of liberasurecode, for m of 2 or more.
+    """
+
+    data: int = 2
+    tolerate: int = 1
+    backend: str = "isa_l_rs_cauchy"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(1 <= self.data <= 32, "peers.data", "1 to 32", self.data)
+        _require(1 <= self.tolerate <= 32, "peers.tolerate", "1 to 32", self.tolerate)
+
+    @property
+    def tolerated(self) -> int:
+        return self.tolerate
+
+    @property
+    def group_nodes(self) -> int:
+        return self.data + self.tolerate
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorConfig(PeersConfig):
+    """Records go to partner nodes, which redo them at once on replicas of their own.
+
+    Args:
+        copies: M, nodes that hold each state, its owner among them; any M - 1 of them may be lost.
+    """
+
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(2 <= self.copies <= 32, "peers.copies", "2 to 32", self.copies)
+
+    @property
+    def tolerated(self) -> int:
+        return self.copies - 1
+
+    @property
+    def group_nodes(self) -> int:
+        return self.copies
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemckptConfig:
     """How a run is protected.
 
@@ -116,6 +223,7 @@ class MemckptConfig:
         slots: D, records in flight: one being filled, one waiting, one being applied.
         capture_every_steps: N, where the state is captured and no step is redone: a crash loses fewer than so many.
         agent: the agent's own settings.
+        peers: how records are kept in other nodes' memory, an ErasureConfig or a MirrorConfig; None: they are not.
         storage: checkpoints beyond this node's memory; None: none are written or looked for.
     """
 
@@ -125,6 +233,7 @@ class MemckptConfig:
     slots: int = 3
     capture_every_steps: int = 10
     agent: AgentConfig = field(default_factory=AgentConfig)
+    peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
 
     def __post_init__(self) -> None:
@@ -137,6 +246,8 @@ class MemckptConfig:
         every = self.capture_every_steps
         _require(1 <= every <= 1_000_000, "capture_every_steps", "1 to 1000000", every)
         _require(isinstance(self.agent, AgentConfig), "agent", "an AgentConfig", self.agent)
+        peers, kinds = self.peers, (ErasureConfig, MirrorConfig)
+        _require(peers is None or isinstance(peers, kinds), "peers", "None, an ErasureConfig or a MirrorConfig", peers)
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
 
@@ -144,7 +255,8 @@ class MemckptConfig:
         """T for the chosen redo mode."""
         if mode == "capture":
             return DEFAULT_ANCHOR_PERIOD[mode]
-        return self.anchor_period_steps or DEFAULT_ANCHOR_PERIOD[mode]
+        default = DEFAULT_ANCHOR_PERIOD[mode] if self.peers is None else _PEERS_ANCHOR_PERIOD
+        return self.anchor_period_steps or default
 
 
 def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:

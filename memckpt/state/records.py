@@ -122,6 +122,50 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     newest: int = 0
 
 
+class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
+    """What a node keeps in memory of another node's records: its part of the inventory that the plan is made from.
+
+    Attributes:
+        node: which keeps them.
+        owner: the ranks whose records these are: they share a node and its shards.
+        piece: which of the k + m - 1 pieces of each record; any k different ones make it whole.
+        data: k.
+        generation: which one of the owner's, by a name that no two have in common. Pieces of different ones do not go
+            together.
+        base: the record after which the generation began; its state is that of virtual records up to `base`.
+        period: T, how many records up to one make its state; 1 where each record stands for itself.
+        private: only what is these ranks' own is here (rank states, by-value tensors), as every rank of `replicas` on
+            any node has the rest.
+        replicas: all ranks of the job that hold the same shards as the owner.
+        records: those that are complete here, ascending; virtual ones among them.
+        steps: the user-facing step of each.
+        history: timelines, oldest first; the last one is that of the newest record.
+        static: whether what is sent once in a generation is here, too.
+        world_size: of the attempt that wrote them.
+        digest: of the layout.
+        sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
+        problem: why nothing of it may be used, in words; empty if nothing is wrong.
+    """
+
+    node: str
+    owner: tuple[int, ...]
+    piece: int
+    data: int
+    generation: str
+    base: int
+    period: int
+    private: bool
+    replicas: tuple[int, ...]
+    records: tuple[int, ...]
+    steps: tuple[int, ...]
+    history: tuple[Branch, ...]
+    static: bool = True
+    world_size: int = 0
+    digest: str = ""
+    sharding: str = ""
+    problem: str = ""
+
+
 _meta_encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(RecordMeta)
 
