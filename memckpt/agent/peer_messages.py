@@ -165,7 +165,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 
 
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
-    """To the courier: fetch a state into the regions that come along: slots, then static where present. Answer: Filled."""
+    """To the courier: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
 
     source: UnitSource
     spec: StateSpec
@@ -266,25 +266,3 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     record: int
     whole: bool
     problem: str = ""
-
-
-PeerMessage = (
-    Listen
-    | Listening
-    | Join
-    | Recover
-    | Recovered
-    | RecoveryProgress
-    | Describe
-    | Described
-    | Fill
-    | Filled
-    | SendGeneration
-    | SendRecord
-    | GiveUp
-    | GivenUp
-    | Halt
-    | ListPieces
-    | Pieces
-    | Passed
-)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from memckpt.agent.peer_messages import BadSourceSeen, Filled, UnitSource
-from memckpt.errors import DamagedPiecesError
+from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import STATIC, BlobReader, RecordTail
 from memckpt.peers.code import STRIPE_BYTES, Code
@@ -317,7 +317,7 @@ class Reader:
                 if self.result is not None:
                     return False
             self._note(part, self._into.finish())
-        except DamagedPiecesError as error:
+        except DamagedStateError as error:
             self._fail(str(error))
             return False
         self._into = None
