@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.markup import escape
 from rich.table import Table
 
-from memckpt.agent.messages import PeerLinkStatus, PeersStatus
+from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli.common import count, nbytes_text, seconds_text
 
 #: A node that has been silent for longer is shown with it.

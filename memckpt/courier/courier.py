@@ -217,8 +217,8 @@ class Courier:
         now = time.monotonic()
         self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
 
-    def _progress(self, done: int, total: int) -> None:
-        self._channel.send(RecoveryProgress(done, total))
+    def _progress(self, nbytes: int) -> None:
+        self._channel.send(RecoveryProgress(nbytes))
 
     def _finish_readers(self) -> None:
         for reader in [one for one in self._readers if one.result is not None]:
