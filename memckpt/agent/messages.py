@@ -10,6 +10,26 @@ from typing import Literal, Union
 
 import msgspec
 
+from memckpt.agent.peer_messages import (
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    GivenUp,
+    GiveUp,
+    Halt,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    Pieces,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    SendGeneration,
+    SendRecord,
+)
 from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
@@ -585,4 +605,22 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     StatusRequest,
     Status,
     StopRequest,
+    Listen,
+    Listening,
+    Join,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    SendGeneration,
+    SendRecord,
+    GiveUp,
+    GivenUp,
+    Halt,
+    ListPieces,
+    Pieces,
+    Passed,
 ]
