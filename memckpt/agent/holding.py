@@ -159,6 +159,7 @@ class Holding:
             digest=held.spec.digest(),
             sharding=held.spec.sharding(),
             newest=min(held.committed.values()) if records else 0,
+            replicas=held.spec.replicas,
         )
 
     # What trainers say
