@@ -47,7 +47,11 @@ def _protection_text(peers: PeersStatus) -> str:
 
 
 def _security_text(security: str) -> str:
-    return "encrypted and authenticated (curve)" if security == "curve" else f"neither encrypted nor safe ({security})"
+    return (
+        "encrypted and authenticated (curve)"
+        if security == "curve"
+        else f"neither encrypted nor authenticated ({security})"
+    )
 
 
 def _acknowledged_text(acknowledged: Iterable[tuple[tuple[int, ...], int]]) -> str:
