@@ -16,6 +16,8 @@
      |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
      |   |- AgentGoneError                  its connection ended
      |   '- AgentNotFoundError              none answers on this node
+     |- PeerError (RuntimeError)            other nodes cannot be reached as they were to be
+     |   '- PeerOverrunError                more waits to be sent to one than it takes
      '- UsageError (RuntimeError)           calls in an order that cannot work
 
 A message says what was expected, what was found, and the remedy. `exit_code` is what the command line
@@ -149,6 +151,16 @@ class AgentNotFoundError(AgentError):
     """No agent of this run answers on this node."""
 
     exit_code = 11
+
+
+class PeerError(MemckptError, RuntimeError):
+    """Other nodes cannot be reached in the way that was asked for: an address, a port, a message too large."""
+
+    exit_code = 12
+
+
+class PeerOverrunError(PeerError):
+    """More messages wait to be sent to a peer than may wait."""
 
 
 class UsageError(MemckptError, RuntimeError):

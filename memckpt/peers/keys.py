@@ -1,0 +1,30 @@
+"""The keys of one attempt of the job: who has them may speak with its nodes, nobody else can."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """CURVE keys in Z85, made anew for each attempt and known to all its agents.
+
+    Attributes:
+        server_public, server_secret: by which whoever listens proves itself.
+        client_public, client_secret: by which whoever connects does.
+    """
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def make(cls) -> Keys:
+        """New keys, of the operating system's random numbers."""
+        (server_public, server_secret), (client_public, client_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+        return cls(server_public.decode(), server_secret.decode(), client_public.decode(), client_secret.decode())
+
+    def __repr__(self) -> str:
+        """Without the secrets: what is logged is read by others."""
+        return f"Keys(server_public={self.server_public!r}, client_public={self.client_public!r})"

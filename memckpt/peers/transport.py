@@ -1,0 +1,429 @@
+"""Messages between couriers: in order, exactly once, bounded, and between those who have the attempt's keys only.
+
+Each side has one socket on which it receives (ROUTER, bound) and one for each peer on which it sends (DEALER). ZeroMQ
+connects again by itself but loses what was on its way; :mod:`memckpt.peers.links` sends that again. Two incarnations
+that have met number their messages from 0; with a new incarnation of either all begins anew.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import zmq
+
+from memckpt.errors import PeerError, UsageError
+from memckpt.peers import envelope as envelopes
+from memckpt.peers.envelope import Data, State
+from memckpt.peers.keys import Keys
+from memckpt.peers.links import Link, Payload, Traffic
+from memckpt.peers.sockets import Context, Socket, hand_to, receiving_socket, sending_socket
+from memckpt.peers.zap import Doorkeeper
+
+MAX_PEERS = 1024
+"""Peers that are connected to because they have announced themselves."""
+
+_REFUSALS_IN_ONE_CALL = 256
+_SILENT_AFTER_BEATS = 5
+_WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
+
+
+class Delivery(NamedTuple):
+    """A message of a peer; the payload is a view of the memory it was received into."""
+
+    peer: str
+    body: bytes
+    payload: Payload
+
+
+class Met(NamedTuple):
+    """First contact with this incarnation of a peer: whatever was on its way to an earlier one is gone."""
+
+    peer: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """What is known of a peer.
+
+    Attributes:
+        address: to which we connect.
+        incarnation: the one that we have met; empty before.
+        connected: whether the last message could be handed to a connection.
+        heard_seconds: since anything came of it, or since it was named first.
+        silent: that is longer than several heartbeats.
+        in_flight_bytes: handed over and not acknowledged.
+        unacknowledged_bytes: these, and those that wait to be handed over.
+        unacknowledged_messages: likewise.
+        traffic: what went over the link since it was named.
+    """
+
+    address: str
+    incarnation: str
+    connected: bool
+    heard_seconds: float
+    silent: bool
+    in_flight_bytes: int
+    unacknowledged_bytes: int
+    unacknowledged_messages: int
+    traffic: Traffic
+
+
+@dataclass
+class _Peer:
+    link: Link
+    socket: Socket
+    address: str
+    # The incarnation that has named the address; empty: connect() has.
+    named_by: str = ""
+    heard_at: float | None = None
+    tried_at: float | None = None
+
+
+class Transport:
+    """One courier's sockets; :meth:`close` it. Not for use by several threads.
+
+    Calls never block. A loop polls the sockets (:meth:`register`), calls :meth:`receive` until it returns None, and
+    calls :meth:`tend` before it waits again, at most as long as that says.
+
+    Args:
+        node: our name, by which peers know us.
+        host: address or interface on which to listen.
+        port: on which to listen; 0: any.
+        keys: of the attempt; None: messages are neither encrypted nor authenticated.
+        max_body, max_payload: bytes that one message may have, of those sent and those received.
+        window_bytes: bytes of bodies and payloads that may be on their way to one peer without an acknowledgement.
+        heartbeat_seconds: between states to each peer; after five without an answer it counts as silent.
+        advertise: the address that peers are told, where it is not the one on which we listen.
+
+    Attributes:
+        address: to which peers connect.
+        incarnation: of this transport; random.
+        refused: how many messages and connections were refused, by reason.
+
+    Raises:
+        PeerError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        host: str,
+        port: int = 0,
+        keys: Keys | None,
+        max_body: int = 64 << 20,
+        max_payload: int = 1 << 20,
+        window_bytes: int = 32 << 20,
+        heartbeat_seconds: float = 1.0,
+        advertise: str | None = None,
+    ) -> None:
+        self.node = node
+        self.incarnation = secrets.token_hex(8)
+        self.refused: Counter[str] = Counter()
+        self.bytes_received = 0
+        self._keys = keys
+        self._max_body = max_body
+        self._max_payload = max_payload
+        self._window_bytes = window_bytes
+        self._heartbeat_seconds = heartbeat_seconds
+        self._retry_seconds = min(0.05, heartbeat_seconds / 4)
+        self._now = 0.0
+        self._sent_to_former = 0
+        self._links_made = 0
+        self._peers: dict[str, _Peer] = {}
+        self._owing: dict[str, Link] = {}
+        self._forgotten: OrderedDict[str, str] = OrderedDict()
+        self._events: deque[Delivery | Met] = deque()
+        self._pollers: list[zmq.Poller] = []
+        self._context: Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS)
+        try:
+            self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
+            largest = max(max_body, max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
+            self._doorkeeper.watch(self._router)
+            bound = self._bind(host, port)
+            self.address = bound if advertise is None else advertise
+            if not envelopes.is_address(self.address):
+                raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
+        except BaseException:  # closes what nobody else owns
+            self._context.destroy(linger=0)
+            raise
+
+    def _bind(self, host: str, port: int) -> str:
+        if host in _WILDCARDS:
+            raise PeerError(f"expected one address or interface to listen on, found {host!r}; name it in peers.host")
+        where = f"tcp://[{host}]:{port or '*'}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port or '*'}"
+        try:
+            self._router.bind(where)
+        except zmq.ZMQError as error:
+            raise PeerError(
+                f"cannot listen on {where}: {error}; give peers.host an address or interface of this machine and "
+                "peers.port a free port (0: any)"
+            ) from error
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    # Peers
+
+    def connect(self, peer: str, address: str) -> None:
+        """Speak with a peer that listens at an address, or from now on at another one.
+
+        Raises:
+            PeerError: that is no address.
+            UsageError: the peer has our own name.
+        """
+        if not peer or len(peer) > 255 or not envelopes.is_address(address):
+            raise PeerError(f"expected a peer's name and an address like tcp://host:port, found {peer!r}, {address!r}")
+        if peer == self.node:
+            raise UsageError(f"node {peer!r} was told to connect to itself; nodes need different names")
+        known = self._peers.get(peer)
+        if known is None:
+            self._forgotten.pop(peer, None)
+            self._add(peer, address)
+        elif known.address != address:
+            self._move(known, address, named_by="")
+
+    def _add(self, peer: str, address: str, named_by: str = "") -> _Peer:
+        self._links_made += 1
+        socket = self._open(address)
+        link = Link(
+            self.node, f"{self.incarnation}.{self._links_made}", self.address, self._window_bytes, hand_to(socket)
+        )
+        found = self._peers[peer] = _Peer(link, socket, address, named_by)
+        return found
+
+    def _open(self, address: str) -> Socket:
+        try:
+            return sending_socket(self._context, self._keys, self._heartbeat_seconds, address)
+        except zmq.ZMQError as error:
+            raise PeerError(f"cannot connect to {address}: {error}; name a host and port of a peer") from error
+
+    def _move(self, known: _Peer, address: str, named_by: str) -> None:
+        socket = self._open(address)
+        known.socket.close()
+        known.socket, known.address, known.named_by = socket, address, named_by
+        known.link.move(hand_to(socket))
+        known.tried_at = None
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        known.socket.close()
+        self._owing.pop(peer, None)
+        self._sent_to_former += known.link.traffic.sent_bytes
+        self._forgotten[peer] = known.link.met
+        self._events = deque(event for event in self._events if event.peer != peer)
+        while len(self._forgotten) > MAX_PEERS:
+            self._forgotten.popitem(last=False)
+
+    def peers(self) -> dict[str, PeerState]:
+        """All peers, as of the last :meth:`tend`."""
+        return {peer: self._describe(known) for peer, known in self._peers.items()}
+
+    def _describe(self, known: _Peer) -> PeerState:
+        link = known.link
+        heard = 0.0 if link.heard or known.heard_at is None else self._now - known.heard_at
+        return PeerState(
+            address=known.address,
+            incarnation=link.met,
+            connected=not link.down,
+            heard_seconds=heard,
+            silent=heard > _SILENT_AFTER_BEATS * self._heartbeat_seconds,
+            in_flight_bytes=link.in_flight_bytes,
+            unacknowledged_bytes=link.unacknowledged_bytes,
+            unacknowledged_messages=link.unacknowledged_messages,
+            traffic=link.traffic,
+        )
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of bodies and payloads that were handed over, those sent again included."""
+        return self._sent_to_former + sum(known.link.traffic.sent_bytes for known in self._peers.values())
+
+    # Sending
+
+    def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
+        """Queue a message behind those before it; the payload must not change until it is acknowledged.
+
+        To a peer that was not met yet it goes when it is.
+
+        Raises:
+            PeerError: it is larger than messages may be.
+            PeerOverrunError: too many wait already.
+            UsageError: there is no such peer.
+        """
+        known = self._peers.get(peer)
+        if known is None:
+            raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._peers)}")
+        nbytes = memoryview(payload).nbytes
+        if len(body) > self._max_body or nbytes > self._max_payload:
+            raise PeerError(
+                f"expected a body of at most {self._max_body} bytes and a payload of at most {self._max_payload}, "
+                f"found {len(body)} and {nbytes}; cut it into several messages"
+            )
+        known.link.send(body, payload)
+
+    def room(self, peer: str) -> int:
+        """Bytes that may be sent to a peer now: its window less what it has not acknowledged; 0 before it is met."""
+        known = self._peers.get(peer)
+        return 0 if known is None else known.link.room()
+
+    # Receiving
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have a poller wake up for what :meth:`receive` handles."""
+        for socket in (self._router, *self._doorkeeper.sockets):
+            poller.register(socket, zmq.POLLIN)
+        self._pollers.append(poller)
+
+    def unregister(self, poller: zmq.Poller) -> None:
+        for socket in (self._router, *self._doorkeeper.sockets):
+            poller.unregister(socket)
+        self._pollers.remove(poller)
+
+    def receive(self) -> Delivery | Met | None:
+        """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
+
+        What has been returned counts as received and is acknowledged.
+        """
+        for _ in range(_REFUSALS_IN_ONE_CALL):
+            if self._events:
+                return self._events.popleft()
+            frames = self._read()
+            if frames is None:
+                break
+            reason = self._take(frames) if frames else "malformed"
+            if reason is not None:
+                self.refused[reason] += 1
+        if self._events:
+            return self._events.popleft()
+        self._doorkeeper.attend()
+        self._acknowledge()
+        return None
+
+    def _read(self) -> list[zmq.Frame] | None:
+        """The frames of the next message, an empty list if they are too few or too many; None: there is none."""
+        try:
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames: list[zmq.Frame] = []
+        count = 0
+        while frame.more:
+            # The rest of a message is there with its first frame.
+            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            count += 1
+            if count <= 3:
+                frames.append(frame)
+        return frames if count in (1, 3) else []
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> str | None:
+        if len(frames[0].buffer) > envelopes.ENVELOPE_BYTES:
+            return "oversized"
+        try:
+            envelope = envelopes.decode(frames[0].bytes)
+        except ValueError:
+            return "malformed"
+        if isinstance(envelope, Data) != (len(frames) == 3):
+            return "malformed"
+        known = self._known(envelope)
+        if isinstance(known, str):
+            return known
+        link = known.link
+        before, content = link.met, None
+        if isinstance(envelope, Data):
+            body, payload = frames[1], frames[2]
+            nbytes, payload_bytes = len(body.buffer), len(payload.buffer)
+            if nbytes > self._max_body or payload_bytes > self._max_payload:
+                return "oversized"
+            reason = link.take_data(envelope, nbytes + payload_bytes)
+            if reason is None:
+                self.bytes_received += nbytes + payload_bytes
+                content = Delivery(envelope.node, body.bytes, payload.buffer)
+            if link.owes:
+                self._owing[envelope.node] = link
+        else:
+            self._follow(known, envelope)
+            reason = link.take_state(envelope)
+        if link.met != before:
+            self._events.append(Met(envelope.node, link.met))
+        if content is not None:
+            self._events.append(content)
+        return reason
+
+    def _known(self, envelope: Data | State) -> _Peer | str:
+        """The peer of that name; one that announces itself is connected to. Or why not."""
+        known = self._peers.get(envelope.node)
+        if known is not None:
+            return known
+        if isinstance(envelope, Data) or envelope.node == self.node:
+            return "unknown sender"
+        if self._forgotten.get(envelope.node) == envelope.incarnation:
+            return "unknown sender"
+        if len(self._peers) >= MAX_PEERS:
+            return "too many peers"
+        try:
+            return self._add(envelope.node, envelope.address, named_by=envelope.incarnation)
+        except PeerError:
+            return "malformed"
+
+    def _follow(self, known: _Peer, state: State) -> None:
+        """A new incarnation says where it is, and the one that we have met corrects what another one has said."""
+        link = known.link
+        if state.address == known.address or state.incarnation in link.retired:
+            return
+        if state.incarnation == link.met and known.named_by in ("", state.incarnation):
+            return
+        if not link.met and not known.named_by and not link.down:
+            return
+        try:
+            self._move(known, state.address, named_by=state.incarnation)
+        except PeerError:
+            self.refused["malformed"] += 1
+
+    def _acknowledge(self) -> None:
+        self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+
+    # Time
+
+    def tend(self, now: float) -> float:
+        """Do what is due: heartbeats, acknowledgements, sending again.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+
+        Returns:
+            seconds until it wants to be called again.
+        """
+        self._now = now
+        self._doorkeeper.attend()
+        due = now + self._heartbeat_seconds
+        for known in self._peers.values():
+            link = known.link
+            if link.heard or known.heard_at is None:
+                known.heard_at, link.heard = now, False
+            if known.tried_at is None or now >= known.tried_at + self._interval(link):
+                link.beat()
+                known.tried_at = now
+            due = min(due, known.tried_at + self._interval(link))
+            link.pump()
+        self._acknowledge()
+        return max(0.0, due - now)
+
+    def _interval(self, link: Link) -> float:
+        return self._retry_seconds if link.down else self._heartbeat_seconds
+
+    def close(self) -> None:
+        """Close all sockets and end their threads; what was not sent yet is dropped."""
+        for poller in list(self._pollers):
+            self.unregister(poller)
+        self._peers.clear()
+        self._events.clear()
+        self._context.destroy(linger=0)
