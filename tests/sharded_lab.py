@@ -42,8 +42,8 @@ class Death:
     """What dies, and where.
 
     Attributes:
-        who: a rank, "all" (ranks), "agent" (that of rank 0's node), "agents" (those of all nodes), or names of nodes, with
-            commas: each with its ranks and its agent.
+        who: a rank, "all" (ranks), "agent" (that of rank 0's node), "agents" (those of all nodes), or names of nodes,
+            with commas: each with its ranks and its agent.
         place: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the
             optimizer's step), "stepped", "in commit" or "committed".
     """

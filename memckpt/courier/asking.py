@@ -56,7 +56,7 @@ class Asking:
             return
         try:
             spec = msgspec.msgpack.decode(votes[0][0], type=StateSpec)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             self.result = Described(ranks, None, f"ranks {list(ranks)}: {error}", self._bad(set(self._said)))
             return
         self.result = Described(ranks, spec, "", self._bad(silent))

@@ -251,7 +251,7 @@ class Courier:
         peer = delivery.peer
         try:
             message = wire.decode(delivery.body)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             self._member.refuse(f"{peer}: {error}")
             return
         match message:

@@ -54,7 +54,7 @@ class KeptWindow:
         room: of `bytes_needed(window)`; closed by :meth:`close`.
 
     Raises:
-        msgspec.DecodeError: the owner's layout cannot be read.
+        ValueError: the owner's layout cannot be read.
     """
 
     def __init__(self, window: Window, room: Room) -> None:
@@ -244,7 +244,7 @@ class Holder:
             return NotStored(*key, window.base, str(error))
         try:
             self._windows[key] = KeptWindow(window, room)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             room.close()
             return NotStored(*key, window.base, f"its layout cannot be read: {error}")
         return None

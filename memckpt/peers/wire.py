@@ -200,5 +200,5 @@ def encode(message: WireMessage) -> bytes:
 
 
 def decode(body: bytes) -> WireMessage:
-    """Raises msgspec.DecodeError or ValidationError for what is no message."""
+    """Raises ValueError for what is no message."""
     return _decoder.decode(body)

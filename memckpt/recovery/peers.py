@@ -73,7 +73,8 @@ def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
 
 def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
     """The history of the latest attempt that anybody knows of; empty if nobody knows of any."""
-    known = [held.history for held in (*inventories, *pieces) if held.history]
+    known = [held.history for held in inventories if held.history]
+    known += [held.history for held in pieces if held.history]
     return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
 
 
