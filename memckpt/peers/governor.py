@@ -25,7 +25,7 @@ _BASELINE_ENOUGH = 6
 _ERRORS = 2.5  # standard errors by which a difference has to be beyond doubt
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations of a sample over the root of their number
 _WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least, and at the most
-_RAISE = 1.1
+_RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
 _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
 _LOWER_IN_NOISE = (0.6, 0.9)
 
@@ -166,7 +166,10 @@ class Governor:
         return self._overruled_left > 0
 
     def overrule(self, reason: str, steps: int) -> None:
-        """Training waits for what is sent, or is about to: send as fast as possible for so many steps."""
+        """Training waits for what is sent, or is about to: send as fast as possible for so many steps.
+
+        Nothing is learnt from these: that they are slow is not the network's doing.
+        """
         if not self.overruled and not self.probing and self.limit is not None:
             self.limit *= 1.5  # it was too low
         self.end_probe()
@@ -183,7 +186,7 @@ class Governor:
 
         Args:
             step: number of the one that begins.
-            seconds: that it took, without those in which training waited for acknowledgements.
+            seconds: that it took.
             sent: bytes in it.
             rate: bytes per second while there was something to send.
             floor: bytes per second that records need.
@@ -224,8 +227,9 @@ class Governor:
         if base is None or steps < _WINDOW[0]:
             return
         spread = max(_spread(self._loaded, self.baseline.samples), 0.005 * base)
-        error = _MEDIAN_ERROR * spread / base * math.sqrt(1 / steps + 1 / len(self.baseline.samples))
-        margin = _ERRORS * error
+        quiet_steps = len(self.baseline.samples)
+        error = _MEDIAN_ERROR * spread / base * math.sqrt(1 / steps + 1 / quiet_steps)
+        margin = _ERRORS * error * (1 + 2 / min(steps, quiet_steps))  # of few, the spread is not known well either
         self.share = share = statistics.median(self._loaded) / base - 1
         full = steps == _WINDOW[1]
         noisy = margin > self._overhead / 2
@@ -237,7 +241,7 @@ class Governor:
         elif share - margin > self._overhead or (full and share > self._overhead > margin):
             self._lower(share, _LOWER_IN_NOISE if noisy else _LOWER, rate, floor)
         elif share + margin < self._overhead or (full and share < 0.6 * self._overhead):
-            self._raise()
+            self._raise(share)
         elif full:
             self.reason = "step time is as allowed, as far as its spread shows"
 
@@ -255,14 +259,14 @@ class Governor:
             else "slowed down: steps were slower than allowed"
         )
 
-    def _raise(self) -> None:
+    def _raise(self, share: float) -> None:
         if self.limit is None:
             self.reason = "step time is as allowed"
         elif not self._binding:
             self.limit = None
             self.reason = "step time is as allowed, and the limit held nothing up"
         else:
-            self.limit *= _RAISE
+            self.limit *= _RAISE[share < self._overhead / 2]
             self.reason = "raised: step time is as allowed"
         self._begin_window()
 

@@ -155,9 +155,8 @@ class Pacer:
 
     def _step_ended(self, step: int, seconds: float, at: float) -> None:
         rate = self._step_sent / (max(self._busy_seconds, 1e-4) if self._busy_seconds > 0 else seconds)
-        own = max(seconds - self._step_waited, 0.0)
         floor, sent, binding = self._floor(), self._step_sent, self._binding
-        self._governor.step_ended(step, own, sent=sent, rate=rate, floor=floor, binding=binding)
+        self._governor.step_ended(step, seconds, sent=sent, rate=rate, floor=floor, binding=binding)
         self._step_sent, self._step_waited, self._busy_seconds, self._binding = 0, 0.0, 0.0, False
         if not self._governor.probing:
             self._probe_began = None
