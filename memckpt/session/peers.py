@@ -229,6 +229,17 @@ class Peers:
         with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
             return self._link.client.recover(message, lambda news: advance(news.nbytes))
 
+    def describe(self) -> str:
+        """In words, how records are kept in other nodes' memory; empty if they are not."""
+        config, count = self._config, len(self._nodes)
+        if isinstance(config, MirrorConfig):
+            return f"; {config.copies} nodes of {count} hold each state"
+        if config is not None:
+            return (
+                f"; any {config.tolerate} of each {config.group_nodes} of {count} nodes may be lost (k={config.data})"
+            )
+        return ""
+
     # During training
 
     def mark_phases(self, recorder: Recorder) -> None:
