@@ -32,6 +32,11 @@ class Node:
         self.met: list[Met] = []
         self.received: list[Delivery] = []
 
+    @property
+    def port(self) -> int:
+        """On which it listens, whatever it tells others."""
+        return int(self.transport._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+
     def bodies(self, peer: str | None = None) -> list[bytes]:
         return [each.body for each in self.received if peer in (None, each.peer)]
 
@@ -59,7 +64,7 @@ def drive(*nodes: Node, until: Callable[[], bool]) -> None:
                 node.read()
             wait = min(node.transport.tend(time.monotonic()) for node in reading)
             if not until():
-                poller.poll(min(wait, 0.1) * 1000)
+                poller.poll(int(min(wait, 0.1) * 1000))
     finally:
         for node in reading:
             node.transport.unregister(poller)
