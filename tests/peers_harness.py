@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Node:
-    """A transport and what it has received. It reads only while `reads`."""
+    """A transport and what it has received. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
     def __init__(self, name: str, keys: Keys | None, **options: Any) -> None:
         options.setdefault("host", "127.0.0.1")
@@ -29,6 +29,7 @@ class Node:
         self.transport = Transport(name, keys=keys, **options)
         self.name = name
         self.reads = True
+        self.ahead = 0.0
         self.met: list[Met] = []
         self.received: list[Delivery] = []
 
@@ -39,6 +40,9 @@ class Node:
 
     def bodies(self, peer: str | None = None) -> list[bytes]:
         return [each.body for each in self.received if peer in (None, each.peer)]
+
+    def tend(self) -> float:
+        return self.transport.tend(time.monotonic() + self.ahead)
 
     def read(self) -> None:
         while (event := self.transport.receive()) is not None:
@@ -62,7 +66,7 @@ def drive(*nodes: Node, until: Callable[[], bool]) -> None:
                 raise TimeoutError(f"not within {PATIENCE_SECONDS} s: {[describe(node) for node in nodes]}")
             for node in reading:
                 node.read()
-            wait = min(node.transport.tend(time.monotonic()) for node in reading)
+            wait = min(node.tend() for node in reading)
             if not until():
                 poller.poll(int(min(wait, 0.1) * 1000))
     finally:

@@ -166,7 +166,7 @@ def test_states_out_of_any_order(stage: Stage) -> None:
 
 
 def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
-    name, own = "liar", "liar.1"
+    name, own = "miscounter", "miscounter.1"
 
     def state(meant: str) -> bytes:
         return envelopes.encode(envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
