@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -12,10 +14,37 @@ from lightning_memckpt.callback import MemCheckpoint
 from memckpt.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
 from memckpt.config import MemckptConfig
 from memckpt.errors import ConfigurationError
+from memckpt.settings import from_mapping, to_mapping
 
 _FLAGS = ("run_dir", "resume", "memckpt")
 # Any: jsonargparse takes type hints, and says that it takes classes.
 _RESUME: Any = Literal["auto", "require", "never"] | NonNegativeInt | None
+
+
+def _flags() -> Any:
+    """MemckptConfig for jsonargparse, with a mapping for its peers.
+
+    Of several dataclasses jsonargparse takes the first that has the given fields: ``ack`` alone would make of a mirror
+    an erasure code. In a mapping ``kind`` says which one it is, as in every file of ours.
+    """
+    hints = typing.get_type_hints(MemckptConfig)
+    fields: list[tuple[str, Any, Any]] = []
+    for each in dataclasses.fields(MemckptConfig):
+        default: Any = dataclasses.field(default=each.default)
+        if each.default_factory is not dataclasses.MISSING:
+            default = dataclasses.field(default_factory=each.default_factory)
+        fields.append((each.name, dict[str, Any] | None if each.name == "peers" else hints[each.name], default))
+    made = dataclasses.make_dataclass("MemckptFlags", fields, frozen=True, kw_only=True)
+    made.__doc__ = MemckptConfig.__doc__
+    return made
+
+
+_Flags = _flags()
+
+
+def _flags_of(config: MemckptConfig) -> Any:
+    mapping = to_mapping(config)
+    return _Flags(**{name: getattr(config, name) if name != "peers" else mapping[name] for name in mapping})
 
 
 class MemCheckpointCLI(LightningCLI):
@@ -25,7 +54,8 @@ class MemCheckpointCLI(LightningCLI):
         python train.py fit --run_dir runs/my-run --resume never     # starts over
         python train.py fit --run_dir runs/my-run --memckpt.redo lazy --memckpt.storage.every_steps 500
 
-    ``--memckpt`` is a MemckptConfig: the flags below it are its fields. Without ``--run_dir`` and MEMCKPT_RUN_DIR
+    ``--memckpt`` is a MemckptConfig: the flags below it are its fields, and ``--memckpt.peers`` a mapping
+    (``--memckpt.peers.kind erasure --memckpt.peers.data 4``). Without ``--run_dir`` and MEMCKPT_RUN_DIR
     nothing is protected, unless a MemCheckpoint stands in ``trainer.callbacks``: then ``--resume`` goes to that one.
 
     A file that the CLI has written for an earlier attempt (``config.yaml``) is overwritten, or the second start of the
@@ -49,7 +79,7 @@ class MemCheckpointCLI(LightningCLI):
             help="auto (default): continue if anything is held; require: continue or fail; never: start over; a step.",
         )
         parser.add_argument(
-            "--memckpt", type=MemckptConfig, default=config_from_environment(), help="How the run is protected."
+            "--memckpt", type=_Flags, default=_flags_of(config_from_environment()), help="How the run is protected."
         )
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -57,9 +87,10 @@ class MemCheckpointCLI(LightningCLI):
 
         Raises:
             ConfigurationError: the flags name a run, and there is a MemCheckpoint already; or they say how to resume,
-                and there is neither.
+                and there is neither; or a setting cannot be.
         """
-        run_dir, resume, config = (self._get(self.config_init, name) for name in _FLAGS)
+        run_dir, resume, flags = (self._get(self.config_init, name) for name in _FLAGS)
+        config: MemckptConfig = from_mapping(to_mapping(flags))
         configured = self._get(self.config_init, "trainer").get("callbacks") or []
         listed = configured if isinstance(configured, list) else [configured]
         ours = [each for each in [*listed, *self._callbacks_of_the_program()] if isinstance(each, MemCheckpoint)]

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from memckpt.arguments import ProtectionArguments, add_arguments, from_args
-    from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+    from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
     from memckpt.errors import MemckptError
     from memckpt.session import HeldState, RestoreReport, Session, attach
     from memckpt.state.codec import unencodable_paths
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "ErasureConfig": ("memckpt.config", "ErasureConfig"),
+    "MirrorConfig": ("memckpt.config", "MirrorConfig"),
     "ProtectionArguments": ("memckpt.arguments", "ProtectionArguments"),
     "add_arguments": ("memckpt.arguments", "add_arguments"),
     "from_args": ("memckpt.arguments", "from_args"),
@@ -37,10 +39,12 @@ _PUBLIC = {
 
 __all__ = [
     "AgentConfig",
+    "ErasureConfig",
     "ExportedState",
     "HeldState",
     "MemckptConfig",
     "MemckptError",
+    "MirrorConfig",
     "ProtectionArguments",
     "RestoreReport",
     "Session",

@@ -1,4 +1,4 @@
-"""Settings from outside Python: options of argparse, environment variables, and nested mappings from files.
+"""Settings from outside Python: options of argparse, and environment variables.
 
     MEMCKPT_RUN_DIR                --run-dir                   the run directory
     MEMCKPT_RESUME                 --resume                    auto, require, never, or a step number
@@ -6,104 +6,35 @@
     MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
     MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
     MEMCKPT_STORAGE=none           --memckpt-storage off       no storage tier
+    MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; mirror: a MirrorConfig; none
+    MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
 An option that is given wins over its variable, a variable over a default. ``none`` stands for None where a field
-allows it. MEMCKPT_NODE and MEMCKPT_RUNTIME_DIR belong to the agent's address and are read there.
-
-Names, types, defaults and help texts are those of the dataclasses in :mod:`memckpt.config`, and are read off them.
+allows it. MEMCKPT_NODE and MEMCKPT_RUNTIME_DIR belong to the agent's address and are read there; MEMCKPT_RACK and
+MEMCKPT_ZONE where peers are placed.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import logging
 import os
-import re
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
 from memckpt.errors import ConfigurationError
+from memckpt.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
 
 _RESUME_HELP = (
     "auto: continue if anything is held, else start; require: continue or fail; never: drop what is held and start; "
     "a number: continue at that step"
 )
-_PREFIX = "memckpt"
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
-#: Read elsewhere: they say where a node's agent is found.
-_ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RUNTIME_DIR"})
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-_NONE = ("none", "null")
+#: Read elsewhere: they say where a node and its agent are found.
+_ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RUNTIME_DIR", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
 _log = logging.getLogger("memckpt")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One field of the configuration tree.
-
-    Attributes:
-        path: its name from the root, dotted: ``agent.threads``.
-        kind: bool, int, float or str; None for a part of the tree that may be switched off.
-        choices: the values that it may have; empty if any of its kind.
-        optional: whether it may be None.
-        default: what it is where nothing is given.
-        help: what its dataclass says about it.
-    """
-
-    path: str
-    kind: type | None
-    choices: tuple[str, ...]
-    optional: bool
-    default: Any
-    help: str
-
-    @property
-    def option(self) -> str:
-        """Its name on a command line."""
-        return "--" + _PREFIX + "-" + self.path.replace(".", "-").replace("_", "-")
-
-    @property
-    def destination(self) -> str:
-        """Its name in argparse's namespace."""
-        return self.option.removeprefix("--").replace("-", "_")
-
-    @property
-    def variable(self) -> str:
-        """Its name in the environment."""
-        return self.destination.upper()
-
-    @property
-    def expected(self) -> str:
-        """What it takes, in words."""
-        if self.kind is None:
-            return "on, off or none"
-        parts = [repr(each) for each in self.choices] or [_WORDS[self.kind]]
-        parts += ["'none'"] if self.optional else []
-        return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-    def parse(self, text: str) -> Any:
-        """Its value, as text gives it; ``"on"`` or ``"off"`` for a part of the tree.
-
-        Raises:
-            ConfigurationError: it takes no such value.
-        """
-        if self.optional and text.lower() in _NONE:
-            return None if self.kind is not None else "off"
-        if self.choices:
-            if text in self.choices:
-                return text
-        elif self.kind in (int, float) or (self.kind is str and text):
-            try:
-                return self.kind(text)
-            except ValueError:
-                pass
-        raise ConfigurationError(f"expected {self.expected}, found {text!r}")
 
 
 class ProtectionArguments(NamedTuple):
@@ -112,46 +43,6 @@ class ProtectionArguments(NamedTuple):
     run_dir: str
     resume: ResumeChoice | int
     config: MemckptConfig
-
-
-def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[Setting]:
-    """Every setting below a dataclass of the tree, in its order; an optional part comes before what is in it."""
-    hints = typing.get_type_hints(kind)
-    texts = _help_of(kind)
-    for each in dataclasses.fields(kind):
-        path, hint = prefix + each.name, hints[each.name]
-        inner, optional = _without_none(hint)
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if dataclasses.is_dataclass(inner):
-            if optional:
-                yield Setting(path, None, ("on", "off"), True, "on", texts[each.name])
-            yield from describe_settings(typing.cast(type, inner), path + ".")
-        elif typing.get_origin(inner) is Literal:
-            yield Setting(path, str, typing.get_args(inner), optional, default, texts[each.name])
-        else:
-            yield Setting(path, inner, (), optional, default, texts[each.name])
-
-
-def _without_none(hint: Any) -> tuple[Any, bool]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        inner = [each for each in typing.get_args(hint) if each is not types.NoneType]
-        assert len(inner) == 1, f"a setting has one type, found {hint}"
-        return inner[0], True
-    return hint, False
-
-
-def _help_of(kind: type) -> dict[str, str]:
-    """The lines of a docstring's ``Args:``, by the name that they begin with."""
-    _, _, listed = (kind.__doc__ or "").partition("Args:")
-    texts: dict[str, str] = {}
-    for line in listed.splitlines():
-        begins = re.match(r" {8}(\w+): (.*)", line)
-        if begins:
-            name = begins[1]
-            texts[name] = begins[2]
-        elif line.strip():
-            texts[name] += " " + line.strip()
-    return {name: text.replace("``", "").replace("`", "") for name, text in texts.items()}
 
 
 # argparse
@@ -188,13 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
     )
     for setting in describe_settings():
         default = "none" if setting.default is None else setting.default
+        condition = f"with {' or '.join(setting.variants)}; " if setting.variants else ""
         group.add_argument(
             setting.option,
             dest=setting.destination,
             type=_argument(setting.parse),
             default=argparse.SUPPRESS,
             metavar="|".join(setting.choices) or (setting.kind.__name__.upper() if setting.kind else None),
-            help=f"{setting.help} (default: {setting.variable}, or {default})".replace("%", "%%"),
+            help=f"{setting.help} ({condition}default: {setting.variable}, or {default})".replace("%", "%%"),
         )
 
 
@@ -209,16 +101,33 @@ def from_args(args: argparse.Namespace) -> ProtectionArguments:
         for setting in describe_settings()
         if hasattr(args, setting.destination)
     }
-    variables = _from_variables(os.environ)
-    if any(setting.path.startswith("storage.") for setting in given):
-        # Whoever says on the command line how to store wants to, whatever the environment is for others.
-        variables = {setting: value for setting, value in variables.items() if setting.path != "storage"}
-    config = _assemble({**variables, **given}, lambda s: s.option if s in given else s.variable)
-    return ProtectionArguments(args.run_dir, args.resume, config)
+    variables = _beside(given, _from_variables(os.environ))
+
+    def name(setting: Setting) -> str:
+        return setting.variable if setting in variables and setting not in given else setting.option
+
+    return ProtectionArguments(args.run_dir, args.resume, _assemble({**variables, **given}, name))
+
+
+def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> dict[Setting, Any]:
+    """The variables that count beside options.
+
+    Whoever says on the command line how a part shall be wants it, whatever the environment is for others; and who
+    chooses a variant there does not mean what the environment says of another.
+    """
+    wanted = {setting.part for setting in given}
+    chosen = {setting.path: value for setting, value in given.items() if setting.kind is None}
+    return {
+        setting: value
+        for setting, value in variables.items()
+        if not (setting.kind is None and value == "off" and setting.path in wanted)
+        and not (setting.variants and chosen.get(setting.part, setting.variants[0]) not in setting.variants)
+    }
 
 
 def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> MemckptConfig:
     """The configuration with these settings, and defaults elsewhere. An error calls a setting by its `name`."""
+    _check_variants(given, name)
     for setting, value in given.items():
         try:
             from_mapping(_nested({setting: value}))
@@ -228,7 +137,22 @@ def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> M
     return config
 
 
+def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> None:
+    """Refuse a setting that the chosen variant of its part does not have. A part that is switched off takes any."""
+    parts = {setting.path: setting for setting in describe_settings() if setting.kind is None}
+    for setting in given:
+        part = parts.get(setting.part)
+        if part is None or not setting.variants:
+            continue
+        chosen = given.get(part)
+        if chosen != "off" and chosen not in setting.variants:
+            equals = " " if name(part) == part.option else "="
+            expected = f"{name(part)}{equals}{' or '.join(setting.variants)}"
+            raise ConfigurationError(f"{name(setting)}: expected {expected} beside it, found {chosen or 'nothing'}")
+
+
 def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
+    """The mapping that a file would hold. Of which variant a part is stands in it, or follows from the settings."""
     values: dict[str, Any] = {}
     off = []
     for setting, value in given.items():
@@ -238,8 +162,12 @@ def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         if setting.kind is not None:
             place[name] = value
+            if setting.variants:
+                place.setdefault(KIND, setting.variants[0])
         elif value == "off":
             off.append((place, name))
+        elif value != "on":
+            place.setdefault(name, {})[KIND] = value
     for place, name in off:
         place[name] = None
     return values
@@ -311,7 +239,7 @@ def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
                 place = f"; a place is given by {setting.variable}_URL" if setting.path == "storage" else ""
                 raise ConfigurationError(f"{setting.variable}: {error}{place}") from None
     for name in sorted(set(environment) - known):
-        if name.startswith(f"{_PREFIX.upper()}_"):
+        if name.startswith(f"{PREFIX.upper()}_"):
             _log.warning("memckpt: the environment variable %s names no setting and is ignored", name)
     return given
 
@@ -336,35 +264,3 @@ def with_environment(
         check_resume("auto" if resume is None else resume),
         config_from_environment() if config is None else config,
     )
-
-
-# Files
-
-
-def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: str = "") -> Any:
-    """The dataclass that a nested mapping describes; what is not in it keeps its default.
-
-    Raises:
-        ConfigurationError: a key that there is not, with those that there are; a value of another type or out of range.
-    """
-    fields = {each.name: each for each in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
-    arguments: dict[str, Any] = {}
-    for name, value in values.items():
-        if name not in fields:
-            raise ConfigurationError(f"{path}{name}: expected one of {', '.join(fields)}, found {name!r}")
-        inner, optional = _without_none(hints[name])
-        if value is None and optional:
-            arguments[name] = None
-        elif dataclasses.is_dataclass(inner):
-            if not isinstance(value, Mapping):
-                raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}")
-            arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
-        elif typing.get_origin(inner) is Literal:
-            arguments[name] = value
-        elif isinstance(value, bool) or not isinstance(value, (int, float) if inner is float else inner):
-            none = "None or " if optional else ""
-            raise ConfigurationError(f"{path}{name}: expected {none}{inner.__name__}, found {value!r}")
-        else:
-            arguments[name] = inner(value)
-    return kind(**arguments)

@@ -10,6 +10,7 @@
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
      |- DamagedStateError (ValueError)      bytes that are not what they claim to be
+     |   '- DamagedPiecesError              too few pieces of a record are intact
      |- StorageError (OSError)              a disk or object store that does not do what it must
      |   '- StorageFullError                it has no room for what is to be written
      |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
@@ -97,6 +98,31 @@ class DamagedStateError(MemckptError, ValueError):
     """Bytes that were to be decoded are not what they claim to be."""
 
     exit_code = 8
+
+
+class DamagedPiecesError(DamagedStateError):
+    """Fewer pieces of a record are intact than it takes to make it whole, or they contradict each other.
+
+    Attributes:
+        owner: the ranks whose record it is.
+        record, stripe: which part of which record.
+        bad: where pieces were found that are not what they claim to be.
+        good, needed: how many intact ones there are, of how many.
+    """
+
+    def __init__(
+        self, owner: tuple[int, ...], record: int, stripe: int, bad: tuple[str, ...], good: int, needed: int, found: str
+    ) -> None:
+        self.owner = owner
+        self.record = record
+        self.stripe = stripe
+        self.bad = bad
+        self.good = good
+        self.needed = needed
+        super().__init__(
+            f"stripe {stripe} of record {record} of ranks {list(owner)}: expected {needed} intact pieces that agree, "
+            f"found {good}{f' ({found})' if found else ''}; the record is lost to its peers, and the next tier serves"
+        )
 
 
 class StorageError(MemckptError, OSError):

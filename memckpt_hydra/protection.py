@@ -10,9 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, SCMode
 
 from memckpt import ProtectionArguments
-from memckpt.arguments import from_mapping
 from memckpt.config import parse_resume
 from memckpt.errors import ConfigurationError
+from memckpt.settings import from_mapping
 
 _log = logging.getLogger("memckpt")
 

@@ -1,13 +1,13 @@
 """Structured configs made from the dataclasses of `memckpt.config`, so that there is one definition.
 
 OmegaConf knows no `Literal`; an Enum with the same names stands for it. It then refuses another value by naming those
-that there are.
+that there are. Nor does it know a field with one of several dataclasses: each is an option of a group of its own
+(``memckpt/peers=erasure``), and its node says under ``kind`` which one it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from enum import Enum
 from functools import cache
@@ -15,58 +15,75 @@ from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 
-from memckpt.config import MemckptConfig
+from memckpt import config
+from memckpt.settings import KIND, alternatives, variant_name
 
 GROUP = "memckpt"
 SCHEMA = "schema"
 
 
 @cache
-def node(kind: type) -> type:
-    """The structured config of one dataclass of the tree; always the same one."""
+def node(kind: type, variant: str | None = None) -> type:
+    """The structured config of one dataclass of the tree; always the same one. `variant` is its name among several."""
     hints = typing.get_type_hints(kind)
-    fields: list[Any] = []
+    fields: list[Any] = [] if variant is None else [(KIND, str, dataclasses.field(default=variant))]
     for each in dataclasses.fields(kind):
         factory = each.default_factory
         fields.append((each.name, *_field(each.name, hints[each.name], each.default, factory)))
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
     # OmegaConf's message about an unknown key shows the class's name, and so the keys that there are.
     made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
-    # Where pickle looks for it, by either name: launchers send configurations to other processes.
+    # In this module, where pickle looks for it, by either name: launchers send configurations to other processes.
     globals()[kind.__name__] = globals()[made.__name__] = made
     return made
 
 
 def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
-    inner, optional = hint, False
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        inner = next(each for each in typing.get_args(hint) if each is not types.NoneType)
-        optional = True
+    (inner, *others), optional = alternatives(hint)
+    if others:
+        for each in (inner, *others):  # pickle looks for them, too
+            node(each, variant_name(each))
+        return Any, dataclasses.field(default=default)
     if dataclasses.is_dataclass(inner):
         inner = node(typing.cast(type, inner))
         value = dataclasses.field(default_factory=inner)
     elif typing.get_origin(inner) is Literal:
-        make_enum: Any = Enum  # type checkers want the names of the members where it is called
-        choices = make_enum(
-            f"{name.capitalize()}Choice", {each: each for each in typing.get_args(inner)}, module=__name__
-        )
-        globals()[choices.__name__] = choices
-        inner, value = choices, dataclasses.field(default=choices(default))
+        inner = _choices(f"{name.capitalize()}Choice", typing.get_args(inner))
+        value = dataclasses.field(default=inner(default))
     else:
         value = dataclasses.field(default=default)
     assert factory is dataclasses.MISSING or dataclasses.is_dataclass(inner), f"a default for {name}, found a factory"
     return (typing.Optional[inner] if optional else inner), value  # noqa: UP045 - a type that is known at run time
 
 
+@cache
+def _choices(name: str, values: tuple[str, ...]) -> Any:
+    """One Enum for the dataclasses that share a field, as pickle looks for it by its name."""
+    make_enum: Any = Enum  # type checkers want the names of the members where it is called
+    assert name not in globals(), f"two settings with other values, and one name for them: {name}"
+    choices = make_enum(name, {each: each for each in values}, module=__name__)
+    globals()[name] = choices
+    return choices
+
+
 def __getattr__(name: str) -> Any:
     """For pickle, in a process that has composed nothing: what it asks for is made by `node`."""
     if not name.startswith("__"):
-        node(MemckptConfig)
+        node(config.MemckptConfig)
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register() -> None:
-    """Put the schema into Hydra's ConfigStore; the search-path plugin does so for every application."""
-    ConfigStore.instance().store(group=GROUP, name=SCHEMA, node=node(MemckptConfig), provider="memckpt")
+    """Put the schemas into Hydra's ConfigStore; the search-path plugin does so for every application."""
+    store = ConfigStore.instance()
+    store.store(group=GROUP, name=SCHEMA, node=node(config.MemckptConfig), provider="memckpt")
+    for name, hint in typing.get_type_hints(config.MemckptConfig).items():
+        kinds, _ = alternatives(hint)
+        if len(kinds) == 1:
+            continue
+        for kind in kinds:
+            variant = variant_name(kind)
+            store.store(group=f"{GROUP}/{name}", name=variant, node=node(kind, variant), provider="memckpt")
+        store.store(group=f"{GROUP}/{name}", name="none", node={name: None}, package=GROUP, provider="memckpt")

@@ -10,6 +10,30 @@ from typing import Literal, Union
 
 import msgspec
 
+from memckpt.agent.peer_messages import (
+    AskPhases,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    GivenUp,
+    GiveUp,
+    Halt,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    PeersReport,
+    PeersStatus,
+    PhasesAre,
+    Pieces,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    SendGeneration,
+    SendRecord,
+)
 from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
@@ -452,6 +476,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         uptime_seconds: how long the agent has been here.
         stall_ms: how long protection keeps a rank from training at a step, a moving average; None before the first.
         by_operator: whether it was started beside the job, and not by a trainer.
+        peers: None where records are not kept in other nodes' memory.
     """
 
     pid: int
@@ -474,6 +499,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     by_operator: bool = False
     mode_reason: str = ""
     every: int = 1
+    peers: PeersStatus | None = None
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
@@ -523,4 +549,25 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     StatusRequest,
     Status,
     StopRequest,
+    Listen,
+    Listening,
+    Join,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    SendGeneration,
+    SendRecord,
+    GiveUp,
+    GivenUp,
+    Halt,
+    ListPieces,
+    Pieces,
+    Passed,
+    PeersReport,
+    AskPhases,
+    PhasesAre,
 ]

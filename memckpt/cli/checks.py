@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from memckpt.cli.common import nbytes_text
-from memckpt.config import DEFAULT_ANCHOR_PERIOD, MemckptConfig, RedoMode
+from memckpt.cli.common import count, nbytes_text
+from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
 from memckpt.state.layout import CAPTURES
 
 Outcome = Literal["ok", "warning", "problem"]
@@ -101,6 +101,41 @@ def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
     if version is None:
         return Check(driver, "problem", f"not installed; {url} needs it", f"pip install {driver}")
     return Check(driver, "ok", version)
+
+
+def check_settings(problem: str) -> Check:
+    """Those that the environment gives; `problem` is why they cannot be."""
+    if problem:
+        return Check("settings", "problem", problem, "see docs/configuration.md#environment")
+    return Check("settings", "ok", "what the environment sets can be")
+
+
+def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
+    """Whether the code for records in other nodes' memory is there: `backends` of pyeclib, or why it has none.
+
+    `peers` are those that the environment asks for: what they do not need is no problem.
+    """
+    backend = peers.backend if isinstance(peers, ErasureConfig) else ErasureConfig().backend
+    coded = isinstance(peers, ErasureConfig) and peers.data > 1 and peers.tolerate > 1
+    outcome: Outcome = "problem" if coded else "warning"
+    if problem:
+        return Check("erasure code", outcome, f"pyeclib: {problem}", "pip install --force-reinstall pyeclib")
+    if backend not in backends:
+        text = f"{backend} is not available; there are: {', '.join(backends) or 'none'}"
+        return Check("erasure code", outcome, text, "ErasureConfig(backend=...) with one of these")
+    return Check("erasure code", "ok", f"{backend}, and {count(len(backends) - 1, 'other')}")
+
+
+def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
+    """Whether nodes can reach each other: the `version` of ZeroMQ and whether it has `curve`, or why there is none."""
+    if problem:
+        outcome: Outcome = "warning" if peers is None else "problem"
+        return Check("peers' transport", outcome, f"pyzmq: {problem}", "pip install --force-reinstall pyzmq")
+    if not curve:
+        plain = peers is None or peers.security == "plain"
+        remedy = 'pip install pyzmq as a wheel; or security="plain", where everybody on the network may read'
+        return Check("peers' transport", "warning" if plain else "problem", f"ZeroMQ {version} without CURVE", remedy)
+    return Check("peers' transport", "ok", f"ZeroMQ {version} with CURVE")
 
 
 # The machine

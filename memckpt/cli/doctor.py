@@ -39,7 +39,14 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     job, service = os.environ.get("SLURM_JOB_ID"), facts.own_service()
     yield checks.check_survival(job, service, facts.in_container())
     yield from _examine_software()
-    yield from _examine_storage(url or (place_of(run, None) if run is not None else str(Path.cwd())))
+    peers, problem = facts.configured_peers()
+    yield checks.check_settings(problem)
+    yield checks.check_erasure(*facts.erasure_facts(), peers)
+    yield checks.check_transport(*facts.transport_facts(), peers)
+    if run is None or url is not None:
+        yield from _examine_storage(url or str(Path.cwd()))
+    elif not problem:  # else nobody knows where checkpoints would be
+        yield from _examine_storage(place_of(run, None))
 
 
 def _examine_software() -> Iterator[Check]:

@@ -16,8 +16,10 @@ from pathlib import Path
 from memckpt.agent.address import AgentAddress, runtime_directory
 from memckpt.agent.control import ask_status
 from memckpt.agent.processes import start_ticks
+from memckpt.arguments import config_from_environment
 from memckpt.cli.checks import DiskFacts
-from memckpt.errors import AgentError, MemckptError, StorageError
+from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.errors import AgentError, ConfigurationError, MemckptError, StorageError
 from memckpt.storage.store import LocalStore, Store
 
 _CHUNK_BYTES = 4 << 20
@@ -38,6 +40,32 @@ def torch_facts() -> tuple[str, int, bool]:
     except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
         return f"{type(error).__name__}: {error}", 0, False
     return "", torch.get_num_threads(), torch.cuda.is_available()
+
+
+def configured_peers() -> tuple[ErasureConfig | MirrorConfig | None, str]:
+    """The peers that the environment asks for, and what is wrong with its settings (empty: nothing)."""
+    try:
+        return config_from_environment().peers, ""
+    except ConfigurationError as error:
+        return None, str(error)
+
+
+def erasure_facts() -> tuple[tuple[str, ...], str]:
+    """The erasure codes that there are, and why pyeclib cannot be imported (empty: it can)."""
+    try:
+        from pyeclib.ec_iface import VALID_EC_TYPES
+    except (ImportError, OSError) as error:
+        return (), f"{type(error).__name__}: {error}"
+    return tuple(sorted(VALID_EC_TYPES)), ""
+
+
+def transport_facts() -> tuple[str, bool, str]:
+    """The version of ZeroMQ, whether it has CURVE, and why pyzmq cannot be imported (empty: it can)."""
+    try:
+        import zmq
+    except (ImportError, OSError) as error:
+        return "", False, f"{type(error).__name__}: {error}"
+    return zmq.zmq_version(), bool(zmq.has("curve")), ""
 
 
 def locked_memory_limit() -> int | None:

@@ -1,4 +1,4 @@
-"""``memckpt status`` and ``memckpt stop``: what a run has in this node's memory and in storage."""
+"""``memckpt status`` and ``memckpt stop``: what a run has in this node's memory, in its peers' and in storage."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from memckpt.cli.common import (
     seconds_text,
     time_text,
 )
+from memckpt.cli.peers import show_peers
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, MemckptError, StorageError
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
@@ -255,6 +256,9 @@ def render(view: View) -> Group:
         _show_memory(table, view.agent, view)
     else:
         table.add_row("memory", f"[yellow]{escape(view.agent_problem or no_agent(view.address))}[/]")
+    if view.agent is not None and view.agent.peers is not None:
+        table.add_section()
+        show_peers(table, view.agent.peers)
     if view.stored is not None:
         table.add_section()
         _show_storage(table, view.stored, view)

@@ -5,12 +5,13 @@ Every rank computes the same plan from the same inventories, so nobody has to be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.state.records import HeldRecords, Timeline, timeline_of
+from memckpt.recovery.peers import BadSource, Fetch, Sources, Unit
+from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
 
@@ -25,13 +26,18 @@ class StartOver:
 
 @dataclass(frozen=True)
 class RestoreRecord:
-    """All ranks restore the state after `record`. `lost` is how many committed records lie beyond it."""
+    """All ranks restore the state after `record`. `lost` is how many committed records lie beyond it.
+
+    With peers, `fetches` says which units get it from other nodes, and `history` is the one that the record lies on.
+    """
 
     timeline: Timeline
     record: int
     step: int
     tier: str
     lost: int
+    fetches: tuple[Fetch, ...] = ()
+    history: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ def make_plan(
     stored: Sequence[StoredPoint] = (),
     latest_attempt: int = 0,
     shardings: Sequence[str] = (),
+    pieces: Sequence[HeldPieces] = (),
+    units: Sequence[tuple[str, Unit]] = (),
+    without: Collection[BadSource] = (),
 ) -> Plan:
     """Choose the newest record that memory can produce of every rank, or else the newest in storage.
 
@@ -65,35 +74,45 @@ def make_plan(
         stored: the complete checkpoints in storage, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to storage.
         shardings: by rank, which pieces of tensors it holds in this attempt; empty: nobody holds pieces.
+        pieces: of every rank's node, what it keeps of other nodes' records; ranks of one node repeat them.
+        units: by rank, its node and those ranks there, it among them, that hold the same shards; empty: without peers,
+            where every node restores what it holds itself.
+        without: what an earlier plan used and what proved to be bad.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
-    nodes = {(inventory.node, inventory.ranks): inventory for inventory in inventories}
-    in_memory = max((b.timeline.number for held in nodes.values() for b in held.history), default=0)
+    assert units or not pieces, "pieces are of use only to who knows where the ranks are"
+    nodes = list({(inventory.node, inventory.ranks): inventory for inventory in inventories}.values())
+    everything: list[HeldRecords | HeldPieces] = [*nodes, *pieces]
+    in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
     timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
-    something = any(held.records or held.problem for held in nodes.values())
+    something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something)
+    memory: _OwnMemory | _PeersMemory = _OwnMemory(nodes, world_size, shardings)
+    if units:
+        memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings)
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
-    reshaped = must_reshard(list(nodes.values()), world_size, shardings)
-    held_in_common = common_records(list(nodes.values()))
     if not stale:
-        _refuse_foreign(nodes.values(), stored, max(held_in_common, default=None) if reshaped else None)
-    common = {} if stale or reshaped else held_in_common
+        _refuse_problems(everything)
+        if memory.changed:
+            memory.refuse_changed(stored)
+    common = {} if stale or memory.changed else memory.common()
     chosen = _choose(common, resume)
     if chosen is not None:
-        record, step = chosen
-        lost = max(max(held.newest, *held.records, 0) for held in nodes.values()) - record
-        return RestoreRecord(timeline, record, step, "local memory", lost)
-    reason = _why_nothing(list(nodes.values()), common, resume)
+        return memory.restore(timeline, *chosen)
     if stale:
         reason = "memory holds an older attempt than storage"
-    elif reshaped:
-        reason = "memory holds a run of another number of ranks, or cut into other shards"
+    elif memory.changed:
+        reason = f"memory holds a run {memory.changed}"
+    elif isinstance(resume, int) and common:
+        reason = f"expected step {resume}, found steps {sorted(set(common.values()))} in {memory.name}"
+    else:
+        reason = memory.why_nothing()
     candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
     if candidates:
         return RestoreStored(timeline, candidates, reason)
@@ -105,14 +124,20 @@ def make_plan(
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
 
-def must_reshard(inventories: Sequence[HeldRecords], world_size: int, shardings: Sequence[str]) -> bool:
-    """Whether what is held cannot go straight back: it is of another number of ranks, or cut into other shards."""
-    by_rank = dict(enumerate(shardings))
-    return any(
-        held.records
-        and (held.world_size != world_size or any(by_rank.get(rank, "") != held.sharding for rank in held.ranks))
-        for held in inventories
-    )
+def must_reshard(
+    inventories: Sequence[HeldRecords],
+    world_size: int,
+    shardings: Sequence[str],
+    pieces: Sequence[HeldPieces] = (),
+    units: Sequence[tuple[str, Unit]] = (),
+) -> bool:
+    """Whether what is held cannot go straight back: it is of another number of ranks, or cut into other shards.
+
+    With peers (`units`), also where ranks that shared a node do so no longer. The arguments are those of the plan.
+    """
+    if units:
+        return bool(_PeersMemory(inventories, pieces, (), units, world_size, shardings).changed)
+    return bool(_OwnMemory(inventories, world_size, shardings).changed)
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
@@ -121,31 +146,6 @@ def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice |
         return None
     chosen = _choose(common_records(inventories), resume)
     return chosen[0] if chosen is not None else None
-
-
-def _stored_later(held: HeldRecords, record: int, stored: Sequence[StoredPoint]) -> bool:
-    """Whether storage has a record that a node holds, or a later one."""
-    newest = timeline_of(held.history, record)
-    return any(
-        (one.timeline, one.record >= record) == (newest, True)
-        or (newest is not None and one.timeline.number > newest.number)
-        for one in stored
-    )
-
-
-def _refuse_foreign(inventories: Iterable[HeldRecords], stored: Sequence[StoredPoint], resharded: int | None) -> None:
-    for held in inventories:
-        if held.problem:
-            raise ForeignStateError(
-                f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
-                "Use another run directory, or resume='never' to drop what is held"
-            )
-        if held.records and resharded is not None and not _stored_later(held, resharded, stored):
-            raise ForeignStateError(
-                f"node {held.node} holds a run of {held.world_size} ranks that is cut into other shards than those of "
-                "this attempt; such a change is resumed from storage, and what is in memory is not there. Start with "
-                "as many ranks and the same mesh as before, or use resume='never' to drop what is held"
-            )
 
 
 def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
@@ -162,6 +162,146 @@ def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
     return common
 
 
+class _OwnMemory:
+    """Every node restores what it holds itself.
+
+    Attributes:
+        name: of the tier.
+        changed: why what is held cannot go straight back, in words; empty if it can.
+    """
+
+    name = "local memory"
+
+    def __init__(self, nodes: Sequence[HeldRecords], world_size: int, shardings: Sequence[str]) -> None:
+        self._nodes = nodes
+        held = [(each.ranks, each.world_size, each.sharding) for each in nodes if each.records]
+        self.changed = _OTHER_SHARDS if _is_other(held, world_size, shardings) else ""
+
+    def common(self) -> dict[int, int]:
+        return common_records(self._nodes)
+
+    def restore(self, timeline: Timeline, record: int, step: int) -> RestoreRecord:
+        newest = max(max(held.newest, *held.records, 0) for held in self._nodes)
+        return RestoreRecord(timeline, record, step, self.name, newest - record)
+
+    def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
+        """What memory can produce of all ranks has to be in storage before it goes to others."""
+        held = _not_stored(self._nodes, self.common(), stored)
+        if held is not None:
+            raise _changed_error(
+                f"node {held.node} holds a run of {held.world_size} ranks that is cut into other shards than those of "
+                "this attempt"
+            )
+
+    def why_nothing(self) -> str:
+        holding = [held for held in self._nodes if held.records]
+        if not holding:
+            return _NOTHING
+        empty = sorted({held.node for held in self._nodes} - {held.node for held in holding})
+        if empty:
+            return f"nothing is held on node {', '.join(empty)}, and the other nodes alone are not enough"
+        missing = sorted(set(range(holding[0].world_size)) - {rank for held in holding for rank in held.ranks})
+        if missing:
+            return f"nothing is held of rank {', '.join(map(str, missing))}, and the other ranks alone are not enough"
+        spans = "; ".join(
+            f"{held.node}, ranks {list(held.ranks)}: {min(held.records)} to {max(held.records)}"
+            for held in sorted(holding, key=lambda one: (one.node, one.ranks))
+        )
+        return f"what is held has no record in common ({spans})"
+
+
+class _PeersMemory:
+    """Every node restores what of its ranks it holds itself, or what others hold, live or in pieces.
+
+    Attributes as for :class:`_OwnMemory`.
+    """
+
+    name = "memory"
+
+    def __init__(
+        self,
+        nodes: Sequence[HeldRecords],
+        pieces: Sequence[HeldPieces],
+        without: Collection[BadSource],
+        units: Sequence[tuple[str, Unit]],
+        world_size: int,
+        shardings: Sequence[str],
+    ) -> None:
+        self._nodes = nodes
+        self._sources = Sources(nodes, pieces, without)
+        self._places = {unit: node for node, unit in units}
+        self.changed = ""
+        if _is_other(self._sources.held, world_size, shardings):
+            self.changed = _OTHER_SHARDS
+        elif not self._sources.units <= self._places.keys():
+            self.changed = "whose ranks were grouped over nodes in another way"
+
+    def common(self) -> dict[int, int]:
+        return self._sources.common(self._places)
+
+    def restore(self, timeline: Timeline, record: int, step: int) -> RestoreRecord:
+        fetches = self._sources.fetches(record, self._places)
+        tier = "peers" if fetches else "local memory"
+        lost = self._sources.newest - record
+        return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
+
+    def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
+        """What is in pieces cannot go to storage first: an older state there is better than none."""
+        unsaved = _not_stored(self._nodes, Sources(self._nodes).common_of_all(), stored) is not None
+        if unsaved or (not stored and self._sources.common_of_all()):
+            raise _changed_error(f"memory holds a run {self.changed}")
+
+    def why_nothing(self) -> str:
+        return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
+
+
+_OTHER_SHARDS = "of another number of ranks, or cut into other shards"
+_NOTHING = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+
+
+def _is_other(held: Iterable[tuple[Unit, int, str]], world_size: int, shardings: Sequence[str]) -> bool:
+    """Whether ranks of another world are held, or other shards of them: (ranks, world size, shards) of each."""
+    by_rank = dict(enumerate(shardings))
+    return any(
+        found != world_size or any(by_rank.get(rank, "") != sharding for rank in ranks)
+        for ranks, found, sharding in held
+    )
+
+
+def _refuse_problems(everything: Iterable[HeldRecords | HeldPieces]) -> None:
+    for held in everything:
+        if held.problem:
+            raise ForeignStateError(
+                f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
+                "Use another run directory, or resume='never' to drop what is held"
+            )
+
+
+def _not_stored(
+    nodes: Iterable[HeldRecords], common: Collection[int], stored: Sequence[StoredPoint]
+) -> HeldRecords | None:
+    """One of those whose newest record of `common` is not in storage, and no later one; None if there is none."""
+    holding = [held for held in nodes if held.records and common]
+    return next((held for held in holding if not _stored_later(held, max(common), stored)), None)
+
+
+def _changed_error(what: str) -> ForeignStateError:
+    return ForeignStateError(
+        f"{what}; such a change is resumed from storage, and what is in memory is not there. Start with as many ranks, "
+        "the same mesh and the same ranks together on a node as before, or use resume='never' to drop what is held"
+    )
+
+
+def _stored_later(held: HeldRecords, record: int, stored: Sequence[StoredPoint]) -> bool:
+    """Whether storage has a record that a node holds, or a later one."""
+    newest = timeline_of(held.history, record)
+    return any(
+        (one.timeline, one.record >= record) == (newest, True)
+        or (newest is not None and one.timeline.number > newest.number)
+        for one in stored
+    )
+
+
 def _choose(common: dict[int, int], resume: ResumeChoice | int) -> tuple[int, int] | None:
     if isinstance(resume, int):
         # A step names the newest record that carries it.
@@ -171,22 +311,3 @@ def _choose(common: dict[int, int], resume: ResumeChoice | int) -> tuple[int, in
         return None
     record = max(common)
     return record, common[record]
-
-
-def _why_nothing(inventories: Sequence[HeldRecords], common: dict[int, int], resume: ResumeChoice | int) -> str:
-    if isinstance(resume, int) and common:
-        return f"expected step {resume}, found steps {sorted(set(common.values()))} in local memory"
-    holding = [held for held in inventories if held.records]
-    if not holding:
-        return "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
-    empty = sorted({held.node for held in inventories} - {held.node for held in holding})
-    if empty:
-        return f"nothing is held on node {', '.join(empty)}, and the other nodes alone are not enough"
-    missing = sorted(set(range(holding[0].world_size)) - {rank for held in holding for rank in held.ranks})
-    if missing:
-        return f"nothing is held of rank {', '.join(map(str, missing))}, and the other ranks alone are not enough"
-    spans = "; ".join(
-        f"{held.node}, ranks {list(held.ranks)}: {min(held.records)} to {max(held.records)}"
-        for held in sorted(holding, key=lambda one: (one.node, one.ranks))
-    )
-    return f"what is held has no record in common ({spans})"

@@ -303,6 +303,11 @@ class Layout:
         area = self._area_base[optimizer] + sub_step * self._area_bytes[optimizer]
         return HEADER_BYTES + area + self._gradient_offsets[optimizer][param]
 
+    def gradient_area(self, optimizer: int, sub_step: int) -> tuple[int, int]:
+        """Offset in a slot, and bytes, of all gradients for the `sub_step`-th step of `optimizer` in a record."""
+        area = self._area_base[optimizer] + sub_step * self._area_bytes[optimizer]
+        return HEADER_BYTES + area, self._area_bytes[optimizer]
+
     def optimizer_params(self, optimizer: int) -> list[int]:
         """Indices of the parameters that `optimizer` steps, in the layout's order."""
         return self._optimizer_params[optimizer]
@@ -359,6 +364,15 @@ class Layout:
     def due(self, record: int) -> list[Piece]:
         """The pieces whose anchors record number `record` carries."""
         return self.anchor_groups[record % self.spec.period]
+
+    def anchor_area(self, record: int) -> tuple[int, int]:
+        """Offset in a slot, and bytes, of the anchors that record number `record` carries."""
+        return HEADER_BYTES + self.gradient_bytes, sum(piece.nbytes for piece in self.due(record))
+
+    def by_value_area(self) -> tuple[int, int]:
+        """Offset in a slot, and bytes, of the by-value tensors of all ranks of this node."""
+        start = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
+        return start, self.by_value_bytes * len(self.spec.local_ranks)
 
     # By-value tensors, static tensors, replica
 

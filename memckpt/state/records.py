@@ -108,6 +108,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         problem: why nothing of it may be used, in words; empty if nothing is wrong.
         newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
             a later one than any that can be produced.
+        replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
     """
 
     node: str
@@ -120,6 +121,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     problem: str = ""
     sharding: str = ""
     newest: int = 0
+    replicas: tuple[int, ...] = ()
 
 
 class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
@@ -136,7 +138,7 @@ class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
         period: T, how many records up to one make its state; 1 where each record stands for itself.
         private: only what is these ranks' own is here (rank states, by-value tensors), as every rank of `replicas` on
             any node has the rest.
-        replicas: all ranks of the job that hold the same shards as the owner.
+        replicas: all ranks of the job that hold the same shards as the owner; empty: all ranks of the job.
         records: those that are complete here, ascending; virtual ones among them.
         steps: the user-facing step of each.
         history: timelines, oldest first; the last one is that of the newest record.

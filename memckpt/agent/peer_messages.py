@@ -1,0 +1,344 @@
+"""What trainers, their agent and its courier say to each other about peers: typed, validated, no pickle."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import Branch, HeldPieces
+
+
+class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
+    """One attempt's, in CURVE's printable form. Every agent of the job has all four, and nobody else."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    def __repr__(self) -> str:
+        return "PeerKeys(...)"  # not for logs
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """A trainer's, and the agent's to its courier: be there for peers that have these keys (None: for everybody).
+
+    Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
+    """
+
+    attempt: str
+    node: str
+    host: str
+    port: int
+    keys: PeerKeys | None
+
+
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """Answer to Listen: where peers find this node's courier, and what it keeps of others' records."""
+
+    address: str
+    pieces: tuple[HeldPieces, ...] = ()
+
+
+class PeerNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the job: its name, where its courier listens, and its failure domain, the widest first."""
+
+    name: str
+    address: str
+    domain: tuple[str, ...]
+
+
+class PeerUnit(msgspec.Struct, frozen=True, array_like=True):
+    """Ranks that share a node (by its index) and its shards. `private`: only what is their own has to be sent, as
+    enough other nodes hold the same shards."""
+
+    node: int
+    ranks: tuple[int, ...]
+    private: bool
+
+
+class PeerJob(msgspec.Struct, frozen=True):
+    """What the agents of an attempt have to know of each other; the same on all nodes.
+
+    Attributes:
+        attempt: its nonce.
+        nodes: in the order of their first ranks; the first one is the leader.
+        units: all of the job.
+        scheme: how records are kept.
+        data, tolerate: k and m; for mirrors 1 and M - 1.
+        backend: of the code.
+        wait: whether training waits for acknowledgements.
+        rate_bytes_per_second, overhead: of the traffic budget.
+        record: the one behind which the attempt goes on; None: it starts over, or from storage.
+    """
+
+    attempt: str
+    nodes: tuple[PeerNode, ...]
+    units: tuple[PeerUnit, ...]
+    scheme: Literal["erasure", "mirror"]
+    data: int
+    tolerate: int
+    backend: str
+    wait: bool
+    rate_bytes_per_second: float | None
+    overhead: float
+    record: int | None
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """The attempt's plan is made: connect to its peers. `rejoin`: a trainer has lost its agent, and found another."""
+
+    job: PeerJob
+    rejoin: bool = False
+
+
+class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
+    """From a trainer: where do I mark the phases of my steps? Answer: PhasesAre."""
+
+
+class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
+    """Answer to AskPhases, and to the courier: the page comes along as a descriptor; `position` is the rank's in it."""
+
+    position: int = 0
+
+
+class UnitSource(msgspec.Struct, frozen=True, array_like=True):
+    """Where the state of some ranks after a record is fetched from: as in the plan's Fetch."""
+
+    ranks: tuple[int, ...]
+    record: int
+    generation: str
+    live: str | None
+    pieces: tuple[tuple[str, int], ...]
+    private: bool
+    replica: tuple[str, tuple[int, ...]] | None
+    period: int
+    data: int
+
+
+class Recover(msgspec.Struct, frozen=True, tag="recover"):
+    """From a trainer, for its node: fetch what is missing here, hand out what others miss. Answer: Recovered.
+
+    Attributes:
+        record: the one that the plan chose.
+        serve: sets of ranks whose state after it is handed out from here.
+        fetch: what this node is to get.
+        memory_budget_bytes: the configured limit.
+        history: timelines up to that record, oldest first.
+    """
+
+    record: int
+    serve: tuple[tuple[int, ...], ...]
+    fetch: tuple[UnitSource, ...]
+    memory_budget_bytes: int | None
+    history: tuple[Branch, ...] = ()
+
+
+class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A source from which nothing, or nothing right, could be read."""
+
+    node: str
+    ranks: tuple[int, ...]
+    generation: str
+
+
+class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
+    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again."""
+
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """From the courier, passed on to the trainers: bytes more of what is missing are here."""
+
+    nbytes: int
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """To the courier: of which layout is that source? Answer: Described."""
+
+    source: UnitSource
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """Answer to Describe; `problem`: why there is no answer."""
+
+    ranks: tuple[int, ...]
+    spec: StateSpec | None = None
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+
+
+class Fill(msgspec.Struct, frozen=True, tag="fill"):
+    """To the courier: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
+
+    source: UnitSource
+    spec: StateSpec
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """Answer to Fill: the records that make the state, by number.
+
+    Attributes:
+        metas: their scalars.
+        step: of the record itself.
+        rank_states: after it.
+        nbytes: that were read.
+        problem, bad: as in Recovered.
+    """
+
+    ranks: tuple[int, ...]
+    metas: dict[int, bytes] = {}
+    step: int = 0
+    rank_states: dict[int, bytes] = {}
+    nbytes: int = 0
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+
+
+class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
+    """To the courier: a generation is complete; its regions come along: slots, then static and replica where present.
+
+    Attributes:
+        ranks: the owner.
+        generation: its name, no two alike; `number` is what its slots are stamped with.
+        base: the record that it begins with.
+        records: with what belongs to each: virtual ones and the base.
+        missing, plain: of the replica's state at `base` (eager).
+        history: timelines, oldest first.
+        serve: for readers only: send nothing, hand it out.
+    """
+
+    ranks: tuple[int, ...]
+    generation: str
+    number: int
+    spec: StateSpec
+    base: int
+    records: dict[int, tuple[int, bytes, dict[int, bytes]]]
+    missing: tuple[tuple[int, int, str], ...]
+    plain: bytes
+    history: tuple[Branch, ...]
+    serve: bool = False
+
+
+class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
+    """To the courier: a record is whole on this node."""
+
+    ranks: tuple[int, ...]
+    generation: str
+    record: int
+    step: int
+    meta: bytes
+    rank_states: dict[int, bytes]
+
+
+class GiveUp(msgspec.Struct, frozen=True, tag="give up"):
+    """To the courier: send no more of what the generation begins with, the replica has to go on. Answer: GivenUp."""
+
+    ranks: tuple[int, ...]
+    generation: str
+
+
+class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
+    """Answer to GiveUp."""
+
+    ranks: tuple[int, ...]
+    generation: str
+
+
+class Halt(msgspec.Struct, frozen=True, tag="halt"):
+    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays."""
+
+
+class ListPieces(msgspec.Struct, frozen=True, tag="pieces?"):
+    """To the courier. Answer: Pieces; what belongs to another model than this fingerprint's has a problem."""
+
+    fingerprints: dict[int, tuple[str, ...]]
+
+
+class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
+    """Answer to ListPieces."""
+
+    pieces: tuple[HeldPieces, ...]
+
+
+class Passed(msgspec.Struct, frozen=True, tag="passed"):
+    """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
+
+    `whole`: all nodes are protected: up to the tolerated number of them may be lost.
+    """
+
+    record: int
+    whole: bool
+    problem: str = ""
+
+
+class PeerLinkStatus(msgspec.Struct, frozen=True):
+    """The connection to one other node.
+
+    Attributes:
+        node: its name.
+        connected: whether it answers.
+        behind_bytes: what it has not acknowledged yet.
+        seconds_silent: since it was last heard; None before the first word.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    node: str
+    connected: bool
+    behind_bytes: int
+    seconds_silent: float | None
+    problem: str = ""
+
+
+class PeersStatus(msgspec.Struct, frozen=True):
+    """The peers tier, as its agent sees it.
+
+    Attributes:
+        scheme: ``"erasure code, k=4, m=2"`` or ``"mirror, 2 copies"``.
+        security: ``"curve"`` or ``"plain"``.
+        ack: what is done where peers fall behind, ``"wait"`` or ``"proceed"``.
+        watermark: the newest record that is acknowledged for every node; None before the first.
+        acknowledged: ranks of a set of shards, and its newest acknowledged record.
+        protected: whether the tolerated number of nodes can be lost now.
+        problem: why not, in words.
+        held_bytes: of other nodes' records here.
+        kept: node, ranks, and the newest record that is kept of them here.
+        links: to the other nodes.
+        bytes_sent: to all of them since the attempt began.
+        bytes_per_record: of them, for one record; None before the first.
+        rate_limit_bytes_per_second: what may be sent now; None: no limit.
+        pace: what the governor does, in words.
+        refused: messages of strangers, and damaged ones.
+        gap: the records from..to that no peer had, the last such gap; None if there was none.
+        recovering: what is being restored, with progress; empty if nothing is.
+    """
+
+    scheme: str
+    security: str
+    ack: str
+    watermark: int | None
+    acknowledged: tuple[tuple[tuple[int, ...], int], ...]
+    protected: bool
+    problem: str
+    held_bytes: int
+    kept: tuple[tuple[str, tuple[int, ...], int], ...]
+    links: tuple[PeerLinkStatus, ...]
+    bytes_sent: int
+    bytes_per_record: float | None
+    rate_limit_bytes_per_second: float | None
+    pace: str
+    refused: int
+    gap: tuple[int, int] | None
+    recovering: str = ""
+
+
+class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
+    """From the courier, every second or so while something happens."""
+
+    status: PeersStatus

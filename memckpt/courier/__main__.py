@@ -1,0 +1,49 @@
+"""``python -m memckpt.courier``: the process through which an agent reaches those of other nodes. Not for people.
+
+A process of its own because the erasure code holds Python's lock while it works. It dies with its agent, and with it
+what it keeps of other nodes' records: a node is lost as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from memckpt.agent.channel import Channel
+from memckpt.courier.courier import Courier
+from memckpt.errors import AgentGoneError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m memckpt.courier", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
+    parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s courier %(levelname)s %(message)s", stream=sys.stderr)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.agent:
+        return 0  # it died before we asked to die with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: others may need what is kept here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
+    channel = Channel(socket.socket(fileno=arguments.fd))
+    courier = Courier(channel)
+    try:
+        courier.run()
+    except AgentGoneError:
+        pass  # the agent has let go of us
+    finally:
+        courier.close()
+        channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

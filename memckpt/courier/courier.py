@@ -1,0 +1,325 @@
+"""The courier: sends its node's records to those who keep their pieces, and keeps pieces of others' records.
+
+One event loop owns everything here. Sending is a pipeline over stripes: some are encoded and handed over, then what has
+arrived is looked at, and so on; the network's own threads send meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import msgspec
+import zmq
+
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Message
+from memckpt.agent.peer_messages import (
+    Describe,
+    Fill,
+    GivenUp,
+    GiveUp,
+    Halt,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    PeersReport,
+    PhasesAre,
+    Pieces,
+    RecoveryProgress,
+    SendGeneration,
+    SendRecord,
+)
+from memckpt.courier.asking import Asking
+from memckpt.courier.member import Member
+from memckpt.courier.reader import Reader
+from memckpt.courier.serving import Serving
+from memckpt.errors import AgentError
+from memckpt.memory.phases import PhaseReader, PhasesPage
+from memckpt.memory.region import Region
+from memckpt.peers import wire
+from memckpt.peers.holder import Holder, KeptWindow
+from memckpt.peers.keys import Keys
+from memckpt.peers.transport import Delivery, Met, Transport
+from memckpt.state.records import HeldPieces
+
+_log = logging.getLogger("memckpt.courier")
+#: How often the agent is told how things are.
+_REPORT_SECONDS = 1.0
+#: Messages of peers that are handled before the loop looks at its agent.
+_MOST_DELIVERIES = 256
+
+
+class _RegionRoom:
+    """Memory for pieces."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._region = Region.create("pieces", nbytes)
+        self._region.populate_in_background()
+        self._view: memoryview | None = memoryview(self._region.map)
+
+    @property
+    def view(self) -> memoryview:
+        assert self._view is not None
+        return self._view
+
+    def close(self) -> None:
+        self._view = None
+        self._region.close()
+
+
+class Courier:
+    """Belongs to one thread. The channel to the agent belongs to the caller."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._poller = zmq.Poller()
+        self._poller.register(channel.fileno(), zmq.POLLIN)
+        self._transport: Transport | None = None
+        self._node = ""
+        self._holder: Holder | None = None
+        self._member: Member | None = None
+        self._serving = Serving()
+        self._readers: list[Reader] = []
+        self._asking: list[Asking] = []
+        self._questions = 0
+        self._phases: PhasesPage | None = None
+        self._marks: PhaseReader | None = None
+        self._reported = 0.0
+        self._security = ""
+
+    def run(self) -> None:
+        """Serve until the agent is gone; that raises AgentGoneError."""
+        while True:
+            self._poller.poll(math.ceil(self._patience() * 1000))
+            while (received := self._channel.poll()) is not None:
+                self._handle(*received)
+            self._take_deliveries()
+            now = time.monotonic()
+            if self._member is not None:
+                if self._marks is not None:
+                    for mark in self._marks.read():
+                        self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                self._member.work(now)
+                self._report(now)
+            for reader in self._readers:
+                reader.tend(now)
+            for asking in self._asking:
+                asking.tend(now)
+            self._finish_readers()
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        limits = [60.0]
+        if self._transport is not None:
+            limits.append(self._transport.tend(now))
+        if self._member is not None:
+            limits += [self._member.patience(now), self._reported + _REPORT_SECONDS - now]
+        if self._readers or self._asking:
+            limits.append(1.0)
+        return max(0.0, min(limits))
+
+    def close(self) -> None:
+        """Let go of everything, what is kept for others too."""
+        self._leave()
+        if self._holder is not None:
+            self._holder.close()
+
+    def _close_phases(self) -> None:
+        phases, self._phases, self._marks = self._phases, None, None
+        if phases is not None:
+            phases.close()
+
+    def _leave(self) -> None:
+        """The attempt is over. What is kept stays."""
+        self._readers.clear()
+        self._asking.clear()
+        self._serving.close()
+        self._close_phases()
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+        if self._transport is not None:
+            self._transport.unregister(self._poller)
+            self._transport.close()
+            self._transport = None
+        if self._holder is not None:
+            self._holder.halt()
+
+    # What the agent says
+
+    def _handle(self, message: Message, fds: list[int]) -> None:
+        if isinstance(message, PhasesAre):
+            self._close_phases()
+            self._phases = PhasesPage.open(fds[0])
+            self._marks = PhaseReader(self._phases)
+            return
+        regions = [Region.open(fd) for fd in fds]
+        match message:
+            case Listen():
+                self._listen(message)
+            case Join():
+                self._join(message)
+            case ListPieces():
+                self._channel.send(Pieces(self._list_pieces(message.fingerprints)))
+            case SendGeneration():
+                self._send_generation(message, regions)
+            case SendRecord():
+                if self._member is not None:
+                    self._member.committed(message)
+            case GiveUp():
+                if self._member is not None:
+                    self._member.give_up(message)
+                self._channel.send(GivenUp(message.ranks, message.generation))
+            case Describe():
+                self._describe(message)
+            case Fill():
+                self._fill(message, regions)
+            case Halt():
+                self._leave()
+            case _:
+                raise AgentError(f"unexpected {type(message).__name__} from the agent")
+
+    def _listen(self, message: Listen) -> None:
+        self._leave()
+        self._security = "plain" if message.keys is None else "curve"
+        keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
+        self._node = message.node
+        if self._holder is None:
+            self._holder = Holder(message.node, _RegionRoom)
+        self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
+        self._transport.register(self._poller)
+        self._channel.send(Listening(self._transport.address))
+
+    def _join(self, message: Join) -> None:
+        assert self._transport is not None
+        assert self._holder is not None
+        job = message.job
+        self._holder.begin(job.attempt, job.record)
+        if self._member is not None:
+            self._member.close()
+        self._member = Member(self._node, job, self._holder, self._transport, self._tell_passed)
+        for peer, state in self._transport.peers().items():
+            if state.incarnation:  # met before the plan was made once more
+                self._member.met(peer)
+
+    def _tell_passed(self, passed: Passed) -> None:
+        self._channel.send(passed)
+
+    def _report(self, now: float) -> None:
+        """Tell the agent how things are, now and then."""
+        if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        self._channel.send(PeersReport(self._member.status(self._security, len(self._readers))))
+
+    def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
+        def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
+            return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
+
+        return () if self._holder is None else self._holder.held(fingerprint_of)
+
+    def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
+        if message.serve:
+            self._serving.add(message, regions)
+        elif self._member is not None:
+            self._member.begin(message, regions)
+        else:
+            for region in regions:
+                region.close()
+
+    # Recovery
+
+    def _number(self) -> int:
+        self._questions += 1
+        return self._questions
+
+    def _send(self, peer: str, message: wire.WireMessage) -> None:
+        assert self._member is not None
+        self._member.send(peer, message, b"")
+
+    def _describe(self, message: Describe) -> None:
+        self._asking.append(Asking(message.source, self._number(), self._send, time.monotonic()))
+
+    def _fill(self, message: Fill, regions: list[Region]) -> None:
+        assert self._member is not None
+        source = message.source
+        code = self._member.code_for(source.data)
+        now = time.monotonic()
+        self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
+
+    def _progress(self, nbytes: int) -> None:
+        self._channel.send(RecoveryProgress(nbytes))
+
+    def _finish_readers(self) -> None:
+        for reader in [one for one in self._readers if one.result is not None]:
+            self._readers.remove(reader)
+            result = reader.close()
+            self._channel.send(result)
+        for asking in [one for one in self._asking if one.result is not None]:
+            self._asking.remove(asking)
+            assert asking.result is not None
+            self._channel.send(asking.result)
+
+    # What peers say
+
+    def _take_deliveries(self) -> None:
+        if self._transport is None or self._member is None:
+            return  # before the attempt has its plan nothing is taken; it waits where it is
+        now = time.monotonic()
+        for _ in range(_MOST_DELIVERIES):
+            loopback = self._member.loopback
+            event = loopback.popleft() if loopback else self._transport.receive()
+            if event is None:
+                return
+            if isinstance(event, Met):
+                self._member.met(event.peer)
+            else:
+                self._deliver(event, now)
+
+    def _deliver(self, delivery: Delivery, now: float) -> None:
+        assert self._member is not None
+        peer = delivery.peer
+        try:
+            message = wire.decode(delivery.body)
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
+            self._member.refuse(f"{peer}: {error}")
+            return
+        match message:
+            case wire.AskManifest() | wire.Get() | wire.AskWindow():
+                self._answer(peer, message)
+            case wire.Manifest() | wire.Got() | wire.WindowIs() | wire.GotNone():
+                self._take_answer(peer, message, delivery.payload, now)
+            case _:
+                self._member.handle(peer, message, delivery.payload, now)
+
+    def _answer(self, peer: str, question: wire.AskManifest | wire.Get | wire.AskWindow) -> None:
+        assert self._member is not None
+        assert self._holder is not None
+        answer, payload = self._serving.answer(question)
+        if answer is None:
+            answer, payload = self._serving.answer_from(self._holder, question)
+        self._member.send(peer, answer, payload)
+
+    def _take_answer(
+        self,
+        peer: str,
+        message: wire.Manifest | wire.Got | wire.WindowIs | wire.GotNone,
+        payload: bytes | memoryview,
+        now: float,
+    ) -> None:
+        for asking in self._asking:
+            if asking.request == message.request:
+                asking.answered(peer, message, now)
+        for reader in self._readers:
+            if message.request in reader.requests:
+                match message:
+                    case wire.Manifest():
+                        reader.got_manifest(peer, message, now)
+                    case wire.Got():
+                        reader.got(peer, message, bytes(payload), now)
+                    case wire.GotNone():
+                        reader.got_none(peer, message, now)

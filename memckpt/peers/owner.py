@@ -1,0 +1,442 @@
+"""A node's own records on their way to the holders of their pieces.
+
+Each holder is served by a stream of its own, in order: a generation is opened, what is static follows, then record
+after record. Streams that keep step share what has been encoded; one that lags behind, or begins anew because its
+holder came back empty, is served from what still lies in the slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from memckpt.peers.blob import STATIC, Blob
+from memckpt.peers.code import Code, Piece
+from memckpt.peers.fragments import Fragment, seal_stripe
+from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+
+_log = logging.getLogger("memckpt.courier")
+#: Encoded stripes that are kept for streams that are a little behind the first.
+_CACHED_STRIPES = 32
+#: Records that wait for a holder, in windows.
+_MOST_WINDOWS_QUEUED = 3
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
+
+
+class Source(Protocol):
+    """Where the bytes of one generation's records lie."""
+
+    def open(self, record: int) -> Blob | None:
+        """The bytes of a record; None if they are not there any more."""
+        ...
+
+    def intact(self, record: int) -> bool:
+        """Whether what has been read of a record until now was the record's."""
+        ...
+
+    def step(self, record: int) -> int:
+        """The framework's step of a record."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Outgoing:
+    """One generation that is sent.
+
+    Args:
+        window: as holders are told, for piece 0.
+        source: of its records; closed with it.
+        records: those that are there when it begins: virtual ones up to its base.
+    """
+
+    def __init__(self, window: Window, source: Source, records: Sequence[int]) -> None:
+        self.window = window
+        self.source = source
+        self.records = deque(records)
+        self._blobs: dict[int, Blob] = {}
+
+    @property
+    def generation(self) -> str:
+        return self.window.generation
+
+    def add(self, record: int) -> None:
+        """A record more; of what lies further back than a window reaches nothing is needed again."""
+        self.records.append(record)
+        while len(self.records) > self.window.kept:
+            self.forget(self.records.popleft())
+
+    def blob(self, record: int) -> Blob | None:
+        """The bytes of a record; None if they are not there any more."""
+        found = self._blobs.get(record)
+        if found is None:
+            found = self.source.open(record)
+            if found is not None:
+                self._blobs[record] = found
+        return found
+
+    def forget(self, record: int) -> None:
+        """Nobody reads this record just now."""
+        blob = self._blobs.pop(record, None)
+        if blob is not None:
+            blob.release()
+
+    def close(self) -> None:
+        for record in list(self._blobs):
+            self.forget(record)
+        self.source.close()
+
+
+#: In a stream's queue: tell the holder that a generation begins.
+_OPEN = None
+
+
+class _Stream:
+    """What one holder gets, and what it has."""
+
+    def __init__(self, holder: str, piece: int, start: int) -> None:
+        self.holder, self.piece = holder, piece
+        self.queue: deque[tuple[Outgoing, int | None]] = deque()
+        #: The next one of the record at the head of the queue.
+        self.stripe = 0
+        self.acknowledged = start
+        self.met = False
+        #: Why it did not take something, until it takes what follows; and whether it is not tried just now.
+        self.problem = ""
+        self.waits = False
+        self.retry_at = 0.0
+        self._backoff = _FIRST_RETRY_SECONDS
+        #: What is on its way or yet to be sent, in order; and what the holder has said that it has.
+        self._pending: deque[tuple[Outgoing, int]] = deque()
+        self._stored: set[tuple[str, int]] = set()
+
+    def restart(self, outgoing: Outgoing | None) -> None:
+        """Send what there is of a generation, from its beginning."""
+        self.queue.clear()
+        self._pending.clear()
+        self.stripe = 0
+        if outgoing is not None:
+            self.begin(outgoing)
+
+    def empty(self) -> None:
+        """The holder has nothing any more."""
+        self.met, self.waits, self.problem, self._backoff = True, False, "", _FIRST_RETRY_SECONDS
+        self._stored.clear()
+
+    def begin(self, outgoing: Outgoing) -> None:
+        """Send a generation after what is still to be sent."""
+        self.queue.append((outgoing, _OPEN))
+        for record in ([STATIC] if outgoing.window.static else []) + list(outgoing.records):
+            self.add(outgoing, record)
+
+    def add(self, outgoing: Outgoing, record: int) -> None:
+        self.queue.append((outgoing, record))
+        self._pending.append((outgoing, record))
+
+    def skip(self, outgoing: Outgoing, record: int) -> None:
+        """The holder gets nothing of the record at the head of the queue."""
+        self._pending.remove((outgoing, record))
+        self._advance()
+
+    def lost(self, outgoing: Outgoing) -> list[int]:
+        """Records of a generation that are queued and that it does not have any more, or else all that are queued."""
+        queued = [record for one, record in self.queue if one is outgoing and record is not _OPEN and record != STATIC]
+        return [record for record in queued if record not in outgoing.records] or queued
+
+    def drop(self, outgoing: Outgoing) -> None:
+        """Nobody needs this generation any more."""
+        if self.queue and self.queue[0][0] is outgoing:
+            self.stripe = 0
+        self.queue = deque(one for one in self.queue if one[0] is not outgoing)
+        self._pending = deque(one for one in self._pending if one[0] is not outgoing)
+        self._stored = {one for one in self._stored if one[0] != outgoing.generation}
+        self._advance()
+
+    def stored(self, message: Stored) -> None:
+        """The holder has a record."""
+        self._stored.add((message.generation, message.record))
+        self._advance()
+
+    def _advance(self) -> None:
+        while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:
+            outgoing, record = self._pending.popleft()
+            if record >= outgoing.window.base:
+                self.acknowledged = max(self.acknowledged, record)
+                self.problem, self._backoff = "", _FIRST_RETRY_SECONDS
+                oldest = record - outgoing.window.kept * outgoing.window.every
+                self._stored = {one for one in self._stored if one[1] == STATIC or one[1] > oldest}
+
+    def not_stored(self, message: NotStored, now: float) -> None:
+        """The holder does not take it: try again, later each time."""
+        self._stored.discard((message.generation, message.record))
+        self.queue.clear()
+        self._pending.clear()
+        self.problem, self.waits = message.reason, True
+        self.retry_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, _LAST_RETRY_SECONDS)
+
+    def whole(self, window: Window) -> bool:
+        """Whether the holder has all that the state after its newest record needs."""
+        needed = {self.acknowledged - index * window.every for index in range(window.period)}
+        if window.static:
+            needed.add(STATIC)
+        return all((window.generation, record) in self._stored for record in needed)
+
+
+class Owner:
+    """One set of shards and where its records go.
+
+    Args:
+        ranks: that share them on this node.
+        code: of the pieces.
+        holders: a node for each piece.
+        send: gives a message, with bytes beside it, to a node.
+        room: how many bytes a node takes just now; 0 or less: none.
+        record: that every node can produce at the start.
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        code: Code,
+        holders: Sequence[str],
+        send: Callable[[str, WireMessage, memoryview | bytes], None],
+        room: Callable[[str], int],
+        record: int,
+    ) -> None:
+        self.ranks = ranks
+        self._code = code
+        self._send = send
+        self._room = room
+        self._streams = [_Stream(holder, piece, record) for piece, holder in enumerate(holders)]
+        self._generations: list[Outgoing] = []
+        self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Piece]]] = OrderedDict()
+        self._start = record
+        self.watermark = record
+        self.bytes_sent = 0
+        #: What the last record took that all holders were sent.
+        self.last_record_bytes: int | None = None
+        #: The records, from the first to the last, of the last stretch that not every holder got.
+        self.gap: tuple[int, int] | None = None
+        self._sent_of: dict[tuple[str, int], int] = {}
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return tuple(stream.holder for stream in self._streams)
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Why holders do not take anything, in words."""
+        return {stream.holder: stream.problem for stream in self._streams if stream.problem}
+
+    def close(self) -> None:
+        for outgoing in self._generations:
+            outgoing.close()
+        self._generations.clear()
+
+    # What the node's own ranks do
+
+    def begin(self, outgoing: Outgoing) -> None:
+        """A generation is complete on this node: send it."""
+        self._generations.append(outgoing)
+        for stream in self._streams:
+            if stream.met:
+                stream.begin(outgoing)
+
+    def committed(self, record: int) -> None:
+        """A record of the newest generation is whole on this node."""
+        outgoing = self._generations[-1]
+        outgoing.add(record)
+        for stream in self._streams:
+            if stream.met and not stream.waits:
+                stream.add(outgoing, record)
+                if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
+                    # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
+                    self._note_gap(outgoing, min(stream.lost(outgoing)), outgoing.records[0] - outgoing.window.every)
+                    stream.restart(outgoing)
+
+    def give_up(self, generation: str) -> None:
+        """What a generation begins with cannot be sent any more (the replica goes on)."""
+        for outgoing in self._generations:
+            if outgoing.generation == generation:
+                while outgoing.records and outgoing.records[0] <= outgoing.window.base:
+                    outgoing.forget(outgoing.records.popleft())
+
+    def passed(self, watermark: int) -> None:
+        """The watermark has got so far: older generations are not needed any more."""
+        self.watermark = max(self.watermark, watermark)
+        while len(self._generations) > 1 and self._generations[1].window.base <= self.watermark:
+            old = self._generations.pop(0)
+            for stream in self._streams:
+                stream.drop(old)
+            old.close()
+
+    # What holders say
+
+    def met(self, holder: str) -> None:
+        """A holder is there, with nothing of ours on its way: it gets all that there is."""
+        for stream in self._streams:
+            if stream.holder == holder:
+                stream.empty()
+                stream.restart(self._newest)
+
+    def stored(self, holder: str, message: Stored) -> None:
+        for stream in self._streams:
+            if stream.holder == holder:
+                stream.stored(message)
+
+    def not_stored(self, holder: str, message: NotStored, now: float) -> None:
+        for stream in self._streams:
+            if stream.holder == holder and not stream.waits:
+                _log.warning(
+                    "%s does not keep record %d of ranks %s: %s",
+                    holder,
+                    message.record,
+                    list(self.ranks),
+                    message.reason,
+                )
+                stream.not_stored(message, now)
+
+    @property
+    def acknowledged(self) -> int:
+        """The newest record that all holders have."""
+        return min((stream.acknowledged for stream in self._streams), default=self._start)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all holders have all that the state after :attr:`acknowledged` needs."""
+        if not self._generations:
+            return False
+        return all(stream.whole(self._generations[-1].window) for stream in self._streams)
+
+    @property
+    def _newest(self) -> Outgoing | None:
+        return self._generations[-1] if self._generations else None
+
+    @property
+    def behind(self) -> dict[str, int]:
+        """Records that each holder has still to get."""
+        return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
+
+    @property
+    def record_bytes(self) -> int:
+        """What a record of the newest generation is, in pieces for all holders."""
+        newest = self._newest
+        return 0 if newest is None else newest.window.record_bytes * len(self._streams) // self._code.data
+
+    @property
+    def waiting_bytes(self) -> int:
+        """About what is yet to be sent, to all holders that are there."""
+        newest = self._newest
+        each = 0 if newest is None else newest.window.record_bytes // self._code.data
+        return each * sum(self.behind.values())
+
+    @property
+    def kept(self) -> int:
+        """How many records a holder keeps."""
+        newest = self._newest
+        return 0 if newest is None else newest.window.kept
+
+    # Sending
+
+    @property
+    def wants(self) -> bool:
+        """Whether there is anything to send to a holder that would take it."""
+        return any(stream.queue and self._room(stream.holder) > 0 for stream in self._streams)
+
+    def retry_at(self) -> float | None:
+        """When to :meth:`retry`; None: there is nothing to."""
+        return min((stream.retry_at for stream in self._streams if stream.waits), default=None)
+
+    def retry(self, now: float) -> None:
+        """Begin anew with holders that did not take something a while ago."""
+        for stream in self._streams:
+            if stream.waits and stream.retry_at <= now:
+                stream.waits = False
+                stream.restart(self._newest)
+
+    def pump(self, limit: int) -> int:
+        """Send up to about `limit` bytes, in turns to all holders that take some; returns how many."""
+        sent = 0
+        progress = True
+        while progress and sent < limit:
+            progress = False
+            for stream in self._streams:
+                if stream.queue and self._room(stream.holder) > 0:
+                    sent += self._send_next(stream)
+                    progress = True
+        self.bytes_sent += sent
+        return sent
+
+    def _send_next(self, stream: _Stream) -> int:
+        outgoing, record = stream.queue[0]
+        if record is _OPEN:
+            stream.queue.popleft()
+            self._send(stream.holder, Open(msgspec.structs.replace(outgoing.window, piece=stream.piece)), b"")
+            return 0
+        blob = outgoing.blob(record)
+        if blob is None:
+            self._skip(stream, outgoing, record)
+            return 0
+        last = stream.stripe == blob.stripes - 1
+        fragments = self._encode(outgoing, record, stream.stripe, blob)
+        if last and not outgoing.source.intact(record):
+            self._skip(stream, outgoing, record)
+            return 0
+        fragment, payload = fragments[stream.piece]
+        self._send(stream.holder, Put(fragment, outgoing.source.step(record), self.watermark), payload)
+        stream.stripe += 1
+        key = outgoing.generation, record
+        self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
+        if last:
+            self._next(stream)
+            if not any((outgoing, record) in one.queue for one in self._streams):
+                outgoing.forget(record)
+                sent = self._sent_of.pop(key)
+                self.last_record_bytes = sent if record > outgoing.window.base else self.last_record_bytes
+        return len(payload)
+
+    def _next(self, stream: _Stream) -> None:
+        stream.queue.popleft()
+        stream.stripe = 0
+
+    def _skip(self, stream: _Stream, outgoing: Outgoing, record: int) -> None:
+        """A record is gone from its slot before it was sent: training has gone on without waiting."""
+        if stream.stripe:
+            self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
+        self._next(stream)
+        self._sent_of.pop((outgoing.generation, record), None)
+        stream.skip(outgoing, record)
+        if record != STATIC:
+            self._note_gap(outgoing, record, record)
+        outgoing.forget(record)
+        for key in [key for key in self._encoded if key[:2] == (outgoing.generation, record)]:
+            del self._encoded[key]
+
+    def _note_gap(self, outgoing: Outgoing, first: int, last: int) -> None:
+        """Not every holder gets these records. Stretches that touch are one."""
+        if self.gap is not None and first <= self.gap[1] + outgoing.window.every and last >= self.gap[0]:
+            first, last = min(first, self.gap[0]), max(last, self.gap[1])
+        self.gap = first, last
+
+    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Blob) -> list[tuple[Fragment, Piece]]:
+        key = outgoing.generation, record, stripe
+        found = self._encoded.get(key)
+        if found is None:
+            found = seal_stripe(
+                self._code,
+                blob.stripe(stripe),
+                generation=outgoing.generation,
+                owner=self.ranks,
+                record=record,
+                stripe=stripe,
+                stripes=blob.stripes,
+            )
+            self._encoded[key] = found
+            while len(self._encoded) > _CACHED_STRIPES:
+                self._encoded.popitem(last=False)
+        return found

@@ -1,0 +1,173 @@
+"""Which nodes keep the pieces of whose records: pure functions, so that every node computes the same.
+
+A group has k + m nodes or some more, on a ring. The k + m - 1 nodes that follow a node on its ring keep one piece each
+of its records: every node keeps as much as it sends. Nodes are dealt out to the groups, and laid on the ring, such that
+no two of k + m neighbours are of one failure domain. That is possible exactly where no domain has more than
+n // (k + m) nodes: n records each touch it at most once, and each of its nodes is touched by k + m of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from memckpt.errors import ConfigurationError
+
+#: A failure domain, or the way to it from the widest one that is known: ("zone-a", "rack-3", "node-7").
+Path = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Nodes that keep each other's records, by their index, in the order of the ring."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Who keeps what.
+
+    Attributes:
+        groups: every node is in one of them; the larger ones come last.
+        survived: for each level of the domains' paths, widest first: how many domains of it can be lost at once,
+            whichever they are, without losing a record.
+        warnings: in words, what cannot be had.
+    """
+
+    groups: tuple[Group, ...]
+    survived: tuple[int, ...]
+    warnings: tuple[str, ...]
+    _holders: tuple[tuple[int, ...], ...] = field(repr=False)
+    _kept: tuple[tuple[tuple[int, int], ...], ...] = field(repr=False)
+
+    def holders(self, owner: int) -> tuple[int, ...]:
+        """The k + m - 1 nodes that keep a piece of this node's records; a position is the number of the piece."""
+        return self._holders[owner]
+
+    def kept_by(self, node: int) -> tuple[tuple[int, int], ...]:
+        """(owner, piece) of all that this node keeps."""
+        return self._kept[node]
+
+
+def domains_suffice(domains: Sequence[Hashable], group_nodes: int) -> bool:
+    """Whether no two of the `group_nodes` nodes that hold a record need to be of one domain; `domains` are by node."""
+    return max(Counter(domains).values(), default=0) <= len(domains) // group_nodes
+
+
+def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "domain") -> Placement:
+    """Form groups of `data` + `tolerate` nodes or more, and say who keeps whose pieces.
+
+    What depends on names is only which nodes share a domain: a node that replaces another one in its domain, or where
+    nothing is known of domains, takes its place, and nothing else moves.
+
+    Args:
+        domains: of each node, by its index: the way to its failure domain from the widest one, all of one length. Nodes
+            with the same way fail together, at worst; nodes are also spread over the wider ones as evenly as can be.
+        data: k, how many pieces make a record whole; 1 where each piece is a copy.
+        tolerate: m, how many nodes of a group may be lost.
+        level: what such a domain is called, for warnings.
+
+    Raises:
+        ConfigurationError: there are fewer than k + m nodes.
+    """
+    nodes, span = len(domains), data + tolerate
+    if nodes < span:
+        raise ConfigurationError(
+            f"peers: expected k + m = {data} + {tolerate} = {span} nodes or more, found {nodes}; choose a smaller k or "
+            "m, or more nodes"
+        )
+    if len({len(path) for path in domains}) != 1:
+        raise ValueError(f"expected domains by paths of one length, found {list(domains)}")
+    count = nodes // span
+    groups: list[list[int]] = [[] for _ in range(count)]
+    # The first round leaves out the groups in front, so that those behind are the larger ones.
+    for turn, node in enumerate(_sort_by_domain(range(nodes), domains), start=-nodes % count):
+        groups[turn % count].append(node)
+    rings = [_lay_ring(group, domains) for group in groups]
+    holders: list[tuple[int, ...]] = [()] * nodes
+    kept: list[list[tuple[int, int]]] = [[] for _ in range(nodes)]
+    for ring in rings:
+        for at, owner in enumerate(ring):
+            holders[owner] = tuple(ring[(at + distance) % len(ring)] for distance in range(1, span))
+            for piece, holder in enumerate(holders[owner]):
+                kept[holder].append((owner, piece))
+    depth = len(domains[0])
+    survived = tuple(
+        _count_survived(holders, [path[:end] for path in domains], tolerate) for end in range(1, depth + 1)
+    )
+    warnings = _warn(domains, span, tolerate, survived[-1], level)
+    return Placement(
+        groups=tuple(Group(tuple(ring)) for ring in rings),
+        survived=survived,
+        warnings=warnings,
+        _holders=tuple(holders),
+        _kept=tuple(tuple(sorted(each)) for each in kept),
+    )
+
+
+def _sort_by_domain(nodes: Sequence[int], domains: Sequence[Path]) -> list[int]:
+    """Nodes of a domain side by side at every level, those of the largest first."""
+    sizes = Counter(domains[node][:end] for node in nodes for end in range(1, len(domains[node]) + 1))
+    first: dict[Path, int] = {}
+    for node in nodes:
+        for end in range(1, len(domains[node]) + 1):
+            first.setdefault(domains[node][:end], node)
+
+    def key(node: int) -> list[tuple[int, int]]:
+        # Names stay out of it: they change when a node is replaced.
+        ways = [domains[node][:end] for end in range(1, len(domains[node]) + 1)]
+        return [(-sizes[way], first[way]) for way in ways]
+
+    return sorted(nodes, key=lambda node: (key(node), node))
+
+
+def _lay_ring(group: Sequence[int], domains: Sequence[Path]) -> list[int]:
+    """Order a group such that nodes of one domain are as far from each other as can be.
+
+    The ring is cut into as many rows as the largest domain has nodes; written column by column, a domain has at most
+    one node in a row, and a row's length lies between two.
+    """
+    rows, depth = 1, len(domains[group[0]])
+    while rows == 1 and depth:  # where all are different at a level, a wider one decides
+        rows = max(Counter(domains[node][:depth] for node in group).values())
+        depth -= 1
+    table: list[list[int]] = [[] for _ in range(rows)]
+    for turn, node in enumerate(_sort_by_domain(sorted(group), domains)):
+        table[turn % rows].append(node)
+    return [node for row in table for node in row]
+
+
+def _count_survived(holders: Sequence[Sequence[int]], domains: Sequence[Path], tolerate: int) -> int:
+    """The largest number of domains that can be lost with no record lost, whichever domains they are.
+
+    A record is lost with its owner and m of the others. The worst choice is the owner's domain and those that have the
+    most of the others.
+    """
+    least = len(set(domains))
+    for owner, others in enumerate(holders):
+        touched = Counter(domains[node] for node in others)
+        losses = [1 + touched.pop(domains[owner], 0), *sorted(touched.values(), reverse=True)]
+        lost = survived = 0
+        for each in losses:
+            lost += each
+            if lost > tolerate:
+                break
+            survived += 1
+        least = min(least, survived)
+    return least
+
+
+def _warn(domains: Sequence[Path], span: int, tolerate: int, survived: int, level: str) -> tuple[str, ...]:
+    if domains_suffice(domains, span):
+        return ()
+    path, most = Counter(domains).most_common(1)[0]
+    left = {0: f"the loss of one {level} can lose records", 1: f"one {level} may be lost, not two"}
+    message = (
+        f"peers: expected at most {len(domains) // span} of {len(domains)} nodes in one {level}, so that the {span} "
+        f"nodes that hold a record are in different ones, found {most} in {'/'.join(path)}: "
+        f"{left.get(survived, f'any {survived} of them may be lost')}, where {tolerate} are to be survived; spread the "
+        "job over more of them, or choose smaller k and m"
+    )
+    return (message,)

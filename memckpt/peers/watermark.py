@@ -1,0 +1,46 @@
+"""The watermark: the newest record that is acknowledged for every node of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from memckpt.peers.wire import Acknowledged, Watermark
+
+
+class Leader:
+    """Puts together what the nodes have said; the first rank's node is the leader.
+
+    Args:
+        nodes: all of the job.
+        record: that every node can produce at the start.
+    """
+
+    def __init__(self, nodes: Collection[str], record: int) -> None:
+        self._said: dict[str, Acknowledged] = {}
+        self._nodes = set(nodes)
+        self._told = Watermark(record, False)
+
+    @property
+    def watermark(self) -> Watermark:
+        """The newest."""
+        return self._told
+
+    def acknowledged(self, message: Acknowledged) -> Watermark | None:
+        """What a node says; a new watermark if it has changed. It never goes back."""
+        if message.node not in self._nodes:
+            return None
+        self._said[message.node] = message
+        if set(self._said) != self._nodes:
+            return None
+        record = max(min(one.record for one in self._said.values()), self._told.record)
+        now = Watermark(record, all(one.whole for one in self._said.values()))
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
+    def missing(self) -> tuple[str, ...]:
+        """Nodes that hold the watermark back, in order of their names."""
+        behind = {node for node in self._nodes if node not in self._said}
+        behind |= {one.node for one in self._said.values() if not one.whole or one.record <= self._told.record}
+        return tuple(sorted(behind))

@@ -1,0 +1,204 @@
+"""What couriers say to each other: typed, validated, no pickle. Bytes of pieces travel beside a message, not in it."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from memckpt.peers.fragments import Fragment
+from memckpt.state.records import Branch
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """One generation of an owner's records, of which a holder keeps a piece each.
+
+    Attributes:
+        owner: the ranks whose records these are.
+        node: where they run.
+        generation: its name; no two have the same.
+        attempt: the nonce of the attempt that writes it.
+        piece: which of the k + m - 1 pieces the holder gets.
+        data, tolerate: k and m.
+        base: the record after which it begins.
+        period: T; 1 where each record stands for itself.
+        kept: how many records a holder keeps at most (T + D).
+        every: records have numbers that are multiples of it.
+        private: as in HeldPieces.
+        replicas: as in HeldPieces.
+        record_bytes: of a record as a rule, before it is cut; more is taken, too.
+        static: whether something is sent once for all records.
+        history: timelines, oldest first.
+        spec: what the layout is made from (StateSpec), encoded.
+    """
+
+    owner: tuple[int, ...]
+    node: str
+    generation: str
+    attempt: str
+    piece: int
+    data: int
+    tolerate: int
+    base: int
+    period: int
+    kept: int
+    every: int
+    private: bool
+    replicas: tuple[int, ...]
+    record_bytes: int
+    static: bool
+    history: tuple[Branch, ...]
+    spec: bytes
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Owner to holder: records of this window follow."""
+
+    window: Window
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """Owner to holder: a fragment, whose bytes come beside; `watermark` is the newest that the owner knows of."""
+
+    fragment: Fragment
+    step: int
+    watermark: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+    """Owner to holder: of this record no more can come."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Holder to owner: all fragments of its piece of a record are here."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
+    """Holder to owner: nothing of this generation, or of this record, is kept."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+    reason: str
+
+
+class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
+    """Node to leader: the newest record that all holders have of everything it owns.
+
+    `whole`: whether they have all that its state needs; where a holder came back empty, that takes T records.
+    """
+
+    node: str
+    record: int
+    whole: bool
+
+
+class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
+    """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them."""
+
+    record: int
+    whole: bool
+
+
+class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
+    """Reader to holder or owner: what does a record consist of? Answer: Manifest or GotNone."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
+    """Answer to AskManifest. What most holders say counts: so a single one cannot make up a record.
+
+    Attributes:
+        nbytes: of the record.
+        digests: xxh3_128 of each stripe, one after the other; empty from an owner, which tells them one by one.
+    """
+
+    request: int
+    record: int
+    nbytes: int
+    digests: bytes
+
+
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    """Reader to holder or owner: the fragment of a stripe; `piece` None: an owner's own bytes, the whole stripe."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+    piece: int | None
+    stripe: int
+
+
+class Got(msgspec.Struct, frozen=True, tag="got"):
+    """Answer to Get; the bytes come beside. Without a fragment: a whole stripe, and its digest."""
+
+    request: int
+    record: int
+    stripe: int
+    fragment: Fragment | None = None
+    digest: bytes = b""
+
+
+class AskWindow(msgspec.Struct, frozen=True, tag="window?"):
+    """Reader to holder or owner: of which layout is what you have? Answer: WindowIs or GotNone."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+
+
+class WindowIs(msgspec.Struct, frozen=True, tag="window"):
+    """Answer to AskWindow: its StateSpec, encoded."""
+
+    request: int
+    spec: bytes
+
+
+class GotNone(msgspec.Struct, frozen=True, tag="got none"):
+    """Answer to a question: it is not here."""
+
+    request: int
+    reason: str
+
+
+WireMessage = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
+    Open,
+    Put,
+    Abandon,
+    Stored,
+    NotStored,
+    Acknowledged,
+    Watermark,
+    AskManifest,
+    Manifest,
+    Get,
+    Got,
+    AskWindow,
+    WindowIs,
+    GotNone,
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[WireMessage] = msgspec.msgpack.Decoder(WireMessage)
+
+
+def encode(message: WireMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> WireMessage:
+    """Raises ValueError for what is no message."""
+    return _decoder.decode(body)

@@ -1,0 +1,343 @@
+"""The recovery plan's knowledge of peers: who can produce what of whom, and who fetches it from where. Pure functions.
+
+A *unit* is the ranks of one node that hold the same shards. It is known by its ranks, not by its node: every unit of an
+earlier attempt may be on another node now.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
+
+Unit = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BadSource:
+    """Something held that proved to be of no use; the plan is made again without it.
+
+    Attributes:
+        node: where it is.
+        ranks: whose.
+        generation: of pieces, their generation; empty: what the node holds live of these ranks.
+        damaged: False where other nodes could not get at what is held live: the node itself goes on with it.
+    """
+
+    node: str
+    ranks: Unit
+    generation: str = ""
+    damaged: bool = True
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """A unit whose node cannot produce the record itself, and the one way in which it gets it.
+
+    It takes all of it from a node that holds it live. Where there is none, it decodes pieces; what these leave out,
+    because other ranks hold the same (`private`), it takes from a replica.
+
+    Attributes:
+        ranks: the unit.
+        node: where it is in this attempt.
+        record: which it gets.
+        live: a node that holds the unit itself at that record; then there is nothing to decode.
+        generation: to which the pieces belong.
+        pieces: (node, piece) of all that have a part of what is needed, ascending; more than are needed, so that
+            damaged ones can be done without.
+        data: k, how many different pieces are needed.
+        period: T, how many records are decoded: those up to `record`.
+        private: only what is these ranks' own is decoded.
+        replica: node and ranks of the unit whose live state has the rest.
+    """
+
+    ranks: Unit
+    node: str
+    record: int
+    live: str | None = None
+    generation: str = ""
+    pieces: tuple[tuple[str, int], ...] = ()
+    data: int = 0
+    period: int = 0
+    private: bool = False
+    replica: tuple[str, Unit] | None = None
+
+
+def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
+    """The units that `node` has to hand out live at the record that is fetched, ascending."""
+    live = {fetch.ranks for fetch in fetches if fetch.live == node}
+    return tuple(sorted(live | {fetch.replica[1] for fetch in fetches if fetch.replica and fetch.replica[0] == node}))
+
+
+def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
+    """The history of the latest attempt that anybody knows of; empty if nobody knows of any."""
+    known = [held.history for held in inventories if held.history]
+    known += [held.history for held in pieces if held.history]
+    return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
+
+
+#: What two units have in common whose shared part is the same: all ranks that hold it (empty: all), shards, world size.
+_Shared = tuple[Unit, str, int]
+
+
+def _shared(replicas: Unit, sharding: str, world_size: int) -> _Shared:
+    return () if replicas == tuple(range(world_size)) else replicas, sharding, world_size
+
+
+@dataclass(frozen=True)
+class _Live:
+    """What a node holds of a unit, as far as it lies on the newest history."""
+
+    node: str
+    ranks: Unit
+    steps: dict[int, int]
+    shared: _Shared
+    reachable: bool
+
+    def serves(self, node: str | None) -> bool:
+        """Whether `node` can get at it; None: whether any can."""
+        return self.reachable or node in (None, self.node)
+
+
+@dataclass
+class _Generation:
+    """The pieces of one generation of one unit, wherever they are, as far as they lie on the newest history."""
+
+    name: str
+    base: int
+    data: int
+    period: int
+    private: bool
+    shared: _Shared
+    latest: Timeline
+    steps: dict[int, int] = field(default_factory=dict)
+    #: By record, the different pieces that are complete somewhere.
+    complete: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    static: set[int] = field(default_factory=set)
+    #: (node, piece): the records that are complete there, and whether what is sent once is.
+    kept: dict[tuple[str, int], tuple[frozenset[int], bool]] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[Timeline, int, str]:
+        """Ascending with age: the newest comes last."""
+        return self.latest, self.base, self.name
+
+    def add(self, held: HeldPieces, steps: dict[int, int]) -> None:
+        self.latest = max(self.latest, held.history[-1].timeline)
+        self.steps |= steps
+        for record in steps:
+            self.complete[record].add(held.piece)
+        if held.static:
+            self.static.add(held.piece)
+        self.kept[held.node, held.piece] = frozenset(steps), held.static
+
+    def window(self, record: int) -> range:
+        return range(record - self.period + 1, record + 1)
+
+    def decodes(self, record: int) -> bool:
+        """Whether enough pieces are there for the state after `record`, or for what of it is the unit's own."""
+        enough = all(len(self.complete.get(one, ())) >= self.data for one in self.window(record))
+        return record >= self.base and enough and len(self.static) >= self.data
+
+    def sources(self, record: int) -> tuple[tuple[str, int], ...]:
+        """Where there is anything of what `record` is decoded from."""
+        window = set(self.window(record))
+        return tuple(sorted(where for where, (records, static) in self.kept.items() if static or records & window))
+
+    def missing(self) -> str:
+        """Why it decodes nothing, in words."""
+        pieces = {piece for _, piece in self.kept}
+        if len(pieces) < self.data:
+            return f"{len(pieces)} of {self.data} pieces needed are left"
+        if len(self.static) < self.data:
+            return f"what is sent once in a generation is left in {len(self.static)} of {self.data} pieces needed"
+        newest = max(self.steps)
+        left = min(len(self.complete.get(record, ())) for record in self.window(newest))
+        return f"{left} of {self.data} pieces needed are left of the {self.period} records up to {newest}"
+
+
+class Sources:
+    """All that the nodes of a job hold on its newest history: live, and in pieces.
+
+    Records of one number may have been made by several attempts. One counts only if it was made on the timeline that
+    the newest history has for that number.
+
+    Args:
+        inventories: what nodes hold live; repeated ones are counted once.
+        pieces: what they keep of others' records.
+        without: what is not used.
+
+    Attributes:
+        history: the newest.
+        units: of whom anything is held, live or in pieces.
+        held: their ranks, the world size, and which pieces of tensors they hold.
+        newest: the newest record that anybody is known to have committed; 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        inventories: Iterable[HeldRecords],
+        pieces: Iterable[HeldPieces] = (),
+        without: Collection[BadSource] = (),
+    ) -> None:
+        inventories, pieces = list(inventories), list(pieces)
+        self.history = newest_history(inventories, pieces)
+        self.units: set[Unit] = set()
+        self.held: set[tuple[Unit, int, str]] = set()
+        self.newest = 0
+        self._live: dict[Unit, dict[str, _Live]] = defaultdict(dict)
+        self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
+        self._coded: dict[Unit, list[_Generation]] = {}
+        self._add_live(inventories, without)
+        self._add_pieces(pieces, without)
+
+    def _add_live(self, inventories: Iterable[HeldRecords], without: Collection[BadSource]) -> None:
+        for held in inventories:
+            steps = self._on_history(held)
+            if held.problem or not steps:
+                continue
+            self._know(held.ranks, held.world_size, held.sharding, max(steps))
+            if self._counts(held.history, held.newest):
+                self.newest = max(self.newest, held.newest)
+            if BadSource(held.node, held.ranks) in without:
+                continue
+            shared = _shared(held.replicas, held.sharding, held.world_size)
+            reachable = BadSource(held.node, held.ranks, damaged=False) not in without
+            self._live[held.ranks][held.node] = _Live(held.node, held.ranks, steps, shared, reachable)
+        for by_node in self._live.values():
+            for live in by_node.values():
+                self._alike[live.shared].append(live)
+
+    def _add_pieces(self, pieces: Iterable[HeldPieces], without: Collection[BadSource]) -> None:
+        bad = {(one.node, one.ranks, one.generation) for one in without if one.generation}
+        found: dict[Unit, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
+        for held in pieces:
+            steps = self._on_history(held)
+            if held.problem or not steps:
+                continue
+            self._know(held.owner, held.world_size, held.sharding, max(steps))
+            if (held.node, held.owner, held.generation) in bad:
+                continue
+            period = 1 if held.private else held.period
+            shared = _shared(held.replicas, held.sharding, held.world_size)
+            # All that is said of a generation has to agree; who says otherwise keeps something else.
+            said = (held.generation, held.base, held.data, period, held.private, shared, held.digest)
+            generation = _Generation(
+                held.generation, held.base, held.data, period, held.private, shared, held.history[-1].timeline
+            )
+            found[held.owner].setdefault(said, generation).add(held, steps)
+        for unit, generations in found.items():
+            self._coded[unit] = sorted(generations.values(), key=lambda one: one.order, reverse=True)
+
+    def _know(self, unit: Unit, world_size: int, sharding: str, newest: int) -> None:
+        self.units.add(unit)
+        self.held.add((unit, world_size, sharding))
+        self.newest = max(self.newest, newest)
+
+    def _counts(self, history: Sequence[Branch], record: int) -> bool:
+        timeline = timeline_of(self.history, record)
+        return timeline is not None and timeline_of(history, record) == timeline
+
+    def _on_history(self, held: HeldRecords | HeldPieces) -> dict[int, int]:
+        """Its records that count, with their steps."""
+        both = zip(held.records, held.steps, strict=True)
+        return {record: step for record, step in both if self._counts(held.history, record)}
+
+    # What can be produced
+
+    def common_of_all(self) -> dict[int, int]:
+        """Records that can be had of all ranks of the attempt that has left this, on any nodes, with their steps."""
+        ranks = {rank for unit in self.units for rank in unit}
+        worlds = {world_size for _, world_size, _ in self.held}
+        whole = len(worlds) == 1 and ranks == set(range(*worlds))
+        return self.common(dict.fromkeys(self.units)) if whole else {}
+
+    def common(self, places: Mapping[Unit, str | None]) -> dict[int, int]:
+        """Records whose state all of these units can get, with their steps.
+
+        Args:
+            places: the node of each unit; None: any.
+        """
+        common: dict[int, int] | None = None
+        for unit, node in sorted(places.items()):
+            found = self.reachable(unit, node)
+            common = found if common is None else {one: step for one, step in common.items() if one in found}
+        return common or {}
+
+    def reachable(self, unit: Unit, node: str | None = None) -> dict[int, int]:
+        """Records whose state a unit can get on `node` (None: on any), with their steps."""
+        found: dict[int, int] = {}
+        for generation in self._coded.get(unit, ()):
+            shared = {one for live in self._replicas(generation, node) for one in live.steps}
+            for record in generation.steps:
+                if generation.decodes(record) and (not generation.private or record in shared):
+                    found[record] = generation.steps[record]
+        for live in self._live.get(unit, {}).values():
+            if live.serves(node):
+                found |= live.steps
+        return found
+
+    def _replicas(self, generation: _Generation, node: str | None) -> list[_Live]:
+        """Where there is what private pieces leave out."""
+        return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
+
+    def fetches(self, record: int, places: Mapping[Unit, str]) -> tuple[Fetch, ...]:
+        """Who gets `record` from where: the units whose own node cannot produce it, ascending.
+
+        Nodes that hand out live state take turns. `record` is one that all of them can get.
+        """
+        load: Counter[str] = Counter()
+        return tuple(
+            self._fetch(unit, node, record, load)
+            for unit, node in sorted(places.items())
+            if (own := self._live.get(unit, {}).get(node)) is None or record not in own.steps
+        )
+
+    def _fetch(self, unit: Unit, node: str, record: int, load: Counter[str]) -> Fetch:
+        live = [one for one in self._live.get(unit, {}).values() if one.serves(node) and record in one.steps]
+        if live:
+            chosen = min(live, key=lambda one: (load[one.node], one.node))
+            load[chosen.node] += 1
+            return Fetch(unit, node, record, live=chosen.node)
+        for generation in self._coded.get(unit, ()):
+            replicas = [one for one in self._replicas(generation, node) if record in one.steps]
+            if not generation.decodes(record) or (generation.private and not replicas):
+                continue
+            replica = None
+            if replicas:
+                # What the node has itself need not travel.
+                best = min(replicas, key=lambda one: (one.node != node, load[one.node], one.node, one.ranks))
+                load[best.node] += 1
+                replica = best.node, best.ranks
+            return Fetch(
+                unit,
+                node,
+                record,
+                generation=generation.name,
+                pieces=generation.sources(record),
+                data=generation.data,
+                period=generation.period,
+                private=generation.private,
+                replica=replica,
+            )
+        raise AssertionError(f"ranks {list(unit)} cannot get record {record}")
+
+    # Why something cannot be produced
+
+    def why_nothing(self, places: Mapping[Unit, str]) -> str:
+        """Why these units have no record in common, in words."""
+        found = {unit: self.reachable(unit, node) for unit, node in sorted(places.items())}
+        lacking = [f"ranks {list(unit)}: {self._missing(unit)}" for unit, records in found.items() if not records]
+        if lacking:
+            return "memory cannot produce the states of all ranks (" + "; ".join(lacking) + ")"
+        spans = "; ".join(f"ranks {list(unit)}: {min(each)} to {max(each)}" for unit, each in found.items())
+        return f"what nodes hold, and their peers have pieces of, has no record in common ({spans})"
+
+    def _missing(self, unit: Unit) -> str:
+        generations = self._coded.get(unit, ())
+        for generation in generations:
+            if any(generation.decodes(record) for record in generation.steps):
+                return "what they share with other ranks is nowhere held after the records of which pieces are left"
+        return generations[0].missing() if generations else "nobody holds them or has pieces of them"

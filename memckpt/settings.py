@@ -1,0 +1,225 @@
+"""The settings of the configuration tree, one by one, and a tree from the nested mapping that a file holds.
+
+Names, types, defaults and help texts are those of the dataclasses in :mod:`memckpt.config`, and are read off them.
+Where a field may hold one of several dataclasses, a mapping says under ``kind`` which: ``{kind: mirror, copies: 3}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from memckpt.config import MemckptConfig
+from memckpt.errors import ConfigurationError
+
+#: The key by which a mapping says of which variant it is.
+KIND = "kind"
+PREFIX = "memckpt"
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_NONE = ("none", "null")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the configuration tree.
+
+    Attributes:
+        path: its name from the root, dotted: ``agent.threads``.
+        kind: bool, int, float or str; None for a part of the tree that may be switched off, or has variants.
+        choices: the values that it may have; empty if any of its kind.
+        optional: whether it may be None.
+        default: what it is where nothing is given.
+        help: what its dataclass says about it.
+        variants: those of its part that have it; empty if its part has no variants.
+    """
+
+    path: str
+    kind: type | None
+    choices: tuple[str, ...]
+    optional: bool
+    default: Any
+    help: str
+    variants: tuple[str, ...] = ()
+
+    @property
+    def part(self) -> str:
+        """The path of the part of the tree that it is in."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def option(self) -> str:
+        """Its name on a command line."""
+        return "--" + PREFIX + "-" + self.path.replace(".", "-").replace("_", "-")
+
+    @property
+    def destination(self) -> str:
+        """Its name in argparse's namespace."""
+        return self.option.removeprefix("--").replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Its name in the environment."""
+        return self.destination.upper()
+
+    @property
+    def expected(self) -> str:
+        """What it takes, in words."""
+        if self.kind is None:
+            return f"{', '.join(self.choices)} or none"
+        parts = [repr(each) for each in self.choices] or [_WORDS[self.kind]]
+        parts += ["'none'"] if self.optional else []
+        return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+    def parse(self, text: str) -> Any:
+        """Its value, as text gives it; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
+
+        Raises:
+            ConfigurationError: it takes no such value.
+        """
+        if self.kind is None and text == "off":
+            return "off"
+        if self.optional and text.lower() in _NONE:
+            return None if self.kind is not None else "off"
+        if self.choices:
+            if text in self.choices:
+                return text
+        elif self.kind in (int, float) or (self.kind is str and text):
+            try:
+                return self.kind(text)
+            except ValueError:
+                pass
+        raise ConfigurationError(f"expected {self.expected}, found {text!r}")
+
+
+def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[Setting]:
+    """Every setting below a dataclass of the tree, in its order; an optional part comes before what is in it."""
+    hints = typing.get_type_hints(kind)
+    texts = _help_of(kind)
+    for each in dataclasses.fields(kind):
+        path, text = prefix + each.name, texts[each.name]
+        (inner, *others), optional = alternatives(hints[each.name])
+        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
+        if others:
+            variants = {variant_name(one): one for one in (inner, *others)}
+            chosen = None if default is None else variant_name(type(default))
+            yield Setting(path, None, tuple(variants), optional, chosen, text)
+            yield from _of_variants(variants, path + ".")
+        elif dataclasses.is_dataclass(inner):
+            if optional:
+                yield Setting(path, None, ("on", "off"), True, "on", text)
+            yield from describe_settings(typing.cast(type, inner), path + ".")
+        elif typing.get_origin(inner) is Literal:
+            yield Setting(path, str, typing.get_args(inner), optional, default, text)
+        else:
+            yield Setting(path, inner, (), optional, default, text)
+
+
+def _of_variants(variants: Mapping[str, type], prefix: str) -> Iterator[Setting]:
+    """The settings of all variants; what several have comes once."""
+    found: dict[Setting, tuple[str, ...]] = {}
+    for name, kind in variants.items():
+        for setting in describe_settings(kind, prefix):
+            found[setting] = (*found.get(setting, ()), name)
+    assert len({setting.path for setting in found}) == len(found), "variants with one name for different settings"
+    for setting, names in found.items():
+        yield dataclasses.replace(setting, variants=names)
+
+
+def alternatives(hint: Any) -> tuple[list[Any], bool]:
+    """The types that a field may hold, and whether it may be None. Several types are dataclasses: variants."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return [hint], False
+    kinds = [each for each in typing.get_args(hint) if each is not types.NoneType]
+    assert len(kinds) == 1 or all(map(dataclasses.is_dataclass, kinds)), f"a setting has one type, found {hint}"
+    return kinds, len(kinds) < len(typing.get_args(hint))
+
+
+def variant_name(kind: type) -> str:
+    """What a dataclass is called where it is one of several: ``erasure`` for ErasureConfig."""
+    return kind.__name__.removesuffix("Config").lower()
+
+
+def _help_of(kind: type) -> dict[str, str]:
+    """The lines of a docstring's ``Args:``, by the name that they begin with; inherited fields stand with their own."""
+    texts: dict[str, str] = {}
+    for one in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(one):
+            texts.update(_described(one.__doc__ or ""))
+    return {name: text.replace("``", "").replace("`", "") for name, text in texts.items()}
+
+
+def _described(docstring: str) -> dict[str, str]:
+    _, _, listed = docstring.partition("Args:")
+    texts: dict[str, str] = {}
+    names: list[str] = []
+    for line in listed.splitlines():
+        begins = re.match(r" {8}(\w+(?:, \w+)*): (.*)", line)
+        if begins:
+            names = begins[1].split(", ")
+            texts.update(dict.fromkeys(names, begins[2]))
+        elif line.strip():
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return texts
+
+
+# Files
+
+
+def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: str = "") -> Any:
+    """The dataclass that a nested mapping describes; what is not in it keeps its default.
+
+    Raises:
+        ConfigurationError: a key that there is not, with those that there are; a value of another type or out of range.
+    """
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in fields:
+            raise ConfigurationError(f"{path}{name}: expected one of {', '.join(fields)}, found {name!r}")
+        kinds, optional = alternatives(hints[name])
+        inner = kinds[0]
+        if value is None and optional:
+            arguments[name] = None
+        elif dataclasses.is_dataclass(inner):
+            if not isinstance(value, Mapping):
+                raise ConfigurationError(f"{path}{name}: expected a mapping, found {value!r}")
+            if len(kinds) > 1:
+                inner, value = _variant(kinds, value, f"{path}{name}")
+            arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
+        elif typing.get_origin(inner) is Literal:
+            arguments[name] = value
+        elif isinstance(value, bool) or not isinstance(value, (int, float) if inner is float else inner):
+            none = "None or " if optional else ""
+            raise ConfigurationError(f"{path}{name}: expected {none}{inner.__name__}, found {value!r}")
+        else:
+            arguments[name] = inner(value)
+    return kind(**arguments)
+
+
+def _variant(kinds: list[Any], value: Mapping[str, Any], path: str) -> tuple[type, Mapping[str, Any]]:
+    """Of which dataclass a mapping is, and what it says beside that."""
+    variants = {variant_name(one): one for one in kinds}
+    found = value.get(KIND)
+    if found not in variants:
+        names = " or ".join(map(repr, variants))
+        raise ConfigurationError(f"{path}.{KIND}: expected {names}, found {'none' if found is None else repr(found)}")
+    return variants[found], {name: one for name, one in value.items() if name != KIND}
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The nested mapping from which `from_mapping` makes the same configuration."""
+    hints = typing.get_type_hints(type(config))
+    values: dict[str, Any] = {}
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if dataclasses.is_dataclass(value):
+            tag = {KIND: variant_name(type(value))} if len(alternatives(hints[each.name])[0]) > 1 else {}
+            value = {**tag, **to_mapping(value)}
+        values[each.name] = value
+    return values

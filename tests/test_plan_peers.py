@@ -1,0 +1,518 @@
+"""The recovery plan with peers, against a model that knows what every record and every piece of it contains."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.generation import branch_off
+from memckpt.errors import ForeignStateError, NothingHeldError
+from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
+from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
+from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline
+from memckpt.storage.catalog import Checkpoint
+from memckpt.storage.format import FORMAT_VERSION, Part
+
+Unit = tuple[int, ...]
+Chain = tuple[str, ...]
+FIRST = (Branch(Timeline(1, "a"), None),)
+WORLD = 4
+#: Four nodes with one rank each, its shards being its own.
+PLACES = [("a", (0,)), ("b", (1,)), ("c", (2,)), ("d", (3,))]
+
+
+def live(node: str, rank: int, records: range = range(5, 9), **settings: Any) -> HeldRecords:
+    arguments: dict[str, Any] = {
+        "node": node,
+        "records": tuple(records),
+        "ranks": (rank,),
+        "history": FIRST,
+        "world_size": WORLD,
+    } | settings
+    return HeldRecords(steps=tuple(10 * one for one in arguments["records"]), **arguments)
+
+
+def pieces(node: str, rank: int, piece: int, records: range = range(-1, 9), **settings: Any) -> HeldPieces:
+    arguments: dict[str, Any] = {
+        "node": node,
+        "owner": (rank,),
+        "piece": piece,
+        "data": 2,
+        "generation": "g",
+        "base": 0,
+        "period": 2,
+        "private": False,
+        "replicas": (rank,),
+        "records": tuple(records),
+        "history": FIRST,
+        "world_size": WORLD,
+    } | settings
+    return HeldPieces(steps=tuple(10 * one for one in arguments["records"]), **arguments)
+
+
+def plan(inventories: Iterable[HeldRecords], kept: Iterable[HeldPieces] = (), **settings: Any) -> Any:
+    arguments: dict[str, Any] = {"resume": "auto", "nonce": "n", "units": PLACES} | settings
+    return make_plan(list(inventories), world_size=WORLD, pieces=list(kept), **arguments)
+
+
+#: Rank 2 was on a node that is lost; node c is empty.
+SURVIVORS = [live("a", 0), live("b", 1), HeldRecords(node="c"), live("d", 3)]
+ITS_PIECES = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2)]
+
+
+def test_nothing_is_fetched_where_every_node_holds_its_own() -> None:
+    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], ITS_PIECES)
+    assert found == RestoreRecord(Timeline(2, "n"), 8, 80, "local memory", 0, (), FIRST)
+
+
+def test_a_lost_unit_is_decoded_from_all_pieces_that_are_left() -> None:
+    found = plan(SURVIVORS, ITS_PIECES)
+    assert (found.record, found.step, found.tier, found.lost) == (8, 80, "peers", 0)
+    left = (("a", 0), ("b", 1), ("d", 2))
+    assert found.fetches == (Fetch((2,), "c", 8, generation="g", pieces=left, data=2, period=2),)
+    assert all(serves(found.fetches, node) == () for node in "abcd")
+
+
+def test_a_unit_that_another_node_holds_live_is_not_decoded() -> None:
+    moved = [("b", (0,)), ("a", (1,)), ("c", (2,)), ("d", (3,))]
+    found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], [pieces("d", 0, 0)], units=moved)
+    assert found.fetches == (Fetch((0,), "b", 8, live="a"), Fetch((1,), "a", 8, live="b"))
+    assert [serves(found.fetches, node) for node in "abcd"] == [((0,),), ((1,),), (), ()]
+
+
+def test_all_go_back_to_the_newest_record_that_pieces_produce() -> None:
+    # Piece 1 lacks record 6, so that 6 and 7 have no whole window; 9 is not complete anywhere else.
+    kept = [pieces("a", 2, 0, range(-1, 10)), pieces("b", 2, 1, records=(-1, 0, 1, 2, 3, 4, 5, 7, 8))]
+    assert plan(SURVIVORS, kept).record == 8
+    found = plan(SURVIVORS_AT_7, kept)
+    assert (found.record, found.lost) == (5, 4)
+
+
+SURVIVORS_AT_7 = [live("a", 0, range(5, 8)), live("b", 1), HeldRecords(node="c"), live("d", 3)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        ([], r"ranks \[2\]: nobody holds them or has pieces of them"),
+        (ITS_PIECES[:1], r"ranks \[2\]: 1 of 2 pieces needed are left\)"),
+        ([pieces("a", 2, 0), pieces("b", 2, 0)], "1 of 2 pieces needed are left"),
+        ([pieces("a", 2, 0), pieces("b", 2, 1, generation="h")], "1 of 2 pieces needed are left"),
+        ([pieces("a", 2, 0), pieces("b", 2, 1, digest="x")], "1 of 2 pieces needed are left"),
+        ([pieces("a", 2, 0), pieces("b", 2, 1, static=False)], "sent once in a generation is left in 1 of 2 pieces"),
+        ([pieces("a", 2, 0, range(8, 9)), pieces("b", 2, 1)], "1 of 2 pieces needed are left of the 2 records up to 8"),
+        ([pieces("a", 2, 0, range(-1, 3)), pieces("b", 2, 1)], r"no record in common \(ranks \[0\]: 5 to 8; .* 0 to 2"),
+    ],
+)
+def test_what_is_missing_is_said(kept: list[HeldPieces], why: str) -> None:
+    with pytest.raises(NothingHeldError, match=why):
+        plan(SURVIVORS, kept, resume="require")
+    stored = checkpoint(8)
+    found = plan(SURVIVORS, kept, stored=[stored])
+    assert isinstance(found, RestoreStored)
+    assert found.candidates == (stored,)
+    assert isinstance(plan(SURVIVORS, kept), StartOver)
+
+
+def checkpoint(record: int, number: int = 1) -> Any:
+    timeline = Timeline(number, "a")
+    part = Part(FORMAT_VERSION, timeline, record, 10 * record, WORLD, tuple(range(WORLD)), "n", True, 0.0)
+    return Checkpoint(timeline, record, {"n": part})
+
+
+def test_a_step_that_only_pieces_have_is_found() -> None:
+    found = plan(SURVIVORS, ITS_PIECES, resume=60)
+    assert (found.record, found.lost) == (6, 2)
+    with pytest.raises(NothingHeldError, match=r"expected step 40, found steps \[50, 60, 70, 80\] in memory"):
+        plan(SURVIVORS, ITS_PIECES, resume=40)
+
+
+def test_the_newest_generation_is_preferred_and_an_older_one_will_do() -> None:
+    newer = [
+        pieces("a", 2, 0, range(4, 9), generation="f", base=5),
+        pieces("b", 2, 1, range(4, 9), generation="f", base=5),
+    ]
+    assert plan(SURVIVORS, ITS_PIECES + newer).fetches[0].generation == "f"
+    assert plan(SURVIVORS, ITS_PIECES + newer[:1]).fetches[0].generation == "g"
+
+
+# Replicated shards: pieces have only what is a rank's own
+
+
+PRIVATE = [pieces(node, 2, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")]
+
+
+def test_private_pieces_need_a_replica_and_one_record_only() -> None:
+    kept = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
+    found = plan(SURVIVORS, kept)
+    assert found.fetches == (
+        Fetch((2,), "c", 8, generation="g", pieces=(("a", 0),), data=1, period=1, private=True, replica=("a", (0,))),
+    )
+    assert serves(found.fetches, "a") == ((0,),)
+
+
+def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
+    units = [("a", (0,)), ("b", (1,)), ("x", (2,)), ("y", (3,))]
+    kept = PRIVATE + [
+        pieces(node, 3, index, private=True, replicas=(), period=8, data=1) for index, node in enumerate("ab")
+    ]
+    survivors = [live("a", 0), live("b", 1)]
+    found = plan(survivors, kept, units=units)
+    assert [one.replica for one in found.fetches] == [("a", (0,)), ("b", (1,))]
+    # Rank 2 is on b now, which has the shared part in what it held of rank 1.
+    units = [("a", (0,)), ("y", (1,)), ("b", (2,)), ("x", (3,))]
+    found = plan(survivors, kept, units=units)
+    assert [(one.live, one.replica) for one in found.fetches] == [("b", None), (None, ("b", (1,))), (None, ("a", (0,)))]
+
+
+def test_private_pieces_without_a_replica_are_of_no_use() -> None:
+    others = [live("a", 0, replicas=(0, 1)), live("b", 1, replicas=(0, 1)), live("d", 3, replicas=(2, 3), sharding="s")]
+    with pytest.raises(NothingHeldError, match=r"ranks \[2\]: what they share with other ranks is nowhere held"):
+        plan(others, PRIVATE, resume="require", shardings=["", "", "", "s"])
+
+
+# Planning again
+
+
+def test_a_bad_source_is_left_out() -> None:
+    without = [BadSource("a", (2,), "g")]
+    assert plan(SURVIVORS, ITS_PIECES, without=without).fetches[0].pieces == (("b", 1), ("d", 2))
+    found = plan(SURVIVORS, ITS_PIECES, without=[*without, BadSource("d", (2,), "g")], resume="auto")
+    assert isinstance(found, StartOver)
+    assert "ranks [2]: 1 of 2 pieces needed are left" in found.reason
+
+
+def test_what_a_node_itself_holds_is_decoded_if_it_is_damaged() -> None:
+    everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
+    assert plan(everybody, ITS_PIECES, without=[BadSource("c", (2,), damaged=False)]).tier == "local memory"
+    found = plan(everybody, ITS_PIECES, without=[BadSource("c", (2,))])
+    assert [(one.node, one.live, one.generation) for one in found.fetches] == [("c", None, "g")]
+
+
+def test_what_others_cannot_get_at_is_decoded() -> None:
+    moved = [("a", (0,)), ("b", (1,)), ("d", (2,)), ("c", (3,))]
+    everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
+    found = plan(everybody, ITS_PIECES, units=moved, without=[BadSource("c", (2,), damaged=False)])
+    assert [(one.ranks, one.live, one.generation) for one in found.fetches] == [((2,), None, "g"), ((3,), "d", "")]
+    found = plan(SURVIVORS, PRIVATE, without=[BadSource("a", (0,), damaged=False)])
+    assert [one.replica for one in found.fetches] == [("b", (1,))]
+    assert found.fetches[0].node == "c"
+
+
+# What cannot go straight back
+
+
+def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> None:
+    together = [live("a", 0, ranks=(0, 1)), live("b", 2, ranks=(2, 3))]
+    assert must_reshard(together, WORLD, [], units=PLACES)
+    found = plan(together, stored=[checkpoint(8)])
+    assert isinstance(found, RestoreStored)
+    assert found.reason == "memory holds a run whose ranks were grouped over nodes in another way"
+    for stored in ([], [checkpoint(7)]):
+        with pytest.raises(ForeignStateError, match=r"grouped .* the same ranks together on a node as before"):
+            plan(together, stored=stored)
+    # What only pieces have cannot be saved first: what storage has is taken, if there is anything.
+    coded = [pieces(node, 0, piece, owner=(0, 1)) for piece, node in enumerate("ab")]
+    assert must_reshard(together[1:], WORLD, [], coded, PLACES)
+    assert isinstance(plan(together[1:], coded, stored=[checkpoint(7)]), RestoreStored)
+    with pytest.raises(ForeignStateError, match="grouped"):
+        plan(together[1:], coded)
+
+
+def test_pieces_of_other_shards_are_resumed_from_storage() -> None:
+    assert not must_reshard(SURVIVORS, WORLD, [], ITS_PIECES, PLACES)
+    other = [pieces("a", 2, 0, world_size=3), pieces("a", 2, 0, sharding="s")]
+    for each in other:
+        assert must_reshard([], WORLD, [], [each], PLACES)
+        found = plan([], [each], stored=[checkpoint(2)])
+        assert found.reason == "memory holds a run of another number of ranks, or cut into other shards"
+
+
+def test_another_model_in_pieces_is_refused() -> None:
+    with pytest.raises(ForeignStateError, match="what node b holds belongs to another model or optimizer"):
+        plan(SURVIVORS, [*ITS_PIECES, pieces("b", 3, 0, range(0), problem="w [3]")])
+
+
+def test_pieces_of_an_attempt_that_was_left_behind_are_not_used() -> None:
+    later = (Branch(Timeline(1, "a"), 6), Branch(Timeline(2, "b"), None))
+    found = plan([*SURVIVORS[1:], live("a", 0, history=later)], ITS_PIECES)
+    assert (found.record, found.timeline) == (6, Timeline(3, "n"))
+    assert found.history == later
+    # A node that comes back with an old attempt decides nothing, not even how many ranks there are.
+    stale = live("c", 0, range(20, 24), world_size=2, ranks=(0, 1))
+    kept = pieces("c", 9, 0, range(20, 24), world_size=10)
+    news = [live(node, rank, history=later) for rank, node in enumerate("abcd")]
+    assert not must_reshard([*news, stale], WORLD, [], [kept], PLACES)
+    found = plan([*news, stale], [kept])
+    assert (found.record, found.lost, found.tier) == (8, 0, "local memory")
+
+
+def test_storage_that_has_seen_a_later_attempt_than_pieces_comes_first() -> None:
+    found = plan([], ITS_PIECES, stored=[checkpoint(3, number=2)])
+    assert isinstance(found, RestoreStored)
+    assert found.reason == "memory holds an older attempt than storage"
+    assert found.timeline == Timeline(3, "n")
+
+
+def test_never_drops_pieces_too() -> None:
+    assert plan([], ITS_PIECES, resume="never") == StartOver(Timeline(2, "n"), "resume='never'", discard=True)
+
+
+@given(st.permutations(range(4)), st.permutations(range(3)), st.permutations(range(4)))
+def test_the_plan_depends_on_neither_order_nor_repetition(
+    first: list[int], second: list[int], third: list[int]
+) -> None:
+    by_rank = [PLACES[index] for index in third]  # repeated by the ranks of a unit, in whatever order
+    found = plan(
+        [SURVIVORS[index] for index in [*first, first[0]]],
+        [ITS_PIECES[index] for index in [*second, second[0]]],
+        units=[*by_rank, by_rank[0]],
+    )
+    assert found == plan(SURVIVORS, ITS_PIECES)
+
+
+# Against a model
+
+
+@dataclass
+class Lived:
+    """What a node holds of a unit: by record, the attempts that made the records up to it; first, who started over."""
+
+    attempt: str
+    history: tuple[Branch, ...]
+    contents: dict[int, Chain]
+
+
+@dataclass
+class Kept:
+    """A piece that a node keeps: by record, the contents that it is a part of."""
+
+    attempt: str
+    history: tuple[Branch, ...]
+    piece: int
+    base: int
+    contents: dict[int, Chain]
+    static: bool
+
+
+@dataclass
+class Node:
+    name: str
+    live: dict[Unit, Lived] = field(default_factory=dict)
+    kept: dict[tuple[Unit, str], Kept] = field(default_factory=dict)
+
+
+@dataclass
+class Job:
+    """Units that go from node to node, and a plan at the start of each attempt."""
+
+    units: list[Unit]
+    nodes: list[Node]
+    data: int
+    spare: int
+    period: int
+    private: bool
+    #: By attempt, its timeline and what it began with.
+    attempts: dict[str, tuple[Timeline, Chain]] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return sum(map(len, self.units))
+
+    def inventories(self, nodes: Iterable[Node]) -> list[HeldRecords]:
+        found = []
+        for node in nodes:
+            found.append(HeldRecords(node=node.name))
+            for unit, held in node.live.items():
+                records = tuple(sorted(held.contents))
+                steps = tuple(10 * one for one in records)
+                found.append(HeldRecords(node.name, records, steps, unit, held.history, self.world))
+        return found
+
+    def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
+        found = []
+        for node in nodes:
+            for (unit, name), kept in node.kept.items():
+                records = tuple(sorted(kept.contents))
+                found.append(
+                    HeldPieces(
+                        node.name,
+                        unit,
+                        kept.piece,
+                        self.data,
+                        name,
+                        kept.base,
+                        self.period,
+                        self.private,
+                        () if self.private else unit,
+                        records,
+                        tuple(10 * one for one in records),
+                        kept.history,
+                        kept.static,
+                        self.world,
+                    )
+                )
+        return found
+
+    def plan(self, places: dict[Unit, Node], nonce: str) -> Any:
+        by_rank = [(node.name, unit) for unit, node in places.items() for _ in unit]
+        used = list(places.values())
+        return make_plan(self.inventories(used), "auto", self.world, nonce, pieces=self.pieces(used), units=by_rank)
+
+    # The model
+
+    def right(self, nodes: Iterable[Node]) -> Any:
+        """What the contents of a record are, by the latest attempt that any of the nodes knows of."""
+        nodes = list(nodes)
+        known = {held.attempt for node in nodes for held in (*node.live.values(), *node.kept.values())}
+        if not known:
+            return None
+        attempt = max(known, key=lambda one: self.attempts[one][0])
+        start = self.attempts[attempt][1]
+        return lambda record: start[: record + 1] + (attempt,) * (record + 1 - len(start))
+
+    def can_get(self, unit: Unit, record: int, nodes: list[Node], right: Any) -> bool:
+        """Try all ways to get it: any node that holds it, any k pieces for each record of the window."""
+        if any(self.holds(node, unit, record, right) for node in nodes):
+            return True
+        if self.private and not any(self.holds(node, one, record, right) for node in nodes for one in self.units):
+            return False
+        names = {name for node in nodes for owner, name in node.kept if owner == unit}
+        return any(
+            self.can_decode([(node.name, node.kept.get((unit, name))) for node in nodes], record, right)
+            for name in names
+        )
+
+    def holds(self, node: Node, unit: Unit, record: int, right: Any) -> bool:
+        return unit in node.live and node.live[unit].contents.get(record) == right(record)
+
+    def can_decode(self, kept: list[tuple[str, Kept | None]], record: int, right: Any) -> bool:
+        there = [one for _, one in kept if one is not None]
+        window = range(record if self.private else record - self.period + 1, record + 1)
+
+        def enough(fits: Any) -> bool:
+            groups = itertools.combinations([one for one in there if fits(one)], self.data)
+            return any(len({one.piece for one in group}) == self.data for group in groups)
+
+        return (
+            all(one.base <= record for one in there)
+            and enough(lambda one: one.static)
+            and all(enough(lambda one, w=w: one.contents.get(w) == right(max(w, one.base))) for w in window)
+        )
+
+    # What happens
+
+    def follow(self, found: RestoreRecord | StartOver, places: dict[Unit, Node], nonce: str, right: Any) -> Chain:
+        start: Chain = right(found.record) if isinstance(found, RestoreRecord) else (nonce,)
+        self.attempts[nonce] = found.timeline, start
+        return start
+
+
+def draw_attempt(
+    data: st.DataObject, job: Job, places: dict[Unit, Node], nonce: str, history: tuple[Branch, ...]
+) -> None:
+    """Some train further than others, holders get some records of some, nodes are lost."""
+    start = job.attempts[nonce][1]
+    base = len(start) - 1
+    used = list(places.values())
+    for unit, node in places.items():
+        if data.draw(st.integers(0, 5)) == 0:
+            continue  # dies before it hears of the plan
+        newest = base + data.draw(st.integers(0, 4))
+        chain = start + (nonce,) * (newest - base)
+        oldest = max(newest - data.draw(st.integers(0, 2)), base)
+        node.live[unit] = Lived(nonce, history, {one: chain[: one + 1] for one in range(oldest, newest + 1)})
+        holders = [other for other in used if other is not node][: job.data + job.spare]
+        for piece, holder in enumerate(data.draw(st.permutations(holders))):
+            first = data.draw(st.integers(base - job.period + 1, newest))
+            last = data.draw(st.integers(newest - 1, newest))
+            numbers = set(range(first, last + 1)) - set(data.draw(st.sampled_from([[], [], [first + 1]])))
+            holder.kept[unit, f"{nonce}.{unit}"] = Kept(
+                nonce,
+                history,
+                piece % (job.data + job.spare),
+                base,
+                {one: chain[: max(one, base) + 1] for one in numbers},
+                data.draw(st.integers(0, 9)) > 0,
+            )
+    for node in used:
+        fate = data.draw(st.sampled_from(["stays", "stays", "stays", "is lost", "forgets old pieces"]))
+        if fate == "is lost":
+            node.live, node.kept = {}, {}
+        elif fate == "forgets old pieces":
+            node.kept = {key: one for key, one in node.kept.items() if one.attempt == nonce}
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObject) -> None:
+    units: list[Unit] = data.draw(
+        st.sampled_from([[(0,), (1,), (2,)], [(0, 1), (2, 3), (4, 5)], [(0, 2), (1,), (3,), (4,)]])
+    )
+    nodes = [Node(f"n{index}") for index in range(len(units) + data.draw(st.integers(0, 1)))]
+    job = Job(
+        units,
+        nodes,
+        data.draw(st.integers(1, 2)),
+        data.draw(st.integers(0, 1)),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.booleans()),
+    )
+    for number in range(data.draw(st.integers(2, 6))):
+        nonce = f"attempt{number}"
+        places = dict(zip(units, data.draw(st.permutations(nodes)), strict=False))
+        used = list(places.values())
+        found = job.plan(places, nonce)
+        right = job.right(used)
+        numbers = {record for one in (*job.inventories(used), *job.pieces(used)) for record in one.records}
+        common = [
+            record for record in numbers if right and all(job.can_get(unit, record, used, right) for unit in units)
+        ]
+        if common:
+            assert isinstance(found, RestoreRecord)
+            assert (found.record, found.step) == (max(common), 10 * max(common))
+            check_fetches(job, found, places, right)
+            history = branch_off(found.history, found.record, found.timeline)
+            event("decodes" if any(one.generation for one in found.fetches) else found.tier)
+        else:
+            assert isinstance(found, StartOver)
+            history = (Branch(found.timeline, None),)
+            event("starts over")
+        job.follow(found, places, nonce, right)
+        draw_attempt(data, job, places, nonce, history)
+
+
+def check_fetches(job: Job, found: RestoreRecord, places: dict[Unit, Node], right: Any) -> None:
+    """Who cannot go on by itself is sent where there is what it needs."""
+    nodes = {node.name: node for node in places.values()}
+    fetches = {fetch.ranks: fetch for fetch in found.fetches}
+    assert set(fetches) == {unit for unit, node in places.items() if not job.holds(node, unit, found.record, right)}
+    for unit, fetch in fetches.items():
+        assert (fetch.node, fetch.record) == (places[unit].name, found.record)
+        holders = {name for name, node in nodes.items() if job.holds(node, unit, found.record, right)}
+        assert fetch.live in holders if holders else fetch.live is None
+        if fetch.live is not None:
+            continue
+        kept = [(name, nodes[name].kept.get((unit, fetch.generation))) for name, _ in fetch.pieces]
+        assert all(
+            one is not None and one.piece == piece for (_, one), (_, piece) in zip(kept, fetch.pieces, strict=True)
+        )
+        assert job.can_decode(kept, found.record, right)
+        assert fetch.private == job.private
+        if fetch.replica is not None:
+            assert job.holds(nodes[fetch.replica[0]], fetch.replica[1], found.record, right)
+            assert fetch.replica[1] in serves(found.fetches, fetch.replica[0])
+        assert (fetch.replica is not None) == job.private
+
+
+def test_the_newest_history_is_that_of_the_latest_attempt() -> None:
+    longer = (Branch(Timeline(1, "a"), 6), Branch(Timeline(2, "b"), None))
+    short = (Branch(Timeline(2, "b"), None),)
+    assert newest_history([live("a", 0), live("b", 1, history=short)], [pieces("c", 2, 0, history=longer)]) == longer
+    assert newest_history([HeldRecords(node="a")], []) == ()
