@@ -1,4 +1,4 @@
-"""A network of its own for a test: nodes in network namespaces, joined by a bridge, with cables to cut and to slow down.
+"""A network for a test: nodes in network namespaces, joined by a bridge, with cables to cut and to slow down.
 
 It is made as root, or else inside a user namespace; where neither is permitted, :func:`problem` says why.
 """
