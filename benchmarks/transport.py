@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
@@ -32,7 +33,8 @@ ENVELOPE = bytes(60)
 Side = Literal["transport", "bare"]
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """Messages that are to be sent."""
 
     side: Side

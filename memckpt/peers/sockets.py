@@ -63,10 +63,11 @@ def _make(context: Context, kind: int, heartbeat: float, ipv6: bool) -> Socket:
     socket.linger = 0
     socket.ipv6 = ipv6
     socket.sndhwm = _MESSAGES
-    # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy.
+    # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy. They wait
+    # behind what the kernel holds, up to some MiB, which takes seconds on a slow network.
     socket.heartbeat_ivl = beat
-    socket.heartbeat_timeout = socket.heartbeat_ttl = 5 * beat
-    socket.handshake_ivl = max(5000, 5 * beat)
+    socket.heartbeat_timeout = socket.heartbeat_ttl = 10 * beat
+    socket.handshake_ivl = max(5000, 10 * beat)
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 10
     socket.tcp_keepalive_cnt = 3

@@ -283,15 +283,18 @@ class Transport:
     # Receiving
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have a poller wake up for what :meth:`receive` handles."""
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.register(socket, zmq.POLLIN)
-        self._pollers.append(poller)
+        """Have a poller wake up while there is something for :meth:`receive`."""
+        if poller not in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.register(socket, zmq.POLLIN)
+            self._pollers.append(poller)
 
     def unregister(self, poller: zmq.Poller) -> None:
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.unregister(socket)
-        self._pollers.remove(poller)
+        """The reverse; a poller that is not registered stays as it is."""
+        if poller in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.unregister(socket)
+            self._pollers.remove(poller)
 
     def receive(self) -> Delivery | Met | None:
         """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
