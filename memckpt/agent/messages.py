@@ -11,6 +11,7 @@ from typing import Literal, Union
 import msgspec
 
 from memckpt.agent.peer_messages import (
+    AskPhases,
     Describe,
     Described,
     Fill,
@@ -25,6 +26,7 @@ from memckpt.agent.peer_messages import (
     Passed,
     PeersReport,
     PeersStatus,
+    PhasesAre,
     Pieces,
     Recover,
     Recovered,
@@ -566,4 +568,6 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Pieces,
     Passed,
     PeersReport,
+    AskPhases,
+    PhasesAre,
 ]

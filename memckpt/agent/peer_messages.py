@@ -94,6 +94,16 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
     rejoin: bool = False
 
 
+class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
+    """From a trainer: where do I mark the phases of my steps? Answer: PhasesAre."""
+
+
+class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
+    """Answer to AskPhases, and to the courier: the page comes along as a descriptor; `position` is the rank's in it."""
+
+    position: int = 0
+
+
 class UnitSource(msgspec.Struct, frozen=True, array_like=True):
     """Where the state of some ranks after a record is fetched from: as in the plan's Fetch."""
 

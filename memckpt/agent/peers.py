@@ -31,6 +31,7 @@ from memckpt.agent.peer_messages import (
     PeerJob,
     PeersReport,
     PeersStatus,
+    PhasesAre,
     Pieces,
     Recover,
     Recovered,
@@ -40,6 +41,7 @@ from memckpt.agent.peer_messages import (
     UnitSource,
 )
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
+from memckpt.memory.phases import PhasesPage
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldPieces
 
@@ -82,6 +84,7 @@ class Peers:
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
         self._report: PeersStatus | None = None
+        self._phases: PhasesPage | None = None
         self._restarts = 0
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
@@ -92,6 +95,12 @@ class Peers:
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()
+        self._close_phases()
+
+    def _close_phases(self) -> None:
+        phases, self._phases = self._phases, None
+        if phases is not None:
+            phases.close()
 
     @property
     def status(self) -> PeersStatus | None:
@@ -109,6 +118,7 @@ class Peers:
         self._sent.clear()
         self._given_up.clear()
         self._restarts = 0
+        self._close_phases()
         self._send(Halt())
 
     # Start of an attempt
@@ -141,6 +151,18 @@ class Peers:
             self.watermark = message.job.record or 0
         self._sent.clear()
         self._send(message)
+
+    def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
+        """Where a rank of this node marks its phases: the answer, and the descriptor that goes with it.
+
+        Args:
+            position: of the rank among those of the node.
+            ranks: how many there are.
+        """
+        if self._phases is None:
+            self._phases = PhasesPage.create(ranks)
+            self._send(PhasesAre(), [self._phases.fd])
+        return PhasesAre(position), self._phases.fd
 
     # Records on their way to peers
 
@@ -299,6 +321,8 @@ class Peers:
             self._told_lost(f"{reason}; {error}")
             return
         self.join(Join(msgspec.structs.replace(job, record=None)))
+        if self._phases is not None:
+            self._send(PhasesAre(), [self._phases.fd])
         for unit in job.units:
             holding = self._holding(unit.ranks)
             if holding is not None and job.nodes[unit.node].name == listening[0].node:

@@ -51,7 +51,7 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
-from memckpt.agent.peer_messages import Join, Listen, Passed, Recover
+from memckpt.agent.peer_messages import AskPhases, Join, Listen, Passed, Recover
 from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
 from memckpt.errors import AgentError, RunBusyError
@@ -341,6 +341,10 @@ class Agent:
                 self._connections.answer(connection, self._peers.listen(message))
             case Join():
                 self._peers.join(message)
+            case AskPhases():
+                ranks = self._attempt.local_ranks
+                answer, fd = self._peers.phases(ranks.index(member.rank), len(ranks))
+                self._connections.answer(connection, answer, [fd])
             case Recover():
                 self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():

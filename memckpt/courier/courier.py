@@ -26,6 +26,8 @@ from memckpt.agent.peer_messages import (
     Listening,
     ListPieces,
     Passed,
+    PeersReport,
+    PhasesAre,
     Pieces,
     RecoveryProgress,
     SendGeneration,
@@ -36,6 +38,7 @@ from memckpt.courier.member import Member
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
 from memckpt.errors import AgentError
+from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.peers import wire
 from memckpt.peers.holder import Holder, KeptWindow
@@ -44,8 +47,8 @@ from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
-#: Handed over before the loop looks at what has arrived.
-_PUMP_BYTES = 1 << 20
+#: How often the agent is told how things are.
+_REPORT_SECONDS = 1.0
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
 
@@ -83,7 +86,10 @@ class Courier:
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
         self._questions = 0
+        self._phases: PhasesPage | None = None
+        self._marks: PhaseReader | None = None
         self._reported = 0.0
+        self._security = ""
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
@@ -94,7 +100,11 @@ class Courier:
             self._take_deliveries()
             now = time.monotonic()
             if self._member is not None:
-                self._member.work(_PUMP_BYTES, now)
+                if self._marks is not None:
+                    for mark in self._marks.read():
+                        self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                self._member.work(now)
+                self._report(now)
             for reader in self._readers:
                 reader.tend(now)
             for asking in self._asking:
@@ -107,7 +117,7 @@ class Courier:
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
-            limits.append(self._member.patience(now))
+            limits += [self._member.patience(now), self._reported + _REPORT_SECONDS - now]
         if self._readers or self._asking:
             limits.append(1.0)
         return max(0.0, min(limits))
@@ -118,11 +128,17 @@ class Courier:
         if self._holder is not None:
             self._holder.close()
 
+    def _close_phases(self) -> None:
+        phases, self._phases, self._marks = self._phases, None, None
+        if phases is not None:
+            phases.close()
+
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
         self._readers.clear()
         self._asking.clear()
         self._serving.close()
+        self._close_phases()
         if self._member is not None:
             self._member.close()
             self._member = None
@@ -136,6 +152,11 @@ class Courier:
     # What the agent says
 
     def _handle(self, message: Message, fds: list[int]) -> None:
+        if isinstance(message, PhasesAre):
+            self._close_phases()
+            self._phases = PhasesPage.open(fds[0])
+            self._marks = PhaseReader(self._phases)
+            return
         regions = [Region.open(fd) for fd in fds]
         match message:
             case Listen():
@@ -164,6 +185,7 @@ class Courier:
 
     def _listen(self, message: Listen) -> None:
         self._leave()
+        self._security = "plain" if message.keys is None else "curve"
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
         if self._holder is None:
@@ -177,10 +199,22 @@ class Courier:
         assert self._holder is not None
         job = message.job
         self._holder.begin(job.attempt, job.record)
+        if self._member is not None:
+            self._member.close()
         self._member = Member(self._node, job, self._holder, self._transport, self._tell_passed)
+        for peer, state in self._transport.peers().items():
+            if state.incarnation:  # met before the plan was made once more
+                self._member.met(peer)
 
     def _tell_passed(self, passed: Passed) -> None:
         self._channel.send(passed)
+
+    def _report(self, now: float) -> None:
+        """Tell the agent how things are, now and then."""
+        if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        self._channel.send(PeersReport(self._member.status(self._security, len(self._readers))))
 
     def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:

@@ -20,8 +20,11 @@ from memckpt.agent.peer_messages import (
     Recovered,
     UnitSource,
 )
+from memckpt.capture.phases import PhaseMarks
+from memckpt.capture.recorder import Recorder
 from memckpt.config import ErasureConfig, MirrorConfig
 from memckpt.errors import ConfigurationError
+from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord
 from memckpt.recovery.target import progress
@@ -58,6 +61,7 @@ class Peers:
         self._listen: Listen | None = None
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
+        self._page: PhasesPage | None = None
         #: About what a state that is fetched has, in bytes.
         self._window_bytes = 0
         self.units: list[tuple[str, tuple[int, ...]]] = []
@@ -219,6 +223,22 @@ class Peers:
             return self._link.client.recover(message, lambda news: advance(news.nbytes))
 
     # During training
+
+    def mark_phases(self, recorder: Recorder) -> None:
+        """Have phases marked for the courier, by which it keeps out of the way of reductions."""
+        self.stop_marking(recorder)
+        if self._config is not None:
+            self._page, position = self._link.client.open_phases()
+            recorder.marks = PhaseMarks(PhaseWriter(self._page, position), recorder.record)
+
+    def stop_marking(self, recorder: Recorder) -> None:
+        """Close what :meth:`mark_phases` has opened."""
+        marks, recorder.marks = recorder.marks, None
+        if marks is not None:
+            marks.remove()
+        page, self._page = self._page, None
+        if page is not None:
+            page.close()
 
     def rejoin(self) -> None:
         """This rank has lost its agent, and found another one."""

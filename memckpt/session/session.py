@@ -116,6 +116,7 @@ class Session:
             self._step_hooks.install()
             self._mode.begin()
             self._tap.install()
+            self._peers.mark_phases(self._recorder)
             gradient_ops.listen(self)
             self._preemption.install()
         except BaseException:  # whatever it is, an interrupt too: nobody else could close what is open
@@ -256,6 +257,8 @@ class Session:
             self._end_self_test(record)
             self._last = RestorePoint(record, record if step is None else step, rank_state)
             self._commit(self._last)
+            if self._recorder.marks is not None:
+                self._recorder.marks.step_ended(record)
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
@@ -482,6 +485,7 @@ class Session:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
             self._peers.rejoin()
+            self._peers.mark_phases(self._recorder)
             self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
@@ -555,6 +559,7 @@ class Session:
     def _unhook(self) -> None:
         """Take out of the user's objects what was put there, whether or not all of it was."""
         self._tap.remove()
+        self._peers.stop_marking(self._recorder)
         self._step_hooks.remove()
         self._mode.end()
         gradient_ops.unlisten(self)
