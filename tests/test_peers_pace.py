@@ -26,6 +26,7 @@ def ns(seconds: float) -> int:
 # The rate cap
 
 
+@settings(deadline=None)
 @given(
     rate=st.floats(1e3, 1e10),
     changes=st.lists(st.floats(0.2, 5.0), max_size=3),
@@ -100,6 +101,7 @@ def test_step_times_are_medians_and_survive_missed_marks() -> None:
     assert clock.step_seconds == pytest.approx(1.0)  # an evaluation of 30 s does not count
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([F, B, S]), st.integers(0, 10**11)), max_size=60))
 def test_any_marks_are_borne(marks: list[tuple[int, Phase, int]]) -> None:
     clock, pacer = StepClock(), Pacer(None)
@@ -144,6 +146,7 @@ def test_without_marks_nothing_is_held() -> None:
     assert Pacer(None).state().phase == "unknown"
 
 
+@settings(deadline=None)
 @given(
     step_seconds=st.floats(0.001, 30.0),
     refreshed=st.floats(0.001, 2.0),
@@ -333,6 +336,7 @@ def test_what_is_still_on_its_way_and_a_slow_start_are_not_the_baseline() -> Non
     late = {step for begin in range(25, 500, 25) for step in (begin, begin - 1)}  # the first of a probe
     for step in (1, 2, 3):  # before the first record is sent
         governor.step_ended(step, 60.0, sent=0, rate=1.0, floor=0.0, binding=False)
+    assert not governor.baseline.samples
     govern(governor, lambda step, rate: 1.4 if rate or step in late else 1.0, range(4, 500))
     assert set(governor.baseline.samples) == {1.0}
 
@@ -360,15 +364,15 @@ def test_where_training_waits_the_limit_goes_up_and_nothing_is_judged() -> None:
     govern(governor, lambda step, rate: 1 + rate / 1000, range(1, 300))
     before = governor.limit
     assert before is not None
+    share = governor.share
     governor.overrule("training waits", 8)
     assert governor.limit is not None
     assert governor.limit > before
     course = govern(governor, lambda step, rate: 5.0, range(301, 308))
     assert not any(course.probes)
     assert course.limits == [governor.limit] * 7
-    govern(governor, lambda step, rate: 1 + rate / 1000, range(308, 325))
-    assert governor.share is not None
-    assert governor.share < 1
+    govern(governor, lambda step, rate: 1 + rate / 1000, range(308, 312))
+    assert governor.share == share
 
 
 def test_a_baseline_follows_small_changes() -> None:
