@@ -450,7 +450,7 @@ def draw_attempt(
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObject) -> None:
     units: list[Unit] = data.draw(
         st.sampled_from([[(0,), (1,), (2,)], [(0, 1), (2, 3), (4, 5)], [(0, 2), (1,), (3,), (4,)]])

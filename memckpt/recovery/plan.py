@@ -85,7 +85,7 @@ def make_plan(
     """
     assert units or not pieces, "pieces are of use only to who knows where the ranks are"
     nodes = list({(inventory.node, inventory.ranks): inventory for inventory in inventories}.values())
-    everything = [*nodes, *pieces]
+    everything: list[HeldRecords | HeldPieces] = [*nodes, *pieces]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
     timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
