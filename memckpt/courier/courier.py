@@ -217,7 +217,9 @@ class Courier:
         source = message.source
         code = self._member.code_for(source.data)
         now = time.monotonic()
-        self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
+        self._readers.append(
+            Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now)
+        )
 
     def _progress(self, done: int, total: int) -> None:
         self._channel.send(RecoveryProgress(done, total))
