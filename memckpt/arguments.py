@@ -146,8 +146,9 @@ def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]
             continue
         chosen = given.get(part)
         if chosen != "off" and chosen not in setting.variants:
-            expected = " or ".join(setting.variants)
-            raise ConfigurationError(f"{name(setting)}: expected {name(part)} {expected} beside it, found {chosen}")
+            equals = " " if name(part) == part.option else "="
+            expected = f"{name(part)}{equals}{' or '.join(setting.variants)}"
+            raise ConfigurationError(f"{name(setting)}: expected {expected} beside it, found {chosen or 'nothing'}")
 
 
 def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:

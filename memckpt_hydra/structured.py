@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 
-from memckpt.config import MemckptConfig
+from memckpt import config
 from memckpt.settings import KIND, alternatives, variant_name
 
 GROUP = "memckpt"
@@ -33,7 +33,7 @@ def node(kind: type, variant: str | None = None) -> type:
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
     # OmegaConf's message about an unknown key shows the class's name, and so the keys that there are.
     made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
-    # Where pickle looks for it, by either name: launchers send configurations to other processes.
+    # In this module, where pickle looks for it, by either name: launchers send configurations to other processes.
     globals()[kind.__name__] = globals()[made.__name__] = made
     return made
 
@@ -69,7 +69,7 @@ def _choices(name: str, values: tuple[str, ...]) -> Any:
 def __getattr__(name: str) -> Any:
     """For pickle, in a process that has composed nothing: what it asks for is made by `node`."""
     if not name.startswith("__"):
-        node(MemckptConfig)
+        node(config.MemckptConfig)
         if name in globals():
             return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
 def register() -> None:
     """Put the schemas into Hydra's ConfigStore; the search-path plugin does so for every application."""
     store = ConfigStore.instance()
-    store.store(group=GROUP, name=SCHEMA, node=node(MemckptConfig), provider="memckpt")
-    for name, hint in typing.get_type_hints(MemckptConfig).items():
+    store.store(group=GROUP, name=SCHEMA, node=node(config.MemckptConfig), provider="memckpt")
+    for name, hint in typing.get_type_hints(config.MemckptConfig).items():
         kinds, _ = alternatives(hint)
         if len(kinds) == 1:
             continue

@@ -17,7 +17,7 @@ import pytest
 from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
 from memckpt.cli import checks, doctor, facts
 from memckpt.cli.checks import Check, DiskFacts
-from memckpt.config import MemckptConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.errors import AgentError
 from memckpt.memory import cgroup
 from memckpt.session import choice
@@ -94,6 +94,49 @@ def test_the_driver_of_an_object_store() -> None:
     assert there is not None
     assert outcomes(missing, there) == ["problem", "ok"]
     assert missing.remedy == "pip install s3fs"
+
+
+def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcomes(checks.check_settings(""), checks.check_settings("MEMCKPT_SLOTS: no")) == ["ok", "problem"]
+    assert facts.configured_peers() == (None, "")
+    monkeypatch.setenv("MEMCKPT_PEERS", "mirror")
+    assert facts.configured_peers() == (MirrorConfig(), "")
+    monkeypatch.setenv("MEMCKPT_PEERS_DATA", "4")
+    assert "MEMCKPT_PEERS_DATA" in facts.configured_peers()[1]
+
+
+def test_the_erasure_code() -> None:
+    there = ("isa_l_rs_cauchy", "isa_l_rs_vand")
+    default, other = ErasureConfig(data=2, tolerate=2), ErasureConfig(data=2, tolerate=2, backend="shss")
+    found = [
+        checks.check_erasure(there, "", None),
+        checks.check_erasure(there, "", default),
+        checks.check_erasure(there, "", other),
+        checks.check_erasure((), "ImportError: liberasurecode.so", default),
+        # Copies and stripes without parity need no code.
+        checks.check_erasure((), "", ErasureConfig(data=1, tolerate=2)),
+        checks.check_erasure((), "", ErasureConfig(data=2, tolerate=1)),
+        checks.check_erasure((), "", MirrorConfig()),
+        checks.check_erasure((), "", None),
+    ]
+    assert outcomes(*found) == ["ok", "ok", "problem", "problem", "warning", "warning", "warning", "warning"]
+    assert found[0].text == "isa_l_rs_cauchy, and 1 other"
+    assert found[2].text == "shss is not available; there are: isa_l_rs_cauchy, isa_l_rs_vand"
+    assert "liberasurecode.so" in found[3].text
+
+
+def test_the_transport_of_peers() -> None:
+    curve, plain = MirrorConfig(), MirrorConfig(security="plain")
+    found = [
+        checks.check_transport("4.3.5", True, "", curve),
+        checks.check_transport("4.3.5", False, "", curve),
+        checks.check_transport("4.3.5", False, "", plain),
+        checks.check_transport("4.3.5", False, "", None),
+        checks.check_transport("", False, "ImportError: libzmq", plain),
+        checks.check_transport("", False, "ImportError: libzmq", None),
+    ]
+    assert outcomes(*found) == ["ok", "problem", "warning", "warning", "problem", "warning"]
+    assert found[0].text == "ZeroMQ 4.3.5 with CURVE"
 
 
 def test_memory() -> None:
@@ -311,6 +354,18 @@ def test_an_object_store_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch
     assert store.find("") == []
 
 
+def test_the_libraries_of_peers_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, problem = facts.erasure_facts()
+    assert problem == ""
+    assert ErasureConfig().backend in backends
+    assert facts.transport_facts()[1:] == (True, "")
+    for module in ("pyeclib.ec_iface", "zmq"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert facts.erasure_facts()[0] == ()
+    assert "ModuleNotFoundError" in facts.erasure_facts()[1]
+    assert "ModuleNotFoundError" in facts.transport_facts()[2]
+
+
 def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(address: AgentAddress) -> None:
         raise AgentError("a message could not be understood")
@@ -341,6 +396,9 @@ def test_doctor_examines_and_leaves_nothing(runtime: Path, tmp_path: Path, monke
         "accelerate",
         "safetensors",
         "s3fs",
+        "settings",
+        "erasure code",
+        "peers' transport",
         "storage",
         "room",
     }
@@ -358,6 +416,17 @@ def test_a_problem_is_an_exit_status(runtime: Path, monkeypatch: pytest.MonkeyPa
     assert "without memfd_create" in text
     assert "quux" in text
     assert "2 problems" in text
+
+
+def test_settings_that_cannot_be_are_shown_and_not_followed(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMCKPT_PEERS_DATA", "4")
+    code, found = invoke_json("doctor", tmp_path / "run")
+    assert code == 1
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert "MEMCKPT_PEERS_DATA: expected MEMCKPT_PEERS=erasure beside it" in by_name["settings"]["text"]
+    assert "storage" not in by_name
 
 
 def test_warnings_are_no_problem(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
-from memckpt.agent.messages import Status, StorageStatus
+from memckpt.agent.messages import PeerLinkStatus, PeersStatus, Status, StorageStatus
 from memckpt.cli import status as status_module
+from memckpt.cli.peers import ranks_text
 from memckpt.cli.status import Looker, Stored, View, render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
@@ -55,6 +56,28 @@ def an_agent(**fields: Any) -> Status:
         "uptime_seconds": 7200.0,
     }
     return Status(**{**settings, **fields})
+
+
+def some_peers(**fields: Any) -> PeersStatus:
+    settings: dict[str, Any] = {
+        "scheme": "erasure code, k=2, m=1",
+        "security": "curve",
+        "ack": "wait",
+        "watermark": 9,
+        "acknowledged": (((0, 1), 10), ((2, 3), 9), ((4, 5), 10)),
+        "protected": True,
+        "problem": "",
+        "held_bytes": 5 << 20,
+        "kept": (("b", (2, 3), 10), ("c", (4,), 9)),
+        "links": (PeerLinkStatus("b", True, 0, 0.1), PeerLinkStatus("c", True, 3 << 20, 9.0)),
+        "bytes_sent": 7 << 20,
+        "bytes_per_record": 1 << 20,
+        "rate_limit_bytes_per_second": 125e6,
+        "pace": "as fast as the link takes it",
+        "refused": 0,
+        "gap": None,
+    }
+    return PeersStatus(**{**settings, **fields})
 
 
 def a_view(agent: Status | None, stored: Stored | None = None, problem: str = "") -> View:
@@ -109,6 +132,89 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "every 100 steps" in text
     assert "no checkpoint yet" in text
     assert "s3://bucket/[run]" in text
+
+
+def test_peers_that_protect() -> None:
+    text = text_of(a_view(an_agent(peers=some_peers())))
+    for expected in (
+        "protected, record 9 on every node",
+        "erasure code, k=2, m=1; encrypted and authenticated (curve); ack wait",
+        "record 10 of ranks 0-1, 4-5; record 9 of ranks 2-3",
+        "5.0 MiB of other nodes; b ranks 2-3 to record 10; c rank 4 to record 9",
+        "connected, 3.0 MiB behind, silent for 9.0 s",
+        "7.0 MiB sent, 1.0 MiB a record, at most 119.2 MiB/s, as fast as the link takes it",
+    ):
+        assert expected in text
+    for absent in ("not protected", "refused", "gap", "recovering", "not connected"):
+        assert absent not in text
+    assert "peers" not in text_of(a_view(an_agent()))
+
+
+def test_peers_that_do_not_protect() -> None:
+    cut = PeerLinkStatus("c", False, 1 << 20, None, "[Errno 113] no route")
+    lying = PeerLinkStatus("d", True, 0, 0.1, "its pieces are damaged")
+    peers = some_peers(
+        scheme="mirror, 2 copies",
+        security="plain",
+        ack="proceed",
+        watermark=None,
+        acknowledged=(),
+        protected=False,
+        problem="node c [rack 2] is not there",
+        links=(PeerLinkStatus("b", False, 0, 200.0), cut, lying),
+        bytes_per_record=None,
+        rate_limit_bytes_per_second=None,
+        pace="",
+        refused=1,
+        gap=(4, 7),
+        recovering="ranks 2-3 from b, 40%",
+    )
+    text = text_of(a_view(an_agent(peers=peers)))
+    for expected in (
+        "not protected: node c [rack 2] is not there; nothing is acknowledged yet",
+        "mirror, 2 copies; neither encrypted nor authenticated (plain); ack proceed",
+        "not connected, silent for 3 min",
+        "not connected, never heard, 1.0 MiB behind: [Errno 113] no route",
+        "connected, silent for 0.1 s: its pieces are damaged",
+        "1 message of strangers, or damaged",
+        "records 4 to 7 were in no peer's memory",
+        "ranks 2-3 from b, 40%",
+    ):
+        assert expected in text
+    assert "record 4 was in no peer's memory" in text_of(a_view(an_agent(peers=some_peers(gap=(4, 4)))))
+
+
+def test_many_peers_that_are_well_take_one_row() -> None:
+    links = tuple(PeerLinkStatus(f"n{number}", number != 3, number << 20, 0.1) for number in range(20))
+    text = text_of(a_view(an_agent(peers=some_peers(links=links))))
+    assert "peer n3 " in text
+    assert "peer n4 " not in text
+    assert "19 connected, at most 19.0 MiB behind" in text
+    assert "all others" in text
+    text = text_of(a_view(an_agent(peers=some_peers(links=links[4:]))))
+    assert "all peers" in text
+
+
+def test_ranks_are_shown_as_spans() -> None:
+    assert ranks_text((5,)) == "rank 5"
+    assert ranks_text((8, 0, 1, 2, 4)) == "ranks 0-2, 4, 8"
+
+
+def test_peers_as_json(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent(peers=some_peers()))
+    found = invoke_json("status", run, "--memory")[1]["agent"]["peers"]
+    assert found["watermark"] == 9
+    assert found["acknowledged"] == [[[0, 1], 10], [[2, 3], 9], [[4, 5], 10]]
+    assert found["links"][1] == {
+        "node": "c",
+        "connected": True,
+        "behind_bytes": 3 << 20,
+        "seconds_silent": 9.0,
+        "problem": "",
+    }
+    assert found["gap"] is None
+    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent())
+    assert invoke_json("status", run, "--memory")[1]["agent"]["peers"] is None
 
 
 def test_lag_is_what_is_committed_and_not_applied() -> None:

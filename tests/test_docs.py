@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -14,7 +15,7 @@ import typer.main
 import memckpt
 from memckpt import errors
 from memckpt.cli.main import app
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, PeersConfig, StorageConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -66,13 +67,20 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     assert broken_links(page) == ["#no", "no.md", "page.md#no", "#comment"]
 
 
-@pytest.mark.parametrize("kind", [MemckptConfig, AgentConfig, StorageConfig], ids=lambda kind: kind.__name__)
+CONFIGURED = [MemckptConfig, AgentConfig, ErasureConfig, MirrorConfig, StorageConfig]
+
+
+@pytest.mark.parametrize("kind", [*CONFIGURED, PeersConfig], ids=lambda kind: kind.__name__)
 def test_every_setting_is_described_with_its_default(kind: type) -> None:
+    inherited = {
+        each.name for base in kind.__bases__ if dataclasses.is_dataclass(base) for each in dataclasses.fields(base)
+    }
     page = (ROOT / "docs/configuration.md").read_text()
     table = page.partition(f"## `{kind.__name__}`\n")[2].partition("\n## ")[0]
     shown = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", table, re.MULTILINE))
-    assert set(shown) == {each.name for each in dataclasses.fields(kind)}
-    for each in dataclasses.fields(kind):
+    own = [each for each in dataclasses.fields(kind) if each.name not in inherited]
+    assert set(shown) == {each.name for each in own}
+    for each in own:
         if each.default is not dataclasses.MISSING:
             expected = f'`"{each.default}"`' if isinstance(each.default, str) else f"`{each.default}`"
             plain = f"{each.default:g}" if isinstance(each.default, (int, float)) else expected
@@ -82,9 +90,14 @@ def test_every_setting_is_described_with_its_default(kind: type) -> None:
 def test_the_defaults_shown_are_the_defaults() -> None:
     block = re.search(r"```python\n(.*?)```", (ROOT / "docs/configuration.md").read_text(), re.DOTALL)
     assert block is not None
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     exec(block[1], values)
     assert values["config"] == MemckptConfig()
+    for kind in (ErasureConfig, MirrorConfig):
+        (shown,) = [value for name, value in values.items() if name != "config" and isinstance(value, kind)]
+        assert shown == kind()
+        call = block[1].partition(f"{kind.__name__}(")[2].partition(")")[0]
+        assert [each.name for each in dataclasses.fields(kind) if f"{each.name}=" not in call] == []
     for kind in (MemckptConfig, AgentConfig, StorageConfig):
         assert [each.name for each in dataclasses.fields(kind) if f"{each.name}=" not in block[1]] == []
 

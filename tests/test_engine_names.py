@@ -10,7 +10,7 @@ import pytest
 
 import memckpt
 from memckpt import errors
-from memckpt.config import AgentConfig, MemckptConfig, check_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, PeersConfig, check_resume
 from memckpt.errors import ConfigurationError, MemckptError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,10 +19,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_public_names() -> None:
     assert sorted(memckpt.__all__) == [
         "AgentConfig",
+        "ErasureConfig",
         "ExportedState",
         "HeldState",
         "MemckptConfig",
         "MemckptError",
+        "MirrorConfig",
         "ProtectionArguments",
         "RestoreReport",
         "Session",
@@ -41,6 +43,7 @@ def test_the_public_names() -> None:
 LIGHT = [
     "memckpt",
     "memckpt.config",
+    "memckpt.settings",
     "memckpt.arguments",
     "memckpt.agent.server",
     "memckpt.agent.__main__",
@@ -80,6 +83,16 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (AgentConfig, {"memory_budget_bytes": 0}, "agent.memory_budget_bytes"),
         (AgentConfig, {"start_seconds": 0.0}, "agent.start_seconds"),
         (AgentConfig, {"niceness": 20}, "agent.niceness"),
+        (MemckptConfig, {"peers": PeersConfig()}, "peers"),
+        (ErasureConfig, {"data": 0}, "peers.data"),
+        (ErasureConfig, {"tolerate": 33}, "peers.tolerate"),
+        (ErasureConfig, {"ack": "sometimes"}, "peers.ack"),
+        (MirrorConfig, {"copies": 1}, "peers.copies"),
+        (MirrorConfig, {"security": "none"}, "peers.security"),
+        (MirrorConfig, {"port": 65536}, "peers.port"),
+        (MirrorConfig, {"rate_bytes_per_second": 0.0}, "peers.rate_bytes_per_second"),
+        (MirrorConfig, {"overhead": 0.0}, "peers.overhead"),
+        (MirrorConfig, {"domain_level": "row"}, "peers.domain_level"),
     ],
     ids=str,
 )

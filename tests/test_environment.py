@@ -11,13 +11,13 @@ from accelerate_plugin import MemCheckpointPlugin
 from lightning_memckpt import MemCheckpoint
 from memckpt.arguments import (
     config_from_environment,
-    describe_settings,
     resume_from_environment,
     run_dir_from_environment,
     with_environment,
 )
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
 from memckpt.errors import ConfigurationError
+from memckpt.settings import describe_settings
 from transformers_memckpt import MemCheckpointTrainerCallback
 
 
@@ -38,6 +38,9 @@ def test_every_part_can_be_set() -> None:
             "MEMCKPT_STORAGE_URL": "s3://bucket/run",
             "MEMCKPT_STORAGE_EVERY_STEPS": "100",
             "MEMCKPT_STORAGE_OVERHEAD": "0.05",
+            "MEMCKPT_PEERS": "erasure",
+            "MEMCKPT_PEERS_DATA": "4",
+            "MEMCKPT_PEERS_RATE_BYTES_PER_SECOND": "1e8",
             "HOME": "/somewhere",
         }
     )
@@ -47,6 +50,7 @@ def test_every_part_can_be_set() -> None:
         slots=4,
         agent=AgentConfig(linger_seconds=3600.5),
         storage=StorageConfig(url="s3://bucket/run", every_steps=100, overhead=0.05),
+        peers=ErasureConfig(data=4, rate_bytes_per_second=1e8),
     )
 
 
@@ -55,11 +59,52 @@ def test_storage_can_be_left_out() -> None:
     assert config_from_environment({"MEMCKPT_ANCHOR_PERIOD_STEPS": "None"}).anchor_period_steps is None
 
 
+@pytest.mark.parametrize(
+    ("variables", "peers"),
+    [
+        ({"": "erasure"}, ErasureConfig()),
+        (
+            {"": "mirror", "COPIES": "3", "ACK": "proceed", "HOST": "eth0"},
+            MirrorConfig(copies=3, ack="proceed", host="eth0"),
+        ),
+        ({"": "none"}, None),
+        ({"": "off", "DATA": "4", "COPIES": "3"}, None),
+        ({}, None),
+    ],
+)
+def test_peers_are_the_variant_that_is_named(variables: dict[str, str], peers: object) -> None:
+    given = {f"MEMCKPT_PEERS_{name}".rstrip("_"): value for name, value in variables.items()}
+    assert config_from_environment(given).peers == peers
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PEERS": "raid"}, "MEMCKPT_PEERS: expected erasure, mirror or none, found 'raid'"),
+        (
+            {"PEERS": "mirror", "PEERS_DATA": "4"},
+            "MEMCKPT_PEERS_DATA: expected MEMCKPT_PEERS=erasure beside it, found mirror",
+        ),
+        (
+            {"PEERS": "erasure", "PEERS_COPIES": "2"},
+            "MEMCKPT_PEERS_COPIES: expected MEMCKPT_PEERS=mirror beside it, found erasure",
+        ),
+        ({"PEERS_ACK": "wait"}, "MEMCKPT_PEERS_ACK: expected MEMCKPT_PEERS=erasure or mirror beside it, found nothing"),
+        ({"PEERS": "mirror", "PEERS_COPIES": "1"}, "MEMCKPT_PEERS_COPIES: expected 2 to 32, found 1"),
+    ],
+)
+def test_a_setting_that_the_variant_does_not_have_is_named(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        config_from_environment({f"MEMCKPT_{name}": value for name, value in variables.items()})
+
+
 def test_every_setting_has_a_variable() -> None:
     samples = {"'auto'": "auto", "none": "none", "a whole number": "3", "a number": "0.5", "a text": "text"}
+    samples |= {"'wait'": "proceed", "'curve'": "plain"}
     for setting in describe_settings():
         value = next(sample for words, sample in samples.items() if words in setting.expected)
-        assert isinstance(config_from_environment({setting.variable: value}), MemckptConfig), setting
+        beside = {f"MEMCKPT_{setting.part.upper()}": setting.variants[-1]} if setting.variants else {}
+        assert isinstance(config_from_environment({setting.variable: value, **beside}), MemckptConfig), setting
 
 
 @pytest.mark.parametrize(
@@ -106,7 +151,9 @@ def test_every_adapter_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_variable_that_names_no_setting_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "memckpt"):
-        config_from_environment({"MEMCKPT_REDOO": "lazy", "MEMCKPT_NODE": "a", "MEMCKPT_RUNTIME_DIR": "b"})
+        config_from_environment(
+            {"MEMCKPT_REDOO": "lazy", "MEMCKPT_NODE": "a", "MEMCKPT_RUNTIME_DIR": "b", "MEMCKPT_RACK": "c"}
+        )
     assert [record.getMessage() for record in caplog.records] == [
         "memckpt: the environment variable MEMCKPT_REDOO names no setting and is ignored"
     ]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import memckpt
-from memckpt.arguments import Setting, describe_settings, from_mapping
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig, parse_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
 from memckpt.errors import ConfigurationError
+from memckpt.settings import Setting, describe_settings, from_mapping, to_mapping
 from tests.engine_harness import Lab
 from tests.script_runs import Scripts
 
@@ -29,6 +29,19 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "agent.memory_budget_bytes": ("1000000", 1_000_000),
     "agent.start_seconds": ("5.5", 5.5),
     "agent.niceness": ("0", 0),
+    "peers.ack": ("proceed", "proceed"),
+    "peers.security": ("plain", "plain"),
+    "peers.host": ("eth0", "eth0"),
+    "peers.port": ("29600", 29_600),
+    "peers.rate_bytes_per_second": ("1e8", 1e8),
+    "peers.overhead": ("0.1", 0.1),
+    "peers.domain_level": ("rack", "rack"),
+    "peers.rack": ("r7", "r7"),
+    "peers.zone": ("b", "b"),
+    "peers.data": ("4", 4),
+    "peers.tolerate": ("2", 2),
+    "peers.backend": ("isa_l_rs_vand", "isa_l_rs_vand"),
+    "peers.copies": ("3", 3),
     "storage.url": ("s3://bucket/run", "s3://bucket/run"),
     "storage.mode": ("log", "log"),
     "storage.every_steps": ("100", 100),
@@ -78,21 +91,25 @@ def test_an_empty_run_directory_is_an_error() -> None:
 
 
 def test_every_field_of_every_dataclass_is_an_option() -> None:
+    paths = [each.path for each in describe_settings()]
     fields = {each.name for each in dataclasses.fields(MemckptConfig)} - {"agent"}
     fields |= {f"agent.{each.name}" for each in dataclasses.fields(AgentConfig)}
     fields |= {f"storage.{each.name}" for each in dataclasses.fields(StorageConfig)}
-    assert {each.path for each in describe_settings()} == fields
-    assert OTHER_VALUES.keys() == fields - {"storage"}
+    for kind in (ErasureConfig, MirrorConfig):
+        fields |= {f"peers.{each.name}" for each in dataclasses.fields(kind)}
+    assert sorted(paths) == sorted(fields)
+    assert OTHER_VALUES.keys() == fields - {"storage", "peers"}
 
 
 @pytest.mark.parametrize("setting", VALUES, ids=lambda setting: setting.path)
 def test_each_option_sets_its_field_and_no_other(setting: Setting) -> None:
     text, value = OTHER_VALUES[setting.path]
-    found = parse("--run-dir", "x", setting.option, text).config
-    assert look_up(found, setting.path) == value != look_up(MemckptConfig(), setting.path)
-    for other in VALUES:
-        if other.path != setting.path:
-            assert look_up(found, other.path) == other.default
+    for variant in setting.variants or ("none",):
+        found = parse("--run-dir", "x", setting.option, text, "--memckpt-peers", variant).config
+        assert look_up(found, setting.path) == value != setting.default
+        for other in VALUES:
+            if other.path != setting.path and (not other.variants or variant in other.variants):
+                assert look_up(found, other.path) == other.default
     assert setting.help.endswith(".")
 
 
@@ -101,6 +118,71 @@ def test_storage_can_be_switched_off_and_an_optional_value_be_none() -> None:
         parse("--run-dir", "x", "--memckpt-storage", "off", "--memckpt-storage-keep-last", "4").config.storage is None
     )
     assert parse("--run-dir", "x", "--memckpt-storage-every-steps", "none").config == MemckptConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "peers"),
+    [
+        (["erasure", "data=4", "tolerate=2"], {}, ErasureConfig(data=4, tolerate=2)),
+        (["mirror"], {}, MirrorConfig()),
+        (["none", "copies=4"], {}, None),
+        ([], {"PEERS": "mirror", "PEERS_COPIES": "4"}, MirrorConfig(copies=4)),
+        (["copies=3"], {"PEERS": "mirror", "PEERS_ACK": "proceed"}, MirrorConfig(copies=3, ack="proceed")),
+        (["none"], {"PEERS": "mirror", "PEERS_COPIES": "4"}, None),
+        (["erasure"], {"PEERS": "mirror", "PEERS_COPIES": "4", "PEERS_PORT": "5"}, ErasureConfig(port=5)),
+    ],
+)
+def test_peers_are_the_variant_that_is_named(
+    arguments: list[str], environment: dict[str, str], peers: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert peers_of(arguments, environment, monkeypatch) == peers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (
+            ["mirror", "data=4"],
+            {},
+            "--memckpt-peers-data: expected --memckpt-peers erasure beside it, found mirror",
+        ),
+        (["port=5"], {}, "--memckpt-peers-port: expected --memckpt-peers erasure or mirror beside it, found nothing"),
+        (
+            ["data=4"],
+            {"PEERS": "none"},
+            "--memckpt-peers-data: expected --memckpt-peers erasure beside it, found nothing",
+        ),
+        (
+            ["data=4"],
+            {"PEERS": "mirror"},
+            "--memckpt-peers-data: expected MEMCKPT_PEERS=erasure beside it, found mirror",
+        ),
+    ],
+)
+def test_an_option_that_the_variant_does_not_have_is_named(
+    arguments: list[str], environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{message}$"):
+        peers_of(arguments, environment, monkeypatch)
+
+
+def peers_of(arguments: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> object:
+    for name, value in environment.items():
+        monkeypatch.setenv(f"MEMCKPT_{name}", value)
+    options: list[str] = []
+    for argument in arguments:
+        name, _, value = argument.rpartition("=")
+        options += [f"--memckpt-peers-{name}".rstrip("-"), value]
+    return parse("--run-dir", "x", *options).config.peers
+
+
+def test_the_help_says_of_which_variant_an_option_is() -> None:
+    parser = argparse.ArgumentParser()
+    memckpt.add_arguments(parser)
+    shown = " ".join(parser.format_help().split())
+    assert "--memckpt-peers erasure|mirror" in shown
+    assert "(with erasure; default: MEMCKPT_PEERS_DATA, or 2)" in shown
+    assert "(with erasure or mirror; default: MEMCKPT_PEERS_ACK, or wait)" in shown
 
 
 @pytest.mark.parametrize(
@@ -159,11 +241,23 @@ def test_how_to_resume(text: object, value: object) -> None:
         ({"slots": "3"}, "slots: expected int, found '3'"),
         ({"slots": True}, "slots: expected int, found True"),
         ({"agent": None}, "agent: expected a mapping, found None"),
+        ({"peers": "erasure"}, "peers: expected a mapping, found 'erasure'"),
+        ({"peers": {"data": 4}}, "peers.kind: expected 'erasure' or 'mirror', found none"),
+        ({"peers": {"kind": "raid"}}, "peers.kind: expected 'erasure' or 'mirror', found 'raid'"),
+        ({"peers": {"kind": "mirror", "data": 4}}, "peers.data: expected one of ack, security, host,"),
+        ({"peers": {"kind": "mirror", "copies": 1}}, "peers.copies: expected 2 to 32, found 1"),
     ],
 )
 def test_a_wrong_mapping_is_refused_by_name(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         from_mapping(values)
+
+
+@pytest.mark.parametrize("peers", [None, ErasureConfig(data=4, host="eth0"), MirrorConfig(copies=3)])
+@pytest.mark.parametrize("storage", [None, StorageConfig(every_steps=7)])
+def test_a_mapping_has_all_of_a_configuration(peers: Any, storage: Any) -> None:
+    config = MemckptConfig(slots=4, agent=AgentConfig(threads=2), peers=peers, storage=storage)
+    assert from_mapping(to_mapping(config)) == config
 
 
 # LightningCLI
@@ -221,6 +315,50 @@ def test_flags_that_cannot_be_are_refused(scripts: Scripts) -> None:
     assert "resume" in said
     assert "auto" in said
     assert "memckpt.redo" in _fails(scripts, *FIT, "--run_dir", "run", "--memckpt.redo", "often")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "peers"),
+    [
+        ("peers.kind=mirror peers.ack=proceed", None, MirrorConfig(ack="proceed")),
+        (
+            "peers.kind=erasure peers.data=4 peers.rate_bytes_per_second=1e8",
+            None,
+            ErasureConfig(data=4, rate_bytes_per_second=1e8),
+        ),
+        ("slots=4", None, None),
+        ("slots=4", "mirror", MirrorConfig()),
+        ("peers.ack=proceed", "mirror", MirrorConfig(ack="proceed")),
+        ("peers=null", "mirror", None),
+    ],
+)
+def test_peers_of_a_lightning_cli(
+    flags: str, environment: str | None, peers: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("MEMCKPT_PEERS", environment)
+    assert _cli_config(flags).peers == peers
+
+
+def test_a_flag_that_the_variant_of_peers_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"peers\.data: expected one of ack, .* copies, found 'data'"):
+        _cli_config("peers.kind=mirror peers.data=4")
+    with pytest.raises(ConfigurationError, match=r"peers\.kind: expected 'erasure' or 'mirror', found none"):
+        _cli_config("peers.data=4")
+
+
+def _cli_config(flags: str) -> MemckptConfig:
+    """What a MemCheckpointCLI gives to its callback."""
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from lightning_memckpt import MemCheckpoint
+    from lightning_memckpt.cli import MemCheckpointCLI
+
+    arguments = ["--run_dir", "run", *(f"--memckpt.{flag}" for flag in flags.split())]
+    defaults = {"logger": False, "accelerator": "cpu"}
+    cli = MemCheckpointCLI(BoringModel, trainer_defaults=defaults, run=False, args=arguments)
+    (callback,) = [each for each in cli.trainer.callbacks if isinstance(each, MemCheckpoint)]  # type: ignore[attr-defined]
+    return callback.config
 
 
 def _fails(scripts: Scripts, *arguments: str) -> str:

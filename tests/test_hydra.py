@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.errors import ConfigurationError
 from tests.engine_harness import Lab
 from tests.script_runs import ROOT, Scripts, last_words
@@ -82,6 +82,44 @@ def test_every_setting_can_be_overridden() -> None:
     assert protection("+memckpt=default", "memckpt.storage=null").config.storage is None
 
 
+@pytest.mark.parametrize("base", ["default", "durable", "exact_cuda", "local_only", "low_memory"])
+def test_peers_are_a_group_within_each_option(base: str) -> None:
+    def peers(*overrides: str) -> Any:
+        return protection(f"+memckpt={base}", *overrides).config.peers
+
+    assert peers() is None
+    assert peers("memckpt/peers=none") is None
+    assert peers("memckpt/peers=erasure") == ErasureConfig()
+    assert peers("memckpt/peers=mirror", "memckpt.peers.copies=3", "memckpt.peers.ack=proceed") == MirrorConfig(
+        copies=3, ack="proceed"
+    )
+    assert peers("memckpt/peers=erasure", "memckpt.peers=null") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["memckpt.peers.data=4"], "Could not override 'memckpt.peers.data'"),
+        (
+            ["memckpt/peers=mirror", "memckpt.peers.data=4"],
+            "Key 'data' not in 'MirrorConfig: one of ack, security, host, port,",
+        ),
+        (
+            ["memckpt/peers=erasure", "memckpt.peers.ack=later"],
+            "Invalid value 'later', expected one of [wait, proceed]",
+        ),
+        (
+            ["memckpt/peers=raid"],
+            "Could not find 'memckpt/peers/raid'\n\nAvailable options in 'memckpt/peers':\n\terasure\n\tmirror\n\tnone",
+        ),
+    ],
+)
+def test_peers_that_cannot_be_are_an_error_when_composed(overrides: list[str], message: str) -> None:
+    with pytest.raises(hydra.errors.HydraException) as caught:
+        compose("+memckpt=default", *overrides)
+    assert message in f"{caught.value}\n{caught.value.__cause__}"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -106,6 +144,9 @@ def test_a_wrong_key_or_value_is_an_error_when_it_is_composed(override: str, mes
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["+memckpt=default", "memckpt/peers=mirror", "memckpt.peers.copies=1"], "peers.copies: expected 2 to 32"),
+        (["+memckpt=default", "memckpt/peers=mirror", "+memckpt.peers.data=4"], "peers.data: expected one of ack,"),
+        (["+memckpt=default", "memckpt.peers=mirror"], "peers: expected a mapping, found 'mirror'"),
         (["+memckpt=default", "memckpt.slots=1"], "slots: expected 2 to 64, found 1"),
         (["+memckpt=default", "+resume=latest"], "resume: expected 'auto', 'require', 'never' or a step number"),
         ([], "expected the group memckpt in the configuration, found none"),
@@ -117,7 +158,7 @@ def test_what_composes_and_cannot_be_is_an_error_of_ours(overrides: list[str], m
 
 
 def test_a_configuration_can_be_sent_to_another_process() -> None:
-    found = compose("+memckpt=durable", "memckpt.redo=lazy")
+    found = compose("+memckpt=durable", "memckpt/peers=mirror", "memckpt.redo=lazy")
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).memckpt)"
     there = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps(found), capture_output=True, timeout=60
@@ -130,6 +171,9 @@ def test_the_tree_has_every_field_of_the_dataclasses() -> None:
     found = compose("+memckpt=default").memckpt
     for part, kind in ((found, MemckptConfig), (found.agent, AgentConfig), (found.storage, StorageConfig)):
         assert list(part) == [each.name for each in dataclasses.fields(kind)]
+    for name, variant in (("erasure", ErasureConfig), ("mirror", MirrorConfig)):
+        peers = compose("+memckpt=default", f"memckpt/peers={name}").memckpt.peers
+        assert list(peers) == ["kind", *(each.name for each in dataclasses.fields(variant))]
 
 
 @pytest.mark.parametrize("experiment", sorted(each.stem for each in ROOT.glob("examples/conf/experiment/*.yaml")))

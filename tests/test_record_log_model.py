@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from memckpt.agent import record_log
 from memckpt.agent.generation import branch_off
 from memckpt.agent.record_log import RecordLog
-from memckpt.agent.writer_process import WriterProcess
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.errors import StorageError
 from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name
@@ -64,10 +64,10 @@ class LogMachine(RuleBasedStateMachine):
             raise StorageError("no room")
         return open_store(url)
 
-    def _start(self) -> WriterProcess:
+    def _start(self) -> HelperProcess:
         process = RecordsProcess(self.log.appended)
         self.processes.append(process)
-        return cast("WriterProcess", process)
+        return cast("HelperProcess", process)
 
     @property
     def timeline(self) -> Timeline:

@@ -13,7 +13,7 @@ from memckpt.agent import record_log, schedule, writer_jobs
 from memckpt.agent import saver as saver_module
 from memckpt.agent.messages import Appended, Message, Save, Saved, SaveFailed, SnapshotTaken, TakeSnapshot
 from memckpt.agent.saver import Saver
-from memckpt.agent.writer_process import WriterProcess
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.config import StorageConfig
 from memckpt.state.records import Timeline
 from tests.storage_node import Clock, Filled, Process, RecordsProcess, Steps, spec_of
@@ -53,12 +53,12 @@ class Node:
         assert isinstance(message, TakeSnapshot)
         self.orders.append(message)
 
-    def _start(self, what: str, received: Any, ended: Any) -> WriterProcess:
+    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
         if what == "records":
             self.records.append(RecordsProcess(received, ended))
-            return cast("WriterProcess", self.records[-1])
+            return cast("HelperProcess", self.records[-1])
         self.checkpoints.append(Process(received, ended))
-        return cast("WriterProcess", self.checkpoints[-1])
+        return cast("HelperProcess", self.checkpoints[-1])
 
     # What trainers do
 

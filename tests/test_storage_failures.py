@@ -308,7 +308,7 @@ def test_a_writer_that_is_killed_is_followed_by_another_and_leaves_nothing(stopp
     }
     died = lab.train(PLAIN, settings, actions=actions)
     assert len(died.of("stopped")) == 1
-    assert died.of("alarm")[0]["text"] == "the writer process has ended"
+    assert died.of("alarm")[0]["text"] == "the process has ended"
     later = check_only_the_later_one_stands(lab, died, 10)
     assert len(later["files"]) == 4
 

@@ -9,7 +9,7 @@ import pytest
 
 from memckpt.agent.messages import Save, Saved, SaveFailed
 from memckpt.agent.writer_jobs import Job, WriterJobs
-from memckpt.agent.writer_process import WriterProcess
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
@@ -33,9 +33,9 @@ def processes() -> list[Process]:
 
 @pytest.fixture
 def jobs(processes: list[Process]) -> Iterator[WriterJobs]:
-    def start() -> WriterProcess:
+    def start() -> HelperProcess:
         processes.append(Process())
-        return cast("WriterProcess", processes[-1])
+        return cast("HelperProcess", processes[-1])
 
     jobs = WriterJobs(start)
     yield jobs

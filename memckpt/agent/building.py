@@ -65,7 +65,7 @@ class Building:
             return one, False
         self.drop()
         self._begins = message.record
-        self._number += 1
+        self.next_number()
         try:
             self.generation = self._make(message, held_bytes + beside)
         except MemckptError as error:
@@ -76,6 +76,11 @@ class Building:
             self._make_room(str(error))
             self.generation = self._make(message, beside)
         return self.generation, True
+
+    def next_number(self) -> int:
+        """A number that no other generation has."""
+        self._number += 1
+        return self._number
 
     def _make(self, message: Prepare, held_bytes: int) -> Generation:
         return Generation(

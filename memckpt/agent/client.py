@@ -39,6 +39,7 @@ from memckpt.agent.messages import (
     SaveFailed,
     TakeSnapshot,
 )
+from memckpt.agent.peer_messages import Listen, Listening, Passed, Recover, Recovered, RecoveryProgress
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.region import Region
@@ -48,6 +49,8 @@ Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
 #: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
+#: How often to say that training waits for peers.
+_PATIENCE_SECONDS = 30.0
 _live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
 
 
@@ -86,6 +89,9 @@ class AgentClient:
         self.channel = channel
         self.agent_pid = peer(channel.sock)[0]
         self.applied = 0
+        #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
+        self.passed = 0
+        self.whole = False
         self._config = config
         self._process = process
         self._notices: list[Notice] = []
@@ -137,8 +143,13 @@ class AgentClient:
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
+        elif isinstance(message, Passed):
+            self.passed = max(self.passed, message.record)
+            self.whole = message.whole
         elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed, Logged)):
             self._notices.append(message)
+        elif isinstance(message, (RecoveryProgress, Recovered)):
+            pass  # of a recovery that has been given up
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")
         elif isinstance(message, Refused):
@@ -206,6 +217,54 @@ class AgentClient:
                 self._note(*received)
         said, self._notices = self._notices, []
         return said
+
+    def listen(self, message: Listen) -> Listening:
+        """Have the node be there for its peers; what it keeps of their records."""
+        answer, _ = self._request(message, Listening)
+        assert isinstance(answer, Listening)
+        return answer
+
+    def recover(self, message: Recover, progress: Callable[[RecoveryProgress], None]) -> Recovered:
+        """Have fetched what this node lacks, and handed out what others lack.
+
+        Args:
+            message: which.
+            progress: told how far it is.
+        """
+        self.channel.send(message)
+        while True:
+            answer, fds = self.channel.receive(self._config.start_seconds)
+            if isinstance(answer, RecoveryProgress):
+                progress(answer)
+            elif isinstance(answer, Recovered):
+                return answer
+            elif isinstance(answer, Refused):
+                raise getattr(errors, answer.kind, AgentError)(answer.reason)
+            else:
+                self._note(answer, fds)
+
+    def wait_passed(self, record: int) -> None:
+        """Wait until peers have acknowledged `record` for every node, however long that takes; says so now and then.
+
+        Raises:
+            AgentGoneError: the agent is gone.
+        """
+        waited = 0
+        while self.passed < record:
+            if any(isinstance(notice, Alarm) for notice in self._notices):
+                return
+            received = self.channel.poll(_PATIENCE_SECONDS)
+            if received is not None:
+                self._note(*received)
+                continue
+            waited += 1
+            _log.warning(
+                "memckpt: training waits for peers since %.0f s: record %d is to be acknowledged for every node, %d "
+                "is; see `memckpt status`",
+                waited * _PATIENCE_SECONDS,
+                record,
+                self.passed,
+            )
 
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.

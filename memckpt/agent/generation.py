@@ -70,6 +70,8 @@ class Generation:
         self._steps: dict[int, int] = {}
         #: A record whose rank states are needed for longer: that of a snapshot.
         self.pinned: int | None = None
+        #: Up to which record redo may go on as far as peers are concerned; None: as far as it likes.
+        self.gate: int | None = None
 
     @property
     def regions(self) -> list[Region]:
@@ -163,7 +165,15 @@ class Generation:
         limit = min(self.committed.values())
         if self.spec.world_size > 1:
             limit = min(limit, max(self.committed.values()) - 1)
+        if self.gate is not None:
+            limit = min(limit, self.gate)
         self.replica.allow(limit)
+
+    def open_gate(self, gate: int | None) -> None:
+        """Peers have got so far: let redo go on."""
+        self.gate = gate
+        if self.complete:
+            self._let_redo_go_on()
 
     # What can be produced
 
@@ -195,6 +205,47 @@ class Generation:
         except DamagedStateError:
             return False  # it is being filled with a later one
         return True
+
+    def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
+        """Records whose bytes are here for peers, with their steps, scalars and rank states.
+
+        Virtual ones of a replica are among them as long as it stands at the base.
+        """
+        assert self.base is not None
+        newest = min(self.committed.values())
+        found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+        virtual = range(self.base - self.spec.period + 1, self.base + 1)
+        if self.replica is not None and self.replica.stands_at(self.base):
+            found |= {number: (0, b"", {}) for number in virtual[:-1]}
+            found[self.base] = (self._steps.get(self.base, 0), b"", dict(self._rank_states[self.base]))
+        oldest = newest + 2 - self.layout.ring  # the slot that is being filled is that of the one before
+        for number, meta in sorted(self._metas.items()):
+            if oldest <= number <= newest and (self.replica is None or number > self.base):
+                found[number] = (self._steps.get(number, 0), meta, dict(self._rank_states.get(number, {})))
+        return found
+
+    def refill(self, record: int, step: int, metas: dict[int, bytes], rank_states: dict[int, bytes]) -> None:
+        """The slots have been filled with the window of records that makes the state after `record`.
+
+        Raises:
+            DamagedStateError: it is not all there.
+        """
+        window = range(record - self.spec.period + 1, record + 1)
+        missing = [number for number in window if not metas.get(number)]
+        lacking = sorted(set(self.spec.local_ranks) - set(rank_states))
+        if missing or lacking:
+            raise DamagedStateError(
+                f"a fetched state: expected the records {window[0]} to {record} and the states of ranks "
+                f"{list(self.spec.local_ranks)}, found none of records {missing}, ranks {lacking}"
+            )
+        for number in window:
+            for rank in self.spec.local_ranks:
+                self.ring.seal(number, rank)
+        self._metas = {number: metas[number] for number in window}
+        self._rank_states = {record: {rank: rank_states[rank] for rank in self.spec.local_ranks}}
+        self._steps = {record: step}
+        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+        self.base, self.complete = record, True
 
     def settle(self, record: int) -> None:
         """Make `record` the newest: redo up to it, drop what lies beyond it."""

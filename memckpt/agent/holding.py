@@ -27,7 +27,7 @@ from memckpt.agent.messages import (
 )
 from memckpt.agent.saver import Saver, StartWriter
 from memckpt.errors import AgentError
-from memckpt.state.layout import first_difference
+from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
@@ -53,6 +53,7 @@ class Holding:
         announce: tells the other holdings of the node that a checkpoint is taken after a record.
         hurry: tells them how many records ahead an order for a snapshot has to be given.
         beside: bytes that the other holdings of the node have.
+        gate: up to which record peers let this one's redo go on; None: as far as it likes.
 
     Attributes:
         held: the newest complete generation; None while nothing is held.
@@ -73,6 +74,7 @@ class Holding:
         announce: Callable[[int], None],
         hurry: Callable[[int], None] = lambda lead: None,
         beside: Callable[[], int] = lambda: 0,
+        gate: Callable[[Holding], int | None] = lambda holding: None,
     ) -> None:
         self._node = node
         self.ranks = ranks
@@ -92,6 +94,12 @@ class Holding:
             hurry,
         )
         self._beside = beside
+        self._gate = gate
+
+    @property
+    def history(self) -> tuple[Branch, ...]:
+        """Timelines, oldest first; the last one is that of the newest record."""
+        return self._history
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +204,8 @@ class Holding:
         """Go back to a record, once for all ranks that share it."""
         record = message.record
         if self._resumed_to is None:
-            self._resumed_to = self._go_back(record)
+            self.stand_at(record)
+            self._resumed_to = record
             self.saver.resumed(record, timeline_of(self._history, record))
             self._history = branch_off(self._history, record, message.timeline)
             _log.info("ranks %s resume at record %d", list(self.ranks), record)
@@ -220,7 +229,8 @@ class Holding:
             plain=plain,
         )
 
-    def _go_back(self, record: int) -> int:
+    def stand_at(self, record: int) -> Generation:
+        """Go back to a record that can be produced; what lies beyond it is let go of."""
         generation = self.standing_still().get(record)
         if generation is None:
             raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
@@ -231,12 +241,41 @@ class Holding:
             self.held = generation
         self._let_go_of_before()
         generation.settle(record)
-        return record
+        if generation.replica is not None:
+            generation.replica.freeze()
+        return generation
+
+    # What peers have given back
+
+    def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
+        """Room for a state that is fetched from peers; what is held is of no use, and goes first.
+
+        Raises:
+            MemoryBudgetError: there is none.
+        """
+        self.let_go()
+        number = self._building.next_number()
+        return Generation(number, spec, held_bytes=self._beside(), budget=budget, threads=1, notify=lambda _: None)
+
+    def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
+        """What was fetched is held from now on."""
+        self.held, self._history = generation, history
+
+    def open_gate(self) -> None:
+        """Peers have got further: let redo go on, let go of what they make needless."""
+        gate = self._gate(self)
+        if self.held is not None and self.held.complete:
+            self.held.open_gate(gate)
+            if self.before:
+                self._let_go_up_to(max(self.held.committed.values()))
 
     def generation_committed(self, rank: int, message: GenerationCommit) -> None:
         """A rank has written its part of a new generation."""
         generation = self._generation(message.generation)
-        if generation is None or not generation.start(rank, message):
+        if generation is None:
+            return
+        generation.gate = self._gate(self)
+        if not generation.start(rank, message):
             return
         if generation is not self._building.generation:
             return
@@ -256,11 +295,13 @@ class Holding:
         where it could not stage it and begins a generation with the next; then the job goes back to the one before.
         """
         assert self.held is not None
+        gate = self._gate(self)
         if self.held.spec.world_size == 1:
             self._let_go_of_before()
             return
         bases = [one.base or 0 for one in (*self.before[1:], self.held)]
-        while self.before and record > bases.pop(0) + 1:
+        while self.before and record > bases[0] + 1 and (gate is None or gate >= bases[0]):
+            bases.pop(0)
             self.before.pop(0).close()
 
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
@@ -268,6 +309,7 @@ class Holding:
         generation = self._generation(message.generation)
         if generation is None:
             return
+        generation.gate = self._gate(self)
         generation.commit(rank, message)
         if generation is self.held:
             if self.before:

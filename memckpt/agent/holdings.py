@@ -55,6 +55,7 @@ class Holdings:
         notify: takes what a redo thread of the given ranks' holding says, from that thread.
         start_writer: as for a saver.
         save_failed: called when a checkpoint could not be written.
+        gate: as for a holding.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Holdings:
         notify: Callable[[tuple[int, ...], Message], None],
         start_writer: StartWriter,
         save_failed: Callable[[], None],
+        gate: Callable[[Holding], int | None] = lambda holding: None,
     ) -> None:
         self._node = node
+        self._gate = gate
         self._tell = tell
         self._notify = notify
         self._start_writer = start_writer
@@ -96,6 +99,7 @@ class Holdings:
                 announce=lambda record: self._announce(hello.unit, record),
                 hurry=self._hurry,
                 beside=lambda: sum(one.nbytes for one in self if one.ranks != hello.unit),
+                gate=self._gate,
             )
 
     def _announce(self, by: tuple[int, ...], record: int) -> None:

@@ -10,6 +10,28 @@ from typing import Literal, Union
 
 import msgspec
 
+from memckpt.agent.peer_messages import (
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    GivenUp,
+    GiveUp,
+    Halt,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    PeersReport,
+    PeersStatus,
+    Pieces,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    SendGeneration,
+    SendRecord,
+)
 from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
@@ -435,66 +457,6 @@ class StorageStatus(msgspec.Struct, frozen=True):
     loses_at_most: int | None = None
 
 
-class PeerLinkStatus(msgspec.Struct, frozen=True):
-    """The connection to one other node.
-
-    Attributes:
-        node: its name.
-        connected: whether it answers.
-        behind_bytes: what it has not acknowledged yet.
-        seconds_silent: since it was last heard; None before the first word.
-        problem: why it cannot be used; empty if it can.
-    """
-
-    node: str
-    connected: bool
-    behind_bytes: int
-    seconds_silent: float | None
-    problem: str = ""
-
-
-class PeersStatus(msgspec.Struct, frozen=True):
-    """The peers tier, as its agent sees it.
-
-    Attributes:
-        scheme: ``"erasure code, k=4, m=2"`` or ``"mirror, 2 copies"``.
-        security: ``"curve"`` or ``"plain"``.
-        ack: what is done where peers fall behind, ``"wait"`` or ``"proceed"``.
-        watermark: the newest record that is acknowledged for every node; None before the first.
-        acknowledged: ranks of a set of shards, and its newest acknowledged record.
-        protected: whether the tolerated number of nodes can be lost now.
-        problem: why not, in words.
-        held_bytes: of other nodes' records here.
-        kept: node, ranks, and the newest record that is kept of them here.
-        links: to the other nodes.
-        bytes_sent: to all of them since the attempt began.
-        bytes_per_record: of them, for one record; None before the first.
-        rate_limit_bytes_per_second: what may be sent now; None: no limit.
-        pace: what the governor does, in words.
-        refused: messages of strangers, and damaged ones.
-        gap: the records from..to that no peer had, the last such gap; None if there was none.
-        recovering: what is being restored, with progress; empty if nothing is.
-    """
-
-    scheme: str
-    security: str
-    ack: str
-    watermark: int | None
-    acknowledged: tuple[tuple[tuple[int, ...], int], ...]
-    protected: bool
-    problem: str
-    held_bytes: int
-    kept: tuple[tuple[str, tuple[int, ...], int], ...]
-    links: tuple[PeerLinkStatus, ...]
-    bytes_sent: int
-    bytes_per_record: float | None
-    rate_limit_bytes_per_second: float | None
-    pace: str
-    refused: int
-    gap: tuple[int, int] | None
-    recovering: str = ""
-
-
 class Status(msgspec.Struct, frozen=True, tag="status"):
     """What the command line shows.
 
@@ -585,4 +547,23 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     StatusRequest,
     Status,
     StopRequest,
+    Listen,
+    Listening,
+    Join,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    SendGeneration,
+    SendRecord,
+    GiveUp,
+    GivenUp,
+    Halt,
+    ListPieces,
+    Pieces,
+    Passed,
+    PeersReport,
 ]

@@ -88,9 +88,10 @@ class PeerJob(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """The attempt's plan is made: connect to its peers."""
+    """The attempt's plan is made: connect to its peers. `rejoin`: a trainer has lost its agent, and found another."""
 
     job: PeerJob
+    rejoin: bool = False
 
 
 class UnitSource(msgspec.Struct, frozen=True, array_like=True):
@@ -143,10 +144,9 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
 
 
 class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """From the courier, passed on to the trainers: how much of what is missing is here."""
+    """From the courier, passed on to the trainers: bytes more of what is missing are here."""
 
-    done: int
-    total: int
+    nbytes: int
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
@@ -165,7 +165,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 
 
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
-    """To the courier: fetch a state into the regions that come along: slots, then static where present. Answer: Filled."""
+    """To the courier: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
 
     source: UnitSource
     spec: StateSpec
@@ -268,23 +268,67 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     problem: str = ""
 
 
-PeerMessage = (
-    Listen
-    | Listening
-    | Join
-    | Recover
-    | Recovered
-    | RecoveryProgress
-    | Describe
-    | Described
-    | Fill
-    | Filled
-    | SendGeneration
-    | SendRecord
-    | GiveUp
-    | GivenUp
-    | Halt
-    | ListPieces
-    | Pieces
-    | Passed
-)
+class PeerLinkStatus(msgspec.Struct, frozen=True):
+    """The connection to one other node.
+
+    Attributes:
+        node: its name.
+        connected: whether it answers.
+        behind_bytes: what it has not acknowledged yet.
+        seconds_silent: since it was last heard; None before the first word.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    node: str
+    connected: bool
+    behind_bytes: int
+    seconds_silent: float | None
+    problem: str = ""
+
+
+class PeersStatus(msgspec.Struct, frozen=True):
+    """The peers tier, as its agent sees it.
+
+    Attributes:
+        scheme: ``"erasure code, k=4, m=2"`` or ``"mirror, 2 copies"``.
+        security: ``"curve"`` or ``"plain"``.
+        ack: what is done where peers fall behind, ``"wait"`` or ``"proceed"``.
+        watermark: the newest record that is acknowledged for every node; None before the first.
+        acknowledged: ranks of a set of shards, and its newest acknowledged record.
+        protected: whether the tolerated number of nodes can be lost now.
+        problem: why not, in words.
+        held_bytes: of other nodes' records here.
+        kept: node, ranks, and the newest record that is kept of them here.
+        links: to the other nodes.
+        bytes_sent: to all of them since the attempt began.
+        bytes_per_record: of them, for one record; None before the first.
+        rate_limit_bytes_per_second: what may be sent now; None: no limit.
+        pace: what the governor does, in words.
+        refused: messages of strangers, and damaged ones.
+        gap: the records from..to that no peer had, the last such gap; None if there was none.
+        recovering: what is being restored, with progress; empty if nothing is.
+    """
+
+    scheme: str
+    security: str
+    ack: str
+    watermark: int | None
+    acknowledged: tuple[tuple[tuple[int, ...], int], ...]
+    protected: bool
+    problem: str
+    held_bytes: int
+    kept: tuple[tuple[str, tuple[int, ...], int], ...]
+    links: tuple[PeerLinkStatus, ...]
+    bytes_sent: int
+    bytes_per_record: float | None
+    rate_limit_bytes_per_second: float | None
+    pace: str
+    refused: int
+    gap: tuple[int, int] | None
+    recovering: str = ""
+
+
+class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
+    """From the courier, every second or so while something happens."""
+
+    status: PeersStatus

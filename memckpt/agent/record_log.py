@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memckpt.agent.generation import Generation
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.messages import Append, Appended, LogRecord, OpenLog
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
@@ -76,11 +76,11 @@ class RecordLog:
         alarm: why there was a hole; empty once records are being written again.
     """
 
-    def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
+    def __init__(self, node: str, open_writer: Callable[[], HelperProcess], broken: Callable[[], None]) -> None:
         self._node = node
         self._open_writer = open_writer
         self._broken = broken
-        self._writer: WriterProcess | None = None
+        self._writer: HelperProcess | None = None
         self._url = ""
         self._asked_steps: int | None = None
         self._timeout_seconds = 0.0

@@ -149,6 +149,11 @@ class Replica:
             self._condition.wait_for(lambda: not self._busy)
             return self.applied
 
+    def stands_at(self, record: int) -> bool:
+        """Whether it has the state after `record`, and may not go on from there yet."""
+        with self._condition:
+            return self.applied == self._limit == record and not self._busy
+
     def advance_to(self, record: int) -> None:
         """Unfreeze, and apply exactly up to `record`.
 

@@ -16,6 +16,7 @@ from typing import Literal
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.job_maker import JobMaker, standing_still
 from memckpt.agent.messages import (
     Announced,
@@ -34,7 +35,6 @@ from memckpt.agent.schedule import Schedule, alone
 from memckpt.agent.snapshots import Snapshot, Snapshots
 from memckpt.agent.storage_mode import Measured, choose_mode
 from memckpt.agent.writer_jobs import Done, Job, WriterJobs
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.region import Region
@@ -50,7 +50,7 @@ _RETRY_SECONDS = 60.0
 
 #: Starts a process that writes; what it answers goes to the first function, the reason of its end to the second.
 StartWriter = Callable[
-    [Literal["checkpoints", "records"], Callable[[Message], None], Callable[[str], None]], WriterProcess
+    [Literal["checkpoints", "records"], Callable[[Message], None], Callable[[str], None]], HelperProcess
 ]
 
 

@@ -18,6 +18,7 @@ from memckpt.agent.address import AgentAddress
 from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.generation import Generation
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding, Tell
 from memckpt.agent.holdings import Holdings
 from memckpt.agent.messages import (
@@ -27,6 +28,7 @@ from memckpt.agent.messages import (
     Commit,
     Configure,
     Drift,
+    Gap,
     GenerationCommit,
     Goodbye,
     Hello,
@@ -49,8 +51,9 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
+from memckpt.agent.peer_messages import Join, Listen, Passed, Recover
+from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, RunBusyError
 
 _log = logging.getLogger("memckpt.agent")
@@ -100,9 +103,13 @@ class Agent:
             address.node,
             self._teller,
             self._notify,
-            lambda what, received, ended: WriterProcess(what, self._selector, received, ended),
+            lambda what, received, ended: HelperProcess(
+                "memckpt.writer", ["--what", what], self._selector, received, ended
+            ),
             self._checkpoint_failed,
+            lambda holding: self._peers.gate(holding),
         )
+        self._peers = Peers(self._selector, self._holdings.get, self._watermark_passed, self._courier_lost)
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
         #: Training has finished: its final step has to be in storage first, whatever time that takes.
@@ -201,6 +208,7 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_answering()
+        self._peers.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._holdings.close()
         self._connections.close(Leaving())
@@ -232,6 +240,16 @@ class Agent:
                     self._connections.answer(connection, message, [fd] if fd is not None else None)
 
         return tell
+
+    # Peers
+
+    def _watermark_passed(self, passed: Passed) -> None:
+        for holding in self._holdings:
+            holding.open_gate()
+        self._tell_members(passed)
+
+    def _courier_lost(self, reason: str) -> None:
+        self._tell_members(Gap(f"peers get nothing from this node any more: {reason}"))
 
     # From redo threads and from signal handlers
 
@@ -311,12 +329,20 @@ class Agent:
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
                 holding.generation_committed(member.rank, message)
+                self._peers.sync(holding)
             case Commit():
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
                 before = message.stall_ms if self._stall_ms is None else self._stall_ms
                 self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
                 holding.commit(member.rank, message, self._attempt)
+                self._peers.sync(holding)
+            case Listen():
+                self._connections.answer(connection, self._peers.listen(message))
+            case Join():
+                self._peers.join(message)
+            case Recover():
+                self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():
                 holding.saver.snapshot_taken(member.rank, message)
             case Void():
@@ -366,6 +392,7 @@ class Agent:
         self._attempt.members[hello.rank] = connection.member
         self._lonely_since = None
         self._holdings.introduce(hello)
+        self._peers.introduce(hello.rank, hello.fingerprint)
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
         held = () if hello.rejoining else self._holdings.inventory(hello)
         self._connections.answer(connection, Inventory(held, os.getpid()))
@@ -388,6 +415,7 @@ class Agent:
             self._leaving = self._leaving_when_saved = None
             self._finishing = False
         self._saved_alone = False
+        self._peers.begin_attempt()
         self._holdings.begin_attempt()
         self._attempt = Attempt.of(hello)
 
@@ -411,5 +439,6 @@ class Agent:
             uptime_seconds=now - self._started,
             stall_ms=self._stall_ms,
             by_operator=self._by_operator,
+            peers=self._peers.status,
         )
         return add_holdings(status, sorted(self._holdings, key=lambda one: one.ranks))

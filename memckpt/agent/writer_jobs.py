@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.messages import Announce, LookForAnnounced, Save, Saved, SaveFailed
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
@@ -51,9 +51,9 @@ class WriterJobs:
         open_writer: starts it.
     """
 
-    def __init__(self, open_writer: Callable[[], WriterProcess]) -> None:
+    def __init__(self, open_writer: Callable[[], HelperProcess]) -> None:
         self._open_writer = open_writer
-        self._writer: WriterProcess | None = None
+        self._writer: HelperProcess | None = None
         self._waiting: deque[Job] = deque()
         self._current: Job | None = None
         self._deadline = 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from memckpt.cli.common import nbytes_text
+from memckpt.cli.common import count, nbytes_text
 from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
 from memckpt.state.layout import CAPTURES
 
@@ -123,7 +123,7 @@ def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig 
     if backend not in backends:
         text = f"{backend} is not available; there are: {', '.join(backends) or 'none'}"
         return Check("erasure code", outcome, text, "ErasureConfig(backend=...) with one of these")
-    return Check("erasure code", "ok", f"{backend}, and {len(backends) - 1} others")
+    return Check("erasure code", "ok", f"{backend}, and {count(len(backends) - 1, 'other')}")
 
 
 def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:

@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.markup import escape
 from rich.table import Table
 
-from memckpt.agent.messages import PeerLinkStatus, PeersStatus
+from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli.common import count, nbytes_text, seconds_text
 
 #: A node that has been silent for longer is shown with it.
@@ -47,7 +47,11 @@ def _protection_text(peers: PeersStatus) -> str:
 
 
 def _security_text(security: str) -> str:
-    return "encrypted and authenticated (curve)" if security == "curve" else f"neither encrypted nor safe ({security})"
+    return (
+        "encrypted and authenticated (curve)"
+        if security == "curve"
+        else f"neither encrypted nor authenticated ({security})"
+    )
 
 
 def _acknowledged_text(acknowledged: Iterable[tuple[tuple[int, ...], int]]) -> str:

@@ -21,9 +21,7 @@ class Asking:
         result: None until it is there.
     """
 
-    def __init__(
-        self, source: UnitSource, request: int, send: Callable[[str, WireMessage], None], now: float
-    ) -> None:
+    def __init__(self, source: UnitSource, request: int, send: Callable[[str, WireMessage], None], now: float) -> None:
         self._source = source
         self.request = request
         self._started = now

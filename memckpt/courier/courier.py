@@ -7,8 +7,8 @@ arrived is looked at, and so on; the network's own threads send meanwhile.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -16,11 +16,8 @@ import zmq
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
 from memckpt.agent.peer_messages import (
-    BadSourceSeen,
     Describe,
-    Described,
     Fill,
-    Filled,
     GivenUp,
     GiveUp,
     Halt,
@@ -38,15 +35,13 @@ from memckpt.courier.asking import Asking
 from memckpt.courier.member import Member
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
-from memckpt.courier.source import RegionSource
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.peers import wire
-from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder, KeptWindow, Room
+from memckpt.peers.holder import Holder, KeptWindow
 from memckpt.peers.keys import Keys
 from memckpt.peers.transport import Delivery, Met, Transport
-from memckpt.state.layout import StateSpec
+from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
 #: Handed over before the loop looks at what has arrived.
@@ -93,15 +88,17 @@ class Courier:
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
-            self._poller.poll(self._patience() * 1000)
+            self._poller.poll(math.ceil(self._patience() * 1000))
             while (received := self._channel.poll()) is not None:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
             if self._member is not None:
                 self._member.work(_PUMP_BYTES, now)
-            for waiting in (*self._readers, *self._asking):
-                waiting.tend(now)
+            for reader in self._readers:
+                reader.tend(now)
+            for asking in self._asking:
+                asking.tend(now)
             self._finish_readers()
 
     def _patience(self) -> float:
@@ -176,7 +173,8 @@ class Courier:
         self._channel.send(Listening(self._transport.address))
 
     def _join(self, message: Join) -> None:
-        assert self._transport is not None and self._holder is not None
+        assert self._transport is not None
+        assert self._holder is not None
         job = message.job
         self._holder.begin(job.attempt, job.record)
         self._member = Member(self._node, job, self._holder, self._transport, self._tell_passed)
@@ -184,7 +182,7 @@ class Courier:
     def _tell_passed(self, passed: Passed) -> None:
         self._channel.send(passed)
 
-    def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[wire.HeldPieces, ...]:
+    def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
@@ -217,12 +215,10 @@ class Courier:
         source = message.source
         code = self._member.code_for(source.data)
         now = time.monotonic()
-        self._readers.append(
-            Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now)
-        )
+        self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
 
-    def _progress(self, done: int, total: int) -> None:
-        self._channel.send(RecoveryProgress(done, total))
+    def _progress(self, nbytes: int) -> None:
+        self._channel.send(RecoveryProgress(nbytes))
 
     def _finish_readers(self) -> None:
         for reader in [one for one in self._readers if one.result is not None]:
@@ -267,7 +263,8 @@ class Courier:
                 self._member.handle(peer, message, delivery.payload, now)
 
     def _answer(self, peer: str, question: wire.AskManifest | wire.Get | wire.AskWindow) -> None:
-        assert self._member is not None and self._holder is not None
+        assert self._member is not None
+        assert self._holder is not None
         answer, payload = self._serving.answer(question)
         if answer is None:
             answer, payload = self._serving.answer_from(self._holder, question)

@@ -235,7 +235,7 @@ class Member:
             spec=msgspec.msgpack.encode(spec),
         )
         self._sources[message.ranks] = source
-        records = range(message.base - period + 1, message.base + 1)
+        records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
     def committed(self, message: SendRecord) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from memckpt.agent.peer_messages import BadSourceSeen, Filled, UnitSource
-from memckpt.errors import DamagedPiecesError
+from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import STATIC, BlobReader, RecordTail
 from memckpt.peers.code import STRIPE_BYTES, Code
@@ -81,7 +81,7 @@ class Reader:
         code: of the pieces.
         send: gives a message to a node.
         number: makes a number that no other question has.
-        progress: told how many records are here, of how many.
+        progress: told how many bytes more are here, record by record.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Reader:
         code: Code,
         send: Callable[[str, WireMessage], None],
         number: Callable[[], int],
-        progress: Callable[[int, int], None],
+        progress: Callable[[int], None],
         now: float,
     ) -> None:
         self.source = source
@@ -103,7 +103,6 @@ class Reader:
         self._send = send
         self._progress = progress
         self._parts = self._plan_parts(self._static is not None)
-        self._total = len(self._parts)
         self._lost: set[str] = set()
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
@@ -215,7 +214,7 @@ class Reader:
         part = self._parts[0]
         _log.warning("record %d of ranks %s is not read from %s: %s", part.record, list(part.owner), peer, reason)
         self._lost.add(peer)
-        self._bad[BadSourceSeen(peer, part.owner, self.source.generation)] = None
+        self._bad[BadSourceSeen(peer, part.owner, "" if part.live else part.generation)] = None
         for stripe in sorted(part.asked):
             part.here[stripe].pop(peer, None)
             if not self._ask_more(part, stripe):
@@ -317,12 +316,13 @@ class Reader:
                 if self.result is not None:
                     return False
             self._note(part, self._into.finish())
-        except DamagedPiecesError as error:
+        except DamagedStateError as error:
             self._fail(str(error))
             return False
         self._into = None
         self._parts.pop(0)
-        self._progress(self._total - len(self._parts), self._total)
+        assert part.manifest is not None
+        self._progress(part.manifest.nbytes)
         return True
 
     def _decode(self, part: _Part, stripe: int) -> bytes | None:

@@ -84,4 +84,4 @@ class Serving:
                 if kept is None:
                     return GotNone(question.request, f"record {question.record} is not complete here"), b""
                 fragment, payload = kept
-                return Got(question.request, question.record, question.stripe, fragment), payload
+                return Got(question.request, question.record, question.stripe, fragment), bytes(payload)

@@ -78,8 +78,8 @@ class RegionSource:
         """The bytes of a record; None if they are not there any more."""
         if record == STATIC:
             assert self._static is not None
-            extents = (Extent(0, self._static.nbytes),)
-            return Blob(RecordTail(0, b"", {}, extents), [memoryview(self._static.map)])
+            everything = (Extent(0, self._static.nbytes),)
+            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._static.map)])
         if record not in self._records or not self.intact(record):
             return None
         step, meta, rank_states = self._records[record]

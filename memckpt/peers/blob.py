@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from memckpt.errors import DamagedPiecesError
+from memckpt.errors import DamagedStateError
 from memckpt.peers.code import STRIPE_BYTES
 
 _HEAD = struct.Struct("<Q")  # length of the encoded tail
@@ -98,7 +98,7 @@ class BlobReader:
         """The next stripe.
 
         Raises:
-            DamagedPiecesError: the bytes are not those of a record, or do not fit the room.
+            DamagedStateError: the bytes are not those of a record, or do not fit the room.
         """
         rest = memoryview(stripe)
         if self.tail is None:
@@ -110,7 +110,7 @@ class BlobReader:
             self._first.clear()
         while rest.nbytes:
             if not self._extents:
-                raise DamagedPiecesError(f"a record of pieces: expected its end, found {rest.nbytes} bytes more")
+                raise DamagedStateError(f"a record of pieces: expected its end, found {rest.nbytes} bytes more")
             extent = self._extents[0]
             count = min(rest.nbytes, extent.nbytes - self._position)
             start = extent.offset + self._position
@@ -124,17 +124,17 @@ class BlobReader:
         if self._size is None and len(self._first) >= _HEAD.size:
             (length,) = _HEAD.unpack_from(self._first)
             if length > self._limit:
-                raise DamagedPiecesError(f"a record of pieces: expected a tail of at most {self._limit} bytes")
+                raise DamagedStateError(f"a record of pieces: expected a tail of at most {self._limit} bytes")
             self._size = _HEAD.size + length
         if self._size is None or len(self._first) < self._size:
             return False
         try:
             tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
         except msgspec.DecodeError as error:
-            raise DamagedPiecesError(f"a record of pieces: its tail cannot be read: {error}") from error
+            raise DamagedStateError(f"a record of pieces: its tail cannot be read: {error}") from error
         for extent in tail.extents:
             if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > self._room.nbytes:
-                raise DamagedPiecesError(
+                raise DamagedStateError(
                     f"a record of pieces: expected bytes within {self._room.nbytes}, found {extent}"
                 )
         self.tail = tail
@@ -145,8 +145,8 @@ class BlobReader:
         """All stripes have been taken.
 
         Raises:
-            DamagedPiecesError: some are missing.
+            DamagedStateError: some are missing.
         """
         if self.tail is None or self._extents:
-            raise DamagedPiecesError("a record of pieces ends before all of its bytes are there")
+            raise DamagedStateError("a record of pieces ends before all of its bytes are there")
         return self.tail

@@ -100,7 +100,7 @@ def check(fragment: Fragment, payload: bytes | memoryview, **expected: object) -
     one = fragment
     if one.data < 1 or one.tolerate < 1 or not 0 <= one.piece < one.data + one.tolerate - 1:
         return f"expected one of k + m - 1 pieces, found piece {one.piece} with k={one.data}, m={one.tolerate}"
-    if one.record < 0 or not 0 <= one.stripe < one.stripes or not 1 <= one.length <= STRIPE_BYTES:
+    if not 0 <= one.stripe < one.stripes or not 1 <= one.length <= STRIPE_BYTES:
         return f"found stripe {one.stripe} of {one.stripes} with {one.length} bytes, of record {one.record}"
     if fragment.checksum != _checksum(fragment, payload):
         return "its checksum is not that of its content"

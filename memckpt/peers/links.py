@@ -198,34 +198,11 @@ class Link:
 
     # Receiving
 
-    def refuse(self, envelope: Envelope) -> str | None:
-        """Why a message is not one for this pair, nor a greeting; None if it is."""
-        if envelope.incarnation in self.retired:
-            return "wrong incarnation"
-        if envelope.meant == self.own or (not envelope.meant and isinstance(envelope, State)):
-            return None
-        return "wrong incarnation"
-
-    def meet(self, envelope: Envelope) -> bool:
-        """Whether with this message, which is not refused, the peer is met in a new incarnation.
-
-        Only the peer itself can know our incarnation, so whoever names it is there now.
-        """
-        if envelope.meant != self.own:
-            return False
-        self.heard = True
-        if envelope.incarnation == self.met:
-            return False
-        if self.met:
-            self.retired.append(self.met)
-            self._waiting.clear()
-            self._waiting_bytes = 0
-        self._reset()
-        self.met = envelope.incarnation
-        return True
-
     def take_data(self, data: Data, nbytes: int) -> str | None:
-        """Receive a message of the pair: None if it is the next one, else why it is dropped."""
+        """Receive a message: None if it is the next one, else why it is dropped."""
+        if data.meant != self.own or data.incarnation in self.retired:
+            return "wrong incarnation"
+        self._meet(data)
         self._see(data)
         if data.number < self._expected:
             # Its acknowledgement may be what was lost.
@@ -244,20 +221,16 @@ class Link:
             self.tell()
         return None
 
-    def _see(self, envelope: Envelope) -> None:
-        if envelope.turn > self._seen:
-            self._seen = envelope.turn
-            self._gap = False
-
-    def _note_gap(self, envelope: Envelope) -> None:
-        if envelope.turn < self._seen:
-            return
-        self._gap = True
-        if self._gap_told < self._seen and self.tell():
-            self._gap_told = self._seen
-
     def take_state(self, state: State) -> str | None:
-        """Receive a state of the pair; why it is dropped, or None."""
+        """Receive a state; why it is dropped, or None."""
+        if state.incarnation in self.retired:
+            return "wrong incarnation"
+        if state.meant != self.own:
+            # It greets, or knows us as who we were: say who we are.
+            self.tell(to=state.incarnation)
+            return "wrong incarnation" if state.meant else None
+        if self._meet(state):
+            self.tell()
         if state.expected > self._sent_up_to or state.seen > self._turn:
             return "malformed"
         self._see(state)
@@ -269,6 +242,34 @@ class Link:
             self.tell()
         self.pump()
         return None
+
+    def _meet(self, envelope: Envelope) -> bool:
+        """Whether with this message the peer is met in a new incarnation.
+
+        Only the peer itself can know our incarnation, so whoever names it is there now.
+        """
+        self.heard = True
+        if envelope.incarnation == self.met:
+            return False
+        if self.met:
+            self.retired.append(self.met)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+        self._reset()
+        self.met = envelope.incarnation
+        return True
+
+    def _see(self, envelope: Envelope) -> None:
+        if envelope.turn > self._seen:
+            self._seen = envelope.turn
+            self._gap = False
+
+    def _note_gap(self, envelope: Envelope) -> None:
+        if envelope.turn < self._seen:
+            return
+        self._gap = True
+        if self._gap_told < self._seen and self.tell():
+            self._gap_told = self._seen
 
     def _acknowledged(self, state: State) -> None:
         first = self._next - len(self._on_the_way)

@@ -1,8 +1,8 @@
 """A node's own records on their way to the holders of their pieces.
 
-Each holder is served by a stream of its own, in order: a generation is opened, what is static follows, then record after
-record. Streams that keep step share what has been encoded; one that lags behind, or begins anew because its holder came
-back empty, is served from what still lies in the slots.
+Each holder is served by a stream of its own, in order: a generation is opened, what is static follows, then record
+after record. Streams that keep step share what has been encoded; one that lags behind, or begins anew because its
+holder came back empty, is served from what still lies in the slots.
 """
 
 from __future__ import annotations
@@ -342,7 +342,6 @@ class Owner:
         outgoing, record = stream.queue[0]
         if record is _OPEN:
             stream.queue.popleft()
-            stream.opened(outgoing)
             self._send(stream.holder, Open(msgspec.structs.replace(outgoing.window, piece=stream.piece)), b"")
             return 0
         blob = outgoing.blob(record)

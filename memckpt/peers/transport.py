@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,13 +20,12 @@ from memckpt.peers import envelope as envelopes
 from memckpt.peers.envelope import Data, State
 from memckpt.peers.keys import Keys
 from memckpt.peers.links import Link, Payload, Traffic
+from memckpt.peers.sockets import Context, Socket, hand_to, receiving_socket, sending_socket
 from memckpt.peers.zap import Doorkeeper
 
 MAX_PEERS = 1024
 """Peers that are connected to because they have announced themselves."""
 
-_SOCKET_MESSAGES = 4096  # more than are on the way at once, so that a peer that obeys never blocks its own heartbeats
-_COPY_BELOW = 64 << 10
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
@@ -77,7 +76,7 @@ class PeerState:
 @dataclass
 class _Peer:
     link: Link
-    socket: zmq.Socket[bytes]
+    socket: Socket
     address: str
     # The incarnation that has named the address; empty: connect() has.
     named_by: str = ""
@@ -141,11 +140,12 @@ class Transport:
         self._forgotten: OrderedDict[str, str] = OrderedDict()
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: Context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
-            self._router = self._make_socket(zmq.ROUTER, ipv6=":" in host)
+            largest = max(max_body, max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
             self._doorkeeper.watch(self._router)
             bound = self._bind(host, port)
             self.address = bound if advertise is None else advertise
@@ -167,40 +167,6 @@ class Transport:
                 "peers.port a free port (0: any)"
             ) from error
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-
-    def _make_socket(self, kind: int, ipv6: bool) -> zmq.Socket[bytes]:
-        beat = max(100, int(self._heartbeat_seconds * 1000))
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.ipv6 = ipv6
-        socket.sndhwm = _SOCKET_MESSAGES
-        # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy.
-        socket.heartbeat_ivl = beat
-        socket.heartbeat_timeout = socket.heartbeat_ttl = 5 * beat
-        socket.handshake_ivl = max(5000, 5 * beat)
-        socket.tcp_keepalive = 1
-        socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 10
-        socket.tcp_keepalive_cnt = 3
-        if kind == zmq.ROUTER:
-            socket.rcvhwm = _SOCKET_MESSAGES
-            socket.maxmsgsize = max(self._max_body, self._max_payload, envelopes.ENVELOPE_BYTES) + 1024
-            if self._keys is not None:
-                socket.curve_server = True
-                socket.curve_secretkey = self._keys.server_secret.encode()
-            return socket
-        # Nobody answers on this connection; whoever tries is not read.
-        socket.rcvhwm = 1
-        socket.maxmsgsize = 1024
-        # Without a connection nothing is taken, and what a lost one had taken is dropped: else it would come twice.
-        socket.immediate = True
-        socket.reconnect_ivl = 50
-        socket.reconnect_ivl_max = 1000
-        socket.connect_timeout = 2000
-        if self._keys is not None:
-            socket.curve_publickey = self._keys.client_public.encode()
-            socket.curve_secretkey = self._keys.client_secret.encode()
-            socket.curve_serverkey = self._keys.server_public.encode()
-        return socket
 
     # Peers
 
@@ -226,27 +192,22 @@ class Transport:
         self._links_made += 1
         socket = self._open(address)
         link = Link(
-            self.node, f"{self.incarnation}.{self._links_made}", self.address, self._window_bytes, _hand_to(socket)
+            self.node, f"{self.incarnation}.{self._links_made}", self.address, self._window_bytes, hand_to(socket)
         )
         found = self._peers[peer] = _Peer(link, socket, address, named_by)
         return found
 
-    def _open(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._make_socket(zmq.DEALER, ipv6="[" in address)
+    def _open(self, address: str) -> Socket:
         try:
-            socket.connect(address)
+            return sending_socket(self._context, self._keys, self._heartbeat_seconds, address)
         except zmq.ZMQError as error:
-            socket.close()
-            raise PeerError(
-                f"cannot connect to {address}: {error}; expected an address like tcp://host:port"
-            ) from error
-        return socket
+            raise PeerError(f"cannot connect to {address}: {error}; name a host and port of a peer") from error
 
     def _move(self, known: _Peer, address: str, named_by: str) -> None:
         socket = self._open(address)
         known.socket.close()
         known.socket, known.address, known.named_by = socket, address, named_by
-        known.link.move(_hand_to(socket))
+        known.link.move(hand_to(socket))
         known.tried_at = None
 
     def forget(self, peer: str) -> None:
@@ -376,19 +337,26 @@ class Transport:
         if isinstance(known, str):
             return known
         link = known.link
-        reason = link.refuse(envelope)
+        before, content = link.met, None
         if isinstance(envelope, Data):
-            return reason or self._take_data(envelope, known, frames[1], frames[2])
-        if envelope.incarnation not in link.retired:
+            body, payload = frames[1], frames[2]
+            nbytes, payload_bytes = len(body.buffer), len(payload.buffer)
+            if nbytes > self._max_body or payload_bytes > self._max_payload:
+                return "oversized"
+            reason = link.take_data(envelope, nbytes + payload_bytes)
+            if reason is None:
+                self.bytes_received += nbytes + payload_bytes
+                content = Delivery(envelope.node, body.bytes, payload.buffer)
+            if link.owes:
+                self._owing[envelope.node] = link
+        else:
             self._follow(known, envelope)
-            if envelope.meant != link.own:
-                # It greets, or knows us as who we were: say who we are.
-                link.tell(to=envelope.incarnation)
-        if reason is not None or not envelope.meant:
-            return reason
-        if self._meet(envelope, known):
-            link.tell()
-        return link.take_state(envelope)
+            reason = link.take_state(envelope)
+        if link.met != before:
+            self._events.append(Met(envelope.node, link.met))
+        if content is not None:
+            self._events.append(content)
+        return reason
 
     def _known(self, envelope: Data | State) -> _Peer | str:
         """The peer of that name; one that announces itself is connected to. Or why not."""
@@ -408,35 +376,17 @@ class Transport:
 
     def _follow(self, known: _Peer, state: State) -> None:
         """A new incarnation says where it is, and the one that we have met corrects what another one has said."""
-        if state.address == known.address or (
-            state.incarnation == known.link.met and known.named_by in ("", state.incarnation)
-        ):
+        link = known.link
+        if state.address == known.address or state.incarnation in link.retired:
             return
-        if not known.link.met and not known.named_by and not known.link.down:
+        if state.incarnation == link.met and known.named_by in ("", state.incarnation):
+            return
+        if not link.met and not known.named_by and not link.down:
             return
         try:
             self._move(known, state.address, named_by=state.incarnation)
         except PeerError:
             self.refused["malformed"] += 1
-
-    def _meet(self, envelope: Data | State, known: _Peer) -> bool:
-        if not known.link.meet(envelope):
-            return False
-        self._events.append(Met(envelope.node, envelope.incarnation))
-        return True
-
-    def _take_data(self, data: Data, known: _Peer, body: zmq.Frame, payload: zmq.Frame) -> str | None:
-        nbytes, payload_bytes = len(body.buffer), len(payload.buffer)
-        if nbytes > self._max_body or payload_bytes > self._max_payload:
-            return "oversized"
-        self._meet(data, known)
-        reason = known.link.take_data(data, nbytes + payload_bytes)
-        if known.link.owes:
-            self._owing[data.node] = known.link
-        if reason is None:
-            self.bytes_received += nbytes + payload_bytes
-            self._events.append(Delivery(data.node, body.bytes, payload.buffer))
-        return reason
 
     def _acknowledge(self) -> None:
         self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
@@ -477,20 +427,3 @@ class Transport:
         self._peers.clear()
         self._events.clear()
         self._context.destroy(linger=0)
-
-
-def _hand_to(socket: zmq.Socket[bytes]) -> Callable[[Sequence[Payload]], bool]:
-    def hand(frames: Sequence[Payload]) -> bool:
-        last = len(frames) - 1
-        for index, frame in enumerate(frames):
-            flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
-            try:
-                socket.send(frame, flags, copy=memoryview(frame).nbytes < _COPY_BELOW)
-            except zmq.Again:
-                if 0 < index < last:
-                    # The connection ended in between; the socket drops all up to the message's last frame.
-                    socket.send(b"", zmq.NOBLOCK)
-                return False
-        return True
-
-    return hand

@@ -192,7 +192,7 @@ WireMessage = Union[  # noqa: UP007  msgspec reads the union at run time, on Pyt
 ]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(WireMessage)
+_decoder: msgspec.msgpack.Decoder[WireMessage] = msgspec.msgpack.Decoder(WireMessage)
 
 
 def encode(message: WireMessage) -> bytes:

@@ -8,6 +8,7 @@ import zmq
 from zmq.utils import z85
 
 from memckpt.peers.keys import Keys
+from memckpt.peers.sockets import Context, Socket
 
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://monitor"
@@ -26,12 +27,12 @@ class Doorkeeper:
             server's key, and clients without encryption.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys | None, refused: Counter[str]) -> None:
-        self.sockets: list[zmq.Socket[bytes]] = []
+    def __init__(self, context: Context, keys: Keys | None, refused: Counter[str]) -> None:
+        self.sockets: list[Socket] = []
         self._context = context
         self._refused = refused
-        self._questions: zmq.Socket[bytes] | None = None
-        self._failures: zmq.Socket[bytes] | None = None
+        self._questions: Socket | None = None
+        self._failures: Socket | None = None
         if keys is not None:
             self._allowed = z85.decode(keys.client_public.encode())
             self._questions = context.socket(zmq.REP)
@@ -39,7 +40,7 @@ class Doorkeeper:
             self._questions.bind(_ZAP)
             self.sockets.append(self._questions)
 
-    def watch(self, socket: zmq.Socket[bytes]) -> None:
+    def watch(self, socket: Socket) -> None:
         """Count the connections that fail on a socket that is about to be bound."""
         socket.monitor(_MONITOR, _FAILED)
         self._failures = self._context.socket(zmq.PAIR)
@@ -65,7 +66,7 @@ class Doorkeeper:
         self._questions.send_multipart([question[0], question[1], *status, b"", b""])
 
 
-def _read(socket: zmq.Socket[bytes] | None) -> list[bytes] | None:
+def _read(socket: Socket | None) -> list[bytes] | None:
     if socket is None:
         return None
     try:

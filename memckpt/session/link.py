@@ -38,6 +38,7 @@ class AgentLink:
         self._ranks = ranks
         self._config = config.agent
         self._storage = config.storage
+        self._waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._client: AgentClient | None = None
         self._sender: threading.Thread | None = None
         self._send_problem: AgentGoneError | None = None
@@ -139,10 +140,18 @@ class AgentLink:
             self._sender.join()
             self._sender = None
 
-    def wait_applied(self, record: int) -> float:
-        """Wait until the replica has applied `record`; returns the seconds that it took."""
+    def wait_for_room(self, record: int, spec: StateSpec) -> float:
+        """Wait until the slot of `record` is free; returns the seconds that it took.
+
+        Eager redo must have applied the record that had it. Where training waits for peers, every node must be able to
+        produce the newest record that is acknowledged for all of them; a replica also needs that one's by-value
+        tensors, which lie in its slot.
+        """
         started = time.perf_counter()
-        self.client.wait_applied(record)
+        if self._waits and spec.mode != "capture":
+            self.client.wait_passed(record - spec.slots + (spec.mode == "eager"))
+        if spec.mode == "eager":
+            self.client.wait_applied(record - spec.slots)
         return time.perf_counter() - started
 
     def save_record(self, record: int, url: str, timeout: float) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from memckpt.capture.taps import CommHookTap, Tap
 from memckpt.config import RedoMode, ResumeChoice, StorageConfig
 from memckpt.errors import ForeignStateError, StorageError
 from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import (
     Plan,
     RestoreRecord,
@@ -31,6 +32,7 @@ from memckpt.recovery.plan import (
 )
 from memckpt.recovery.restore import Restorer, replica_digest
 from memckpt.session.link import AgentLink
+from memckpt.session.peers import Peers
 from memckpt.session.ranks import Ranks
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.staging import Staging
@@ -77,7 +79,9 @@ class Resumption:
         staging: Staging,
         storage: StorageConfig | None,
         run_dir: Path,
+        peers: Peers,
     ) -> None:
+        self._peers = peers
         self._live = live
         self._ranks = ranks
         self._link = link
@@ -123,15 +127,23 @@ class Resumption:
             record, where = record_to_reshard(held, resume), storage
             ranks.together(lambda: self._save_for_resharding(own, record, where))
         tier = StorageTier(storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
-        plan: Plan = make_plan(
-            held,
-            resume,
-            ranks.world_size,
-            ranks.nonce,
-            tier.points,
-            latest_attempt=tier.catalog.latest_attempt,
-            shardings=shardings,
-        )
+        pieces = self._peers.listen()
+
+        def plan_without(bad: Collection[BadSource]) -> Plan:
+            return make_plan(
+                held,
+                resume,
+                ranks.world_size,
+                ranks.nonce,
+                tier.points,
+                latest_attempt=tier.catalog.latest_attempt,
+                shardings=shardings,
+                pieces=pieces,
+                units=self._peers.units,
+                without=bad,
+            )
+
+        plan = self._peers.carry_out(plan_without, spec)
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
             ranks.together(lambda: self._open_held(plan, own))
@@ -178,8 +190,8 @@ class Resumption:
 
     def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
         held = [each.ranks for each in own if each.records]
-        if self._ranks.unit not in held:
-            # Rank states cannot travel between nodes yet.
+        if self._ranks.unit not in held and not self._peers.active:
+            # Without peers rank states do not travel between nodes.
             there = sorted(rank for one in held for rank in one)
             raise ForeignStateError(
                 f"node {self._ranks.node} holds the states of ranks {there}, but "

@@ -29,6 +29,7 @@ from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_tap
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
+from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import RankState, Stateful
 from memckpt.session.ranks import Ranks
@@ -78,7 +79,10 @@ class Session:
         self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
         self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
         self._rank_state = RankState(self._live)
-        self._resumption = Resumption(self._live, self._ranks, self._link, self._staging, config.storage, run_dir)
+        self._peers = Peers(config.peers, self._ranks, self._link, config.agent.memory_budget_bytes)
+        self._resumption = Resumption(
+            self._live, self._ranks, self._link, self._staging, config.storage, run_dir, self._peers
+        )
         #: After which record a new generation begins, if any is to, and after which the last one did.
         self._generation_after: int | None = None
         self._began = 0
@@ -198,10 +202,11 @@ class Session:
 
     def _go_on(self, writer: SlotWriter, record: int) -> None:
         """The state after `record` is back: collect the next one."""
-        if self._live.spec(self._request) == writer.spec:
+        if self._live.spec(self._request) == writer.spec and not self._peers.active:
             self._begin_record(record + 1)
         else:
-            # Other settings than the last attempt's, or a state that has grown: start a new generation.
+            # Other settings than the last attempt's, or a state that has grown, or peers that need all of it: start a
+            # new generation.
             self._recorder.begin(None, record + 1)
             same = (writer.spec.mode, writer.spec.every) == (self._request.mode, self._request.every)
             self._generation_after = self._turn(record + 1) if same else record + 1
@@ -328,8 +333,7 @@ class Session:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
-        if writer.spec.mode == "eager":
-            self._clock.slot_wait += self._link.wait_applied(record - writer.spec.slots)
+        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec)
         self._staging.begin_record(record)
 
     def _find_problem(self) -> str | None:
@@ -477,6 +481,7 @@ class Session:
         try:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
+            self._peers.rejoin()
             self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)

@@ -1,4 +1,4 @@
-"""The agent's end of a process that writes."""
+"""The agent's end of a process that works for it: one that writes, or one that speaks with peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TypeVar
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
@@ -20,6 +20,8 @@ from memckpt.errors import AgentError, AgentGoneError
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -35,11 +37,11 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class WriterProcess:
+class HelperProcess:
     """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
 
     Args:
-        what: it writes.
+        module: that it runs, with these arguments and those for the connection.
         selector: of the agent's loop, which reads its answers.
         received: called with each of them; an AgentError from it says that the process is not in its right mind.
         ended: called with the reason once it is gone, or not to be trusted.
@@ -47,7 +49,8 @@ class WriterProcess:
 
     def __init__(
         self,
-        what: Literal["checkpoints", "records"],
+        module: str,
+        arguments: Sequence[str],
         selector: selectors.BaseSelector,
         received: Callable[[Message], None],
         ended: Callable[[str], None],
@@ -59,10 +62,10 @@ class WriterProcess:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
-            arguments = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid()), "--what", what]
+            connection = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid())]
             with _signals_held_back():
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "memckpt.writer", *arguments],
+                    [sys.executable, "-m", module, *connection, *arguments],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": path},
@@ -83,13 +86,26 @@ class WriterProcess:
             if answer is not None:
                 self._received(answer[0])
         except AgentGoneError:
-            self._ended("the writer process has ended")
+            self._ended("the process has ended")
         except AgentError as error:
             self._ended(str(error))
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
         """Hand over a job. Raises AgentGoneError if the process is gone."""
         self._channel.send(message, fds, timeout=5.0)
+
+    def ask(self, message: Message, expected: type[T], timeout: float) -> T:
+        """Hand over a job that is done at once, and wait for its answer; what comes before that is received as ever.
+
+        Raises:
+            AgentGoneError: the process is gone, or has not answered in time.
+        """
+        self._channel.send(message, (), timeout=5.0)
+        while True:
+            answer, _ = self._channel.receive(timeout)
+            if isinstance(answer, expected):
+                return answer
+            self._received(answer)
 
     def close(self) -> None:
         """Kill it, wait for its end a while, and close the connection. Idempotent."""
@@ -100,6 +116,6 @@ class WriterProcess:
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            # In a system call that the storage does not let end. It dies when that does, and writes nothing more.
-            _log.warning("writer pid %d is killed but hangs in the storage", self._process.pid)
+            # In a system call that the storage does not let end. It dies when that does, and does nothing more.
+            _log.warning("pid %d is killed but hangs in the kernel", self._process.pid)
         self._channel.close()

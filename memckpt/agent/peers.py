@@ -1,0 +1,402 @@
+"""The agent's part in the peers tier: what it has its courier send, and the states it has it fetch."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import selectors
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from memckpt.agent.generation import Generation
+from memckpt.agent.helper_process import HelperProcess
+from memckpt.agent.holding import Holding
+from memckpt.agent.messages import Message
+from memckpt.agent.peer_messages import (
+    BadSourceSeen,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    GivenUp,
+    GiveUp,
+    Halt,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    PeerJob,
+    PeersReport,
+    PeersStatus,
+    Pieces,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    SendGeneration,
+    SendRecord,
+    UnitSource,
+)
+from memckpt.errors import AgentError, AgentGoneError, MemckptError
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import HeldPieces
+
+_log = logging.getLogger("memckpt.agent")
+_ANSWER_SECONDS = 20.0
+#: A courier that dies again and again in one attempt is not started any more.
+_MOST_RESTARTS = 5
+
+
+class Peers:
+    """Belongs to the agent's event loop. Owns the courier.
+
+    Args:
+        selector: of the loop.
+        holding: of the ranks that share shards, or None.
+        passed: called when the watermark has got further.
+        lost: called with the reason when the courier is gone, and with it what it kept for others.
+
+    Attributes:
+        watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        holding: Callable[[tuple[int, ...]], Holding | None],
+        passed: Callable[[Passed], None],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._selector = selector
+        self._holding = holding
+        self._told_passed = passed
+        self._told_lost = lost
+        self._courier: HelperProcess | None = None
+        self._listening: tuple[Listen, Listening] | None = None
+        self._job: PeerJob | None = None
+        self._fingerprints: dict[int, tuple[str, ...]] = {}
+        self._recovery: Recovery | None = None
+        #: By unit: the name of the generation that is sent, and the newest record that has been given to the courier.
+        self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
+        self._given_up: set[str] = set()
+        self._report: PeersStatus | None = None
+        self._restarts = 0
+        self._token = secrets.token_hex(4)
+        self.watermark: int | None = None
+
+    def close(self) -> None:
+        self._listening = self._job = self._recovery = self.watermark = None
+        self._sent.clear()
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.close()
+
+    @property
+    def status(self) -> PeersStatus | None:
+        """As the courier has said it last."""
+        return self._report if self._job is not None else None
+
+    def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
+        """A rank of the attempt, and what its model consists of."""
+        self._fingerprints[rank] = fingerprint
+
+    def begin_attempt(self) -> None:
+        """The trainers of the last attempt are dead."""
+        self._listening = self._job = self._recovery = self.watermark = None
+        self._fingerprints.clear()
+        self._sent.clear()
+        self._given_up.clear()
+        self._restarts = 0
+        self._send(Halt())
+
+    # Start of an attempt
+
+    def listen(self, message: Listen) -> Listening:
+        """Be there for peers; what is kept of others' records.
+
+        Raises:
+            AgentError: the courier does not come up.
+        """
+        try:
+            if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
+                if self._courier is None:
+                    self._courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
+                self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
+            return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
+        except AgentGoneError as error:
+            raise AgentError(f"the courier does not answer: {error}") from error
+
+    def _pieces(self) -> tuple[HeldPieces, ...]:
+        assert self._courier is not None
+        return self._courier.ask(ListPieces(self._fingerprints), Pieces, _ANSWER_SECONDS).pieces
+
+    def join(self, message: Join) -> None:
+        """The plan is made: take part."""
+        if self._courier is None or (message.rejoin and self._job is not None):
+            return
+        self._job = message.job
+        if self.watermark is None:
+            self.watermark = message.job.record or 0
+        self._sent.clear()
+        self._send(message)
+
+    # Records on their way to peers
+
+    def sync(self, holding: Holding) -> None:
+        """Have the courier send what is whole of a holding and has not been given to it."""
+        held = holding.held
+        if self._job is None or held is None or not held.complete or held.spec.mode == "capture":
+            return
+        if held.base is None or held.base <= (self._job.record or 0):
+            return  # of an earlier attempt: a new one follows
+        # An agent that replaces another one in its attempt counts from 1 again, so that numbers are no names.
+        name = f"{self._job.attempt}/{self._token}/{'-'.join(map(str, holding.ranks))}/{held.number}"
+        sent_name, sent = self._sent.get(holding.ranks, ("", 0))
+        whole = min(held.committed.values())
+        if sent_name != name:
+            self._send_generation(holding, held, name)
+            sent = whole
+        while sent < whole:
+            record = held.log_record(sent + 1)
+            if record is None:
+                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent + 1, holding.ranks)
+            else:
+                self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
+            sent += 1
+        self._sent[holding.ranks] = name, sent
+
+    def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
+        missing: tuple[tuple[int, int, str], ...] = ()
+        plain = b""
+        assert held.base is not None
+        if held.replica is not None and held.replica.stands_at(held.base):
+            missing, plain = held.replica.describe_state()
+        message = SendGeneration(
+            ranks=holding.ranks,
+            generation=name,
+            number=held.number,
+            spec=held.spec,
+            base=held.base,
+            records=held.sendable(),
+            missing=missing,
+            plain=plain,
+            history=holding.history,
+        )
+        self._send(message, [region.fd for region in held.regions])
+
+    def _serve(self, holding: Holding, record: int) -> None:
+        """Hand out the state after a record, where it stands still."""
+        held = holding.stand_at(record)
+        window = range(record - held.spec.period + 1, record + 1)
+        missing: tuple[tuple[int, int, str], ...] = ()
+        metas, plain = (b"",) * held.spec.period, b""
+        if held.replica is not None:
+            missing, plain = held.replica.describe_state()
+        else:
+            metas = held.metas_for(record)
+        states = held.rank_states(record)
+        step = held.step_of(record) or 0
+        message = SendGeneration(
+            ranks=holding.ranks,
+            generation="",
+            number=held.number,
+            spec=held.spec,
+            base=record,
+            records={
+                number: (step, meta, states if number == record else {})
+                for number, meta in zip(window, metas, strict=True)
+            },
+            missing=missing,
+            plain=plain,
+            history=holding.history,
+            serve=True,
+        )
+        self._send(message, [region.fd for region in held.regions])
+
+    def gate(self, holding: Holding) -> int | None:
+        """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
+        if self.watermark is None or self._job is None:
+            return None
+        held = holding.held
+        if self._job.wait or held is None or held.base is None or not held.committed:
+            return self.watermark
+        # Training does not wait for peers, so that the replica cannot either, once the slots run out.
+        needed = max(held.committed.values()) - (held.spec.slots - 2)
+        name, _ = self._sent.get(holding.ranks, ("", 0))
+        if self.watermark < held.base < needed and name and name not in self._given_up:
+            self._send(GiveUp(holding.ranks, name))
+            return self.watermark
+        return max(self.watermark, needed)
+
+    # Recovery
+
+    def recover(self, message: Recover, done: Callable[[Message], None]) -> None:
+        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before."""
+        if self._recovery is not None:
+            raise AgentError("a recovery is under way")
+        for ranks in message.serve:
+            holding = self._holding(ranks)
+            if holding is None:
+                raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+            self._serve(holding, message.record)
+        self._recovery = Recovery(message, self._holding, self._send, done)
+        self._end_recovery()
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None and self._recovery.over:
+            self._recovery = None
+
+    # The courier
+
+    def _send(self, message: Message, fds: list[int] | None = None) -> None:
+        if self._courier is None:
+            return
+        try:
+            self._courier.send(message, fds or [])
+        except AgentGoneError as error:
+            self._ended(str(error))
+
+    def _received(self, message: Message) -> None:
+        match message:
+            case Passed():
+                self.watermark = message.record
+                self._told_passed(message)
+            case PeersReport():
+                self._report = message.status
+            case GivenUp():
+                self._given_up.add(message.generation)
+                self._told_passed(Passed(self.watermark or 0, False))
+            case Described() | Filled() | RecoveryProgress():
+                if self._recovery is not None:
+                    self._recovery.answered(message)
+                    self._end_recovery()
+            case Listening() | Pieces():
+                pass  # an answer for which nobody waits any more
+            case _:
+                raise AgentError(f"unexpected {type(message).__name__} from the courier")
+
+    def _ended(self, reason: str) -> None:
+        _log.error("the courier is gone, and with it what it kept for other nodes: %s", reason)
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.close()
+        if self._recovery is not None:
+            self._recovery.fail("the courier is gone")
+            self._recovery = None
+        listening, job = self._listening, self._job
+        self._listening = self._job = None
+        self._sent.clear()
+        self._restarts += 1
+        if listening is None or job is None or self._restarts > _MOST_RESTARTS:
+            self._told_lost(reason)
+            return
+        # Another one takes its place. What it kept is lost; its owners see that, and send anew what they have.
+        try:
+            self.listen(listening[0])
+        except MemckptError as error:
+            self._told_lost(f"{reason}; {error}")
+            return
+        self.join(Join(msgspec.structs.replace(job, record=None)))
+        for unit in job.units:
+            holding = self._holding(unit.ranks)
+            if holding is not None and job.nodes[unit.node].name == listening[0].node:
+                self.sync(holding)
+
+
+class Recovery:
+    """Fetches the states that this node lacks, all at once.
+
+    Args:
+        message: what is asked for.
+        holding: of the ranks that share shards.
+        send: to the courier.
+        done: gets Recovered once all are here, or the first cannot be.
+    """
+
+    def __init__(
+        self,
+        message: Recover,
+        holding: Callable[[tuple[int, ...]], Holding | None],
+        send: Callable[[Message, list[int]], None],
+        done: Callable[[Message], None],
+    ) -> None:
+        self._message = message
+        self._holding = holding
+        self._send = send
+        self._done = done
+        self._started = time.monotonic()
+        self._sources: dict[tuple[int, ...], UnitSource] = {source.ranks: source for source in message.fetch}
+        self._generations: dict[tuple[int, ...], Generation] = {}
+        self._nbytes = 0
+        self._bad: list[BadSourceSeen] = []
+        self.over = False
+        if not self._sources:
+            self._finish()
+        for source in self._sources.values():
+            send(Describe(source), [])
+
+    def answered(self, message: Described | Filled | RecoveryProgress) -> None:
+        """What the courier says of one of them."""
+        if isinstance(message, RecoveryProgress):
+            self._done(message)
+            return
+        self._bad += message.bad
+        if message.problem:
+            self.fail(message.problem)
+        elif isinstance(message, Described):
+            self._allocate(message)
+        else:
+            self._take(message)
+
+    def _allocate(self, message: Described) -> None:
+        assert message.spec is not None
+        holding = self._holding(message.ranks)
+        try:
+            if holding is None:
+                raise AgentError(f"ranks {list(message.ranks)} are not on this node")
+            spec = _to_be_filled(message.spec, message.ranks)
+            generation = holding.make_room_for(spec, self._message.memory_budget_bytes)
+        except MemckptError as error:
+            self.fail(str(error))
+            return
+        self._generations[message.ranks] = generation
+        fds = [region.fd for region in generation.regions]
+        self._send(Fill(self._sources[message.ranks], spec), fds)
+
+    def _take(self, message: Filled) -> None:
+        generation = self._generations.pop(message.ranks)
+        holding = self._holding(message.ranks)
+        try:
+            assert holding is not None
+            generation.refill(self._message.record, message.step, message.metas, message.rank_states)
+        except MemckptError as error:
+            generation.close()
+            self.fail(str(error))
+            return
+        holding.take_over(generation, self._message.history)
+        self._nbytes += message.nbytes
+        del self._sources[message.ranks]
+        if not self._sources:
+            self._finish()
+
+    def _finish(self) -> None:
+        self.over = True
+        seconds = time.monotonic() - self._started
+        self._done(Recovered("", tuple(self._bad), self._nbytes, seconds))
+
+    def fail(self, problem: str) -> None:
+        """It cannot be done."""
+        if self.over:
+            return
+        self.over = True
+        for generation in self._generations.values():
+            generation.close()
+        self._generations.clear()
+        self._done(Recovered(problem, tuple(self._bad), self._nbytes, time.monotonic() - self._started))
+
+
+def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
+    """What is fetched is the window of records of a state: to be redone when it is restored."""
+    return msgspec.structs.replace(spec, mode="lazy", local_ranks=ranks)

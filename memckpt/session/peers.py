@@ -1,0 +1,269 @@
+"""A session's part in the peers tier: who takes part, and what of the plan other nodes have to give."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from memckpt.agent.peer_messages import (
+    Join,
+    Listen,
+    PeerJob,
+    PeerKeys,
+    PeerNode,
+    PeerUnit,
+    Recover,
+    Recovered,
+    UnitSource,
+)
+from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.errors import ConfigurationError
+from memckpt.recovery.peers import BadSource, Fetch, serves
+from memckpt.recovery.plan import Plan, RestoreRecord
+from memckpt.recovery.target import progress
+from memckpt.session.link import AgentLink
+from memckpt.session.ranks import Ranks
+from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.records import HeldPieces
+
+_log = logging.getLogger("memckpt")
+#: Nobody listens there (RFC 5737); which of our addresses leads there is that of the default route.
+_ELSEWHERE = "192.0.2.1"
+
+
+class Peers:
+    """Does nothing where no peers are configured.
+
+    Args:
+        config: how records are kept in other nodes' memory; None: they are not.
+        ranks: of the job.
+        link: to this node's agent.
+        budget: the configured limit on its memory.
+
+    Attributes:
+        units: by rank, its node and the ranks there that hold the same shards, once :meth:`listen` has asked.
+    """
+
+    def __init__(
+        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, budget: int | None
+    ) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._link = link
+        self._budget = budget
+        self._listen: Listen | None = None
+        self._nodes: tuple[PeerNode, ...] = ()
+        self._job: PeerJob | None = None
+        #: About what a state that is fetched has, in bytes.
+        self._window_bytes = 0
+        self.units: list[tuple[str, tuple[int, ...]]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether peers are configured."""
+        return self._config is not None
+
+    @property
+    def _leads(self) -> bool:
+        return self._ranks.rank == self._ranks.local_ranks[0]
+
+    # Start
+
+    def listen(self) -> list[HeldPieces]:
+        """Have all nodes listen with new keys; what they keep of each other's records.
+
+        Raises:
+            ConfigurationError: there are too few nodes, or they are configured differently.
+        """
+        config, ranks = self._config, self._ranks
+        self._refuse_differing()
+        if config is None:
+            return []
+        self.units = ranks.gather((ranks.node, ranks.unit))
+        names = list(dict.fromkeys(node for node, _ in self.units))
+        if len(names) < config.group_nodes:
+            raise ConfigurationError(
+                f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerated}, found "
+                f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
+            )
+        from memckpt.peers.keys import Keys
+        from memckpt.peers.topology import choose_level, find_domain
+
+        keys = None
+        if config.security == "curve":
+            made = Keys.make() if ranks.rank == 0 else None
+            first = ranks.gather(None if made is None else msgspec.structs.astuple(made))[0]
+            assert first is not None
+            keys = PeerKeys(*first)
+        elif ranks.rank == 0:
+            _log.warning("memckpt: peers speak in plain: whoever reaches their ports can read and change records")
+        listen = Listen(ranks.nonce, ranks.node, _own_address(config.host), config.port, keys)
+        self._listen = listen
+        domain = find_domain(config, ranks.node, os.environ)
+        answers = ranks.together(lambda: (self._link.client.listen(listen) if self._leads else None, domain))
+        found = {self.units[rank][0]: one for rank, one in enumerate(answers) if one[0] is not None}
+        level = choose_level([found[name][1] for name in names], config.domain_level, config.group_nodes)
+        self._nodes = tuple(
+            PeerNode(name, answer.address, path)
+            for name, path in zip(names, level.paths, strict=True)
+            if (answer := found[name][0]) is not None
+        )
+        if ranks.rank == 0:
+            _log.info("memckpt: peers are placed by %s: %s", level.name, level.reason)
+        return [piece for answer, _ in found.values() if answer is not None for piece in answer.pieces]
+
+    def _refuse_differing(self) -> None:
+        everybody = self._ranks.gather(None if self._config is None else repr(_common(self._config)))
+        differing = next((rank for rank, one in enumerate(everybody) if one != everybody[0]), None)
+        if differing is not None:
+            raise ConfigurationError(
+                f"peers: expected the same settings on all ranks, found {everybody[0]} on rank 0 and "
+                f"{everybody[differing]} on rank {differing}"
+            )
+
+    def carry_out(self, plan_without: Callable[[Collection[BadSource]], Plan], spec: StateSpec) -> Plan:
+        """Make the plan, and bring what it needs of other nodes to this one; again, without what proves to be bad.
+
+        Args:
+            plan_without: makes it, the same on every rank.
+            spec: of the live state.
+        """
+        layout = Layout(spec)
+        self._window_bytes = layout.slot_bytes * spec.period
+        bad: set[BadSource] = set()
+        while True:
+            plan = plan_without(bad)
+            if self._config is None:
+                return plan
+            self._join(plan)
+            if not isinstance(plan, RestoreRecord) or not plan.fetches:
+                return plan
+            found = self._fetch(plan) - bad
+            if not found:
+                return plan
+            bad |= found
+
+    def _join(self, plan: Plan) -> None:
+        config = self._config
+        assert config is not None
+        mirror = isinstance(config, MirrorConfig)
+        names = [one.name for one in self._nodes]
+        self._job = PeerJob(
+            attempt=self._ranks.nonce,
+            nodes=self._nodes,
+            units=self._sent_units(config),
+            scheme="mirror" if mirror else "erasure",
+            data=config.data if isinstance(config, ErasureConfig) else 1,
+            tolerate=config.tolerated,
+            backend=config.backend if isinstance(config, ErasureConfig) else "",
+            wait=config.ack == "wait",
+            rate_bytes_per_second=config.rate_bytes_per_second,
+            overhead=config.overhead,
+            record=plan.record if isinstance(plan, RestoreRecord) else None,
+        )
+        assert self._ranks.node in names
+        job = self._job
+        self._ranks.together(lambda: self._link.client.send(Join(job)) if self._leads else None)
+        self._link.client.passed = job.record or 0
+
+    def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
+        """Who sends what: only what is its ranks' own, where more nodes of a group hold the same than can be lost."""
+        from memckpt.peers.placement import place
+
+        names = [one.name for one in self._nodes]
+        data = config.data if isinstance(config, ErasureConfig) else 1
+        placement = place([one.domain for one in self._nodes], data, config.tolerated)
+        if self._ranks.rank == 0:
+            for warning in placement.warnings:
+                _log.warning("memckpt: %s", warning)
+        units: dict[tuple[int, ...], PeerUnit] = {}
+        for node, unit in self.units:
+            replicas = next(group for group in self._ranks.groups if unit[0] in group)
+            at = {names.index(self.units[rank][0]) for rank in replicas}
+            private = any(len(at & set(group.nodes)) > config.tolerated for group in placement.groups)
+            units[unit] = PeerUnit(names.index(node), unit, private)
+        return tuple(units.values())
+
+    def _fetch(self, plan: RestoreRecord) -> set[BadSource]:
+        """Have all nodes fetch what they lack; sources that proved to be bad where something could not be had."""
+        own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
+        message = Recover(
+            record=plan.record,
+            serve=serves(plan.fetches, self._ranks.node),
+            fetch=tuple(_source(fetch) for fetch in own),
+            memory_budget_bytes=self._budget,
+            history=plan.history,
+        )
+        if self._ranks.rank == 0:
+            lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
+            _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
+        answers = self._ranks.together(lambda: self._ask(message) if self._leads else Recovered())
+        if not any(answer.problem for answer in answers):
+            return set()
+        bad: set[BadSource] = set()
+        for answer in answers:
+            if answer.problem:
+                _log.warning("memckpt: %s", answer.problem)
+                bad |= {BadSource(one.node, one.ranks, one.generation, bool(one.generation)) for one in answer.bad}
+        if not bad:
+            # Nothing to do without: whatever the fetches of this plan use is left alone.
+            bad = {bad_one for fetch in plan.fetches for bad_one in _sources_of(fetch)}
+        return bad
+
+    def _ask(self, message: Recover) -> Recovered:
+        with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
+            return self._link.client.recover(message, lambda news: advance(news.nbytes))
+
+    # During training
+
+    def rejoin(self) -> None:
+        """This rank has lost its agent, and found another one."""
+        if self._listen is not None and self._job is not None:
+            self._link.client.listen(self._listen)
+            # What is acknowledged for every node the others know: it starts from nothing.
+            self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
+
+
+def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:
+    """What has to be the same on all nodes."""
+    from dataclasses import replace
+
+    return replace(config, host=None, port=0, rack=None, zone=None)
+
+
+def _source(fetch: Fetch) -> UnitSource:
+    return UnitSource(
+        ranks=fetch.ranks,
+        record=fetch.record,
+        generation=fetch.generation,
+        live=fetch.live,
+        pieces=fetch.pieces,
+        private=fetch.private,
+        replica=fetch.replica,
+        period=fetch.period,
+        data=fetch.data,
+    )
+
+
+def _sources_of(fetch: Fetch) -> set[BadSource]:
+    if fetch.live is not None:
+        return {BadSource(fetch.live, fetch.ranks, damaged=False)}
+    return {BadSource(node, fetch.ranks, fetch.generation) for node, _ in fetch.pieces}
+
+
+def _own_address(host: str | None) -> str:
+    """The address of this node that its peers reach, by the route to the job's master."""
+    if host is not None:
+        return host
+    master = os.environ.get("MASTER_ADDR", _ELSEWHERE)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"  # no route leads anywhere: all nodes are on this machine
