@@ -13,6 +13,7 @@ NAMES = (
     "hot_paths",
     "stall",
     "redo_rate",
+    "encode",
     "restore_time",
     "storage_rate",
     "resharding",

@@ -42,7 +42,8 @@ class Death:
     """What dies, and where.
 
     Attributes:
-        who: a rank, "all" (ranks), "agent" (that of rank 0's node) or "agents" (those of all nodes).
+        who: a rank, "all" (ranks), "agent" (that of rank 0's node), "agents" (those of all nodes), or names of nodes, with
+            commas: each with its ranks and its agent.
         place: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the
             optimizer's step), "stepped", "in commit" or "committed".
     """
@@ -154,6 +155,8 @@ class _Rank:
                 return self.job.first_of_node(self.rank)
             case "agent":
                 return self.rank == 0
+            case str(nodes):
+                return self.job.node(self.rank) in nodes.split(",")
         return death.who == self.rank
 
     def at(self, place: str) -> None:
@@ -164,10 +167,18 @@ class _Rank:
         if death.who not in ("agent", "agents"):
             self._note_layout()
             self.journal.note("killed", who="rank", step=self.step)
+            if isinstance(death.who, str) and death.who != "all":
+                self._kill_node()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.session is not None and self.session.agent_pid is not None:
             kill_and_wait(self.session.agent_pid)
             self.journal.note("killed", who="agent", step=self.step)
+
+    def _kill_node(self) -> None:
+        """The node as a whole: all of its processes but this one. Its courier goes with its agent."""
+        assert self.session is not None
+        if self.session.agent_pid is not None:
+            os.kill(self.session.agent_pid, signal.SIGKILL)
 
     def _note_layout(self) -> None:
         """What this rank's unit takes of its node's memory."""

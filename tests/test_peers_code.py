@@ -56,6 +56,24 @@ def test_lengths_that_come_and_go_are_decoded() -> None:
             stripe = bytes(length - 1) + b"x"
             pieces = code.encode(stripe)
             assert code.decode({1: pieces[1], 2: pieces[2]}, length) == stripe
+            assert len(code._headers) <= 64
+
+
+def test_a_backend_that_takes_nothing_but_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ec_iface.ECDriver.encode
+    taken = set()
+
+    def picky(self: ec_iface.ECDriver, stripe: bytes) -> list[bytes]:
+        taken.add(type(stripe))
+        if type(stripe) is not bytes:
+            raise ec_iface.ECInvalidParameter("only bytes")
+        return encode(self, stripe)
+
+    monkeypatch.setattr(ec_iface.ECDriver, "encode", picky)
+    with closing(Code(3, 2)) as code:
+        pieces = code.encode(memoryview(b"a stripe"))
+        assert code.decode(dict(enumerate(pieces[1:], 1)), 8) == b"a stripe"
+    assert len(taken) == 2
 
 
 def test_too_few_or_odd_pieces_are_refused(code: Code) -> None:

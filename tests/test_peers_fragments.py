@@ -30,7 +30,7 @@ def code(request: pytest.FixtureRequest) -> Iterator[Code]:
 
 def seal(code: Code, data: bytes = STRIPE, **other: Any) -> list[Candidate]:
     sealed = seal_stripe(code, data, **(WHICH | other))
-    return [Candidate(f"node{piece}", *each) for piece, each in enumerate(sealed)]
+    return [Candidate(f"node{piece}", fragment, bytes(payload)) for piece, (fragment, payload) in enumerate(sealed)]
 
 
 def decode(code: Code, candidates: list[Candidate], length: int = len(STRIPE)) -> tuple[bytes, tuple[str, ...]]:

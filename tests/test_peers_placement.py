@@ -166,6 +166,18 @@ def test_domains_of_any_shape(job: tuple[list[Path], int, int], depth: int, data
         assert all(count <= -(-everywhere[domain] // len(groups)) for domain, count in counts.items())
 
 
+def test_nodes_of_a_domain_are_as_far_from_each_other_as_can_be() -> None:
+    """On a ring of g nodes, c of them alike: g // c from one to the next, for domains of every size at once."""
+    for nodes in range(4, 10):
+        for sizes in (order for some in partitions(nodes) for order in set(itertools.permutations(some))):
+            zones = [f"zone{index}" for index, size in enumerate(sizes) for _ in range(size)]
+            (group,) = place([(zone, str(node)) for node, zone in enumerate(zones)], 1, nodes - 1).groups
+            distance = nodes // max(sizes)
+            for at in range(nodes):
+                near = {zones[group.nodes[(at + step) % nodes]] for step in range(distance)}
+                assert len(near) == distance, (sizes, group)
+
+
 def test_a_replacement_takes_the_vacancy() -> None:
     racks: list[Path] = [(f"rack{node // 3}", f"node{node}") for node in range(12)]
     before = place(racks, 2, 2)

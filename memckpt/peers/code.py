@@ -9,13 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from memckpt.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from pyeclib.ec_iface import ECDriver
+
+#: The bytes of a piece.
+Piece = bytes | memoryview
 
 #: Records are cut into stripes of so many bytes, so that encoding one works in a core's cache.
 STRIPE_BYTES = 256 << 10
@@ -52,6 +57,7 @@ class Code:
         self.tolerate = tolerate
         self.pieces = data + tolerate - 1
         self._driver: ECDriver | None = None
+        self._readable: Callable[[Piece], Any] = _as_array
         self._headers: dict[int, list[bytes]] = {}
         if data > 1 and tolerate > 1:
             self._driver = _open_driver(data, tolerate - 1, backend)
@@ -66,16 +72,19 @@ class Code:
         if self._driver is not None:
             self._driver.close()
 
-    def encode(self, stripe: bytes | memoryview) -> list[bytes]:
-        """The pieces of a stripe of one byte or more, all of one length; the first k are its bytes in order."""
+    def encode(self, stripe: bytes | memoryview) -> Sequence[Piece]:
+        """The pieces of a stripe of one byte or more, all of one length; the first k are its bytes in order.
+
+        The stripe is not to change meanwhile; the pieces are the caller's.
+        """
         if self._driver is not None:
-            return [framed[_HEADER_BYTES:] for framed in self._driver.encode(bytes(stripe))]
+            return [memoryview(framed)[_HEADER_BYTES:] for framed in self._driver.encode(self._readable(stripe))]
         if self.data == 1:
             return [bytes(stripe)] * self.pieces
         size = self.fragment_bytes(len(stripe))
         return [bytes(stripe[at * size : (at + 1) * size]).ljust(size, b"\0") for at in range(self.data)]
 
-    def decode(self, pieces: Mapping[int, bytes], length: int) -> bytes:
+    def decode(self, pieces: Mapping[int, Piece], length: int) -> bytes:
         """The stripe of `length` bytes, from any k of its pieces by their numbers.
 
         Whether they are right is for the caller to check: wrong ones give wrong bytes.
@@ -96,7 +105,7 @@ class Code:
         headers = self._headers_of(length)
         chosen = itertools.islice(pieces.items(), self.data)
         # Anything but bytes would end the process.
-        return self._driver.decode([headers[number] + bytes(piece) for number, piece in chosen])
+        return self._driver.decode([b"".join((headers[number], piece)) for number, piece in chosen])
 
     def fragment_bytes(self, length: int) -> int:
         """Length in bytes of each piece of a stripe of `length` bytes."""
@@ -116,12 +125,16 @@ class Code:
 
     def _prove(self, backend: str) -> None:
         """Take a short stripe to pieces and back, with every choice of k unless any k suffice by construction."""
-        from pyeclib.ec_iface import ECDriverError
+        from pyeclib.ec_iface import ECDriverError, ECInvalidParameter
 
         unfit = f"peers.backend={backend!r}: expected that any {self.data} of {self.pieces} pieces give a record back"
         remedy = f"choose one of {', '.join(sorted(_PROVEN))}"
         stripe = random.Random(self.pieces).randbytes(16 * self.data + 1)
-        pieces = self.encode(stripe)
+        try:
+            pieces = self.encode(stripe)
+        except ECInvalidParameter:
+            self._readable = bytes  # a pyeclib that takes nothing else
+            pieces = self.encode(stripe)
         if {len(piece) for piece in pieces} != {self.fragment_bytes(len(stripe))}:
             raise ConfigurationError(f"{unfit}, found pieces of unequal length; {remedy}")
         choices = itertools.combinations(range(self.pieces), self.data)
@@ -136,6 +149,11 @@ class Code:
                 whole = False
             if not whole:
                 raise ConfigurationError(f"{unfit}, found that those numbered {list(choice)} do not; {remedy}")
+
+
+def _as_array(stripe: Piece) -> Any:
+    """Spares pyeclib a copy: of what it does not have to copy it takes arrays, and no views."""
+    return np.frombuffer(stripe, np.uint8)
 
 
 def _open_driver(data: int, parity: int, backend: str) -> ECDriver:

@@ -18,7 +18,7 @@ import msgspec
 import xxhash
 
 from memckpt.errors import DamagedPiecesError
-from memckpt.peers.code import STRIPE_BYTES, Code
+from memckpt.peers.code import STRIPE_BYTES, Code, Piece
 
 #: How many choices of k candidates are tried to find those that do not lie.
 _MOST_CHOICES = 4_096
@@ -57,13 +57,13 @@ class Candidate(NamedTuple):
 
     source: str
     fragment: Fragment
-    payload: bytes
+    payload: Piece
 
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-def _checksum(fragment: Fragment, payload: bytes | memoryview) -> bytes:
+def _checksum(fragment: Fragment, payload: Piece) -> bytes:
     bare = msgspec.structs.replace(fragment, checksum=b"")
     state = xxhash.xxh3_64(_encoder.encode(bare))
     state.update(payload)
@@ -79,20 +79,22 @@ def seal_stripe(
     record: int,
     stripe: int,
     stripes: int,
-) -> list[tuple[Fragment, bytes]]:
-    """Encode one stripe of 1 to STRIPE_BYTES bytes: for each piece, in their order, a fragment and its payload."""
-    whole = bytes(data)  # read once, as it may be far away
-    digest = xxhash.xxh3_128_digest(whole)
+) -> list[tuple[Fragment, Piece]]:
+    """Encode one stripe of 1 to STRIPE_BYTES bytes: for each piece, in their order, a fragment and its payload.
+
+    The stripe is not to change meanwhile; the payloads are the caller's.
+    """
+    digest = xxhash.xxh3_128_digest(data)
     sealed = []
-    for piece, payload in enumerate(code.encode(whole)):
+    for piece, payload in enumerate(code.encode(data)):
         bare = Fragment(
-            generation, owner, record, stripe, stripes, piece, code.data, code.tolerate, len(whole), b"", digest
+            generation, owner, record, stripe, stripes, piece, code.data, code.tolerate, len(data), b"", digest
         )
         sealed.append((msgspec.structs.replace(bare, checksum=_checksum(bare, payload)), payload))
     return sealed
 
 
-def check(fragment: Fragment, payload: bytes | memoryview, **expected: object) -> str:
+def check(fragment: Fragment, payload: Piece, **expected: object) -> str:
     """What is wrong with a fragment, in words; empty if it is whole, makes sense, and has the `expected` fields."""
     for name, value in expected.items():
         if (found := getattr(fragment, name)) != value:
@@ -109,7 +111,7 @@ def check(fragment: Fragment, payload: bytes | memoryview, **expected: object) -
 
 def decode_stripe(
     code: Code,
-    candidates: Sequence[Candidate | tuple[str, Fragment, bytes]],
+    candidates: Sequence[Candidate | tuple[str, Fragment, Piece]],
     *,
     generation: str,
     owner: tuple[int, ...],
@@ -156,7 +158,7 @@ def decode_stripe(
         data, used = results[digest]
         rest = [one for one in agreeing[digest] if one not in used]
         pieces = code.encode(data) if rest else []
-        problems |= {one.source: "lies" for one in rest if one.payload != pieces[one.fragment.piece]}
+        problems |= {one.source: "lies" for one in rest if bytes(one.payload) != bytes(pieces[one.fragment.piece])}
         return data, tuple(problems)
     good = max((len({one.fragment.piece for one in each}) for each in agreeing.values()), default=0)
     words = [f"{source}: {problem}" for source, problem in problems.items()]

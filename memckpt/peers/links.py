@@ -284,7 +284,8 @@ class Link:
             return
         if state.gap and state.expected < self._next:
             self._go_back()
-        elif self._probing and state.expected == self._next:
+        else:
+            # It has seen our state after the loss, and misses nothing.
             self._probing = False
 
     def _go_back(self) -> None:

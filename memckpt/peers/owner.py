@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from memckpt.peers.blob import STATIC, Blob
-from memckpt.peers.code import Code
+from memckpt.peers.code import Code, Piece
 from memckpt.peers.fragments import Fragment, seal_stripe
 from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
@@ -207,7 +207,7 @@ class Owner:
         self._room = room
         self._streams = [_Stream(holder, piece, record) for piece, holder in enumerate(holders)]
         self._generations: list[Outgoing] = []
-        self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, bytes]]] = OrderedDict()
+        self._encoded: OrderedDict[tuple[str, int, int], list[tuple[Fragment, Piece]]] = OrderedDict()
         self._start = record
         self.watermark = record
         self.bytes_sent = 0
@@ -377,7 +377,7 @@ class Owner:
         for key in [key for key in self._encoded if key[:2] == (outgoing.generation, record)]:
             del self._encoded[key]
 
-    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Blob) -> list[tuple[Fragment, bytes]]:
+    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Blob) -> list[tuple[Fragment, Piece]]:
         key = outgoing.generation, record, stripe
         found = self._encoded.get(key)
         if found is None:

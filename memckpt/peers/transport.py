@@ -26,6 +26,7 @@ from memckpt.peers.zap import Doorkeeper
 MAX_PEERS = 1024
 """Peers that are connected to because they have announced themselves."""
 
+_MAX_SOCKETS = 4096
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
@@ -141,7 +142,7 @@ class Transport:
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
         self._context: Context = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
             largest = max(max_body, max_payload, envelopes.ENVELOPE_BYTES) + 1024
@@ -372,7 +373,7 @@ class Transport:
         try:
             return self._add(envelope.node, envelope.address, named_by=envelope.incarnation)
         except PeerError:
-            return "malformed"
+            return "no such address"
 
     def _follow(self, known: _Peer, state: State) -> None:
         """A new incarnation says where it is, and the one that we have met corrects what another one has said."""
@@ -386,7 +387,7 @@ class Transport:
         try:
             self._move(known, state.address, named_by=state.incarnation)
         except PeerError:
-            self.refused["malformed"] += 1
+            self.refused["no such address"] += 1
 
     def _acknowledge(self) -> None:
         self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}

@@ -1,0 +1,209 @@
+"""Couriers' transports driven by one loop, and a TCP proxy between them that cuts connections and keeps what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+
+from memckpt.peers.keys import Keys
+from memckpt.peers.transport import Delivery, Met, Transport
+
+PATIENCE_SECONDS = 60.0
+
+
+class Node:
+    """A transport and what it has received. It reads only while `reads`."""
+
+    def __init__(self, name: str, keys: Keys | None, **options: Any) -> None:
+        options.setdefault("host", "127.0.0.1")
+        options.setdefault("heartbeat_seconds", 0.1)
+        self.transport = Transport(name, keys=keys, **options)
+        self.name = name
+        self.reads = True
+        self.met: list[Met] = []
+        self.received: list[Delivery] = []
+
+    def bodies(self, peer: str | None = None) -> list[bytes]:
+        return [each.body for each in self.received if peer in (None, each.peer)]
+
+    def read(self) -> None:
+        while (event := self.transport.receive()) is not None:
+            if isinstance(event, Met):
+                self.met.append(event)
+            else:
+                self.received.append(event)
+
+
+def drive(*nodes: Node, until: Callable[[], bool]) -> None:
+    """Run the nodes' loops until something is so."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    poller = zmq.Poller()
+    reading = [node for node in nodes if node.reads]
+    for node in reading:
+        node.transport.register(poller)
+    try:
+        while not until():
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError(f"not within {PATIENCE_SECONDS} s: {[describe(node) for node in nodes]}")
+            for node in reading:
+                node.read()
+            wait = min(node.transport.tend(time.monotonic()) for node in reading)
+            if not until():
+                poller.poll(min(wait, 0.1) * 1000)
+    finally:
+        for node in reading:
+            node.transport.unregister(poller)
+
+
+def describe(node: Node) -> str:
+    transport = node.transport
+    return f"{node.name}: {len(node.received)} received, {dict(transport.refused)}, {transport.peers()}"
+
+
+@contextlib.contextmanager
+def nodes_of(*nodes: Node) -> Iterator[tuple[Node, ...]]:
+    """Nodes that are closed at the end."""
+    try:
+        yield nodes
+    finally:
+        for node in nodes:
+            node.transport.close()
+
+
+def acquaint(*nodes: Node) -> None:
+    """Have all nodes meet each other."""
+    for node in nodes:
+        for other in nodes:
+            if other is not node:
+                node.transport.connect(other.name, other.transport.address)
+    drive(*nodes, until=lambda: all(len(node.met) == len(nodes) - 1 for node in nodes))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.005)
+
+
+def open_things() -> tuple[int, int]:
+    """How many threads and descriptors this process has."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+class Proxy:
+    """Forwards TCP connections to a port of this host.
+
+    Attributes:
+        address: on which it listens.
+        captured: what clients sent, a string of bytes for each connection.
+        cuts: connections that it has cut.
+        stopped: it forwards nothing, and accepts nothing.
+    """
+
+    def __init__(self, port: int, target: int) -> None:
+        self.captured: list[bytearray] = []
+        self.cuts = 0
+        self.stopped = False
+        self._target = target
+        self._server = socket.create_server(("127.0.0.1", port))
+        self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._server, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._other: dict[socket.socket, tuple[socket.socket, bytearray | None]] = {}
+        self._orders: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="proxy")
+        self._thread.start()
+
+    def cut(self) -> None:
+        """End all connections at once; what they had not delivered is lost."""
+        self._orders.append("cut")
+        self._waker.send(b".")
+
+    def close(self) -> None:
+        self._orders.append("close")
+        self._waker.send(b".")
+        self._thread.join(PATIENCE_SECONDS)
+        for sock in (self._server, self._waker, self._woken):
+            sock.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                sock = key.fileobj
+                assert isinstance(sock, socket.socket)
+                if sock is self._woken:
+                    sock.recv(4096)
+                elif self.stopped:
+                    continue
+                elif sock is self._server:
+                    self._accept()
+                elif sock in self._other:
+                    self._forward(sock)
+            while self._orders:
+                order = self._orders.pop(0)
+                self._cut_all()
+                if order == "close":
+                    return
+
+    def _accept(self) -> None:
+        client, _ = self._server.accept()
+        try:
+            server = socket.create_connection(("127.0.0.1", self._target))
+        except OSError:
+            client.close()
+            return
+        capture = bytearray()
+        self.captured.append(capture)
+        self._other[client] = (server, capture)
+        self._other[server] = (client, None)
+        for sock in (client, server):
+            # Little is buffered, and whoever does not read does not block the proxy for ever.
+            sock.settimeout(5.0)
+            self._selector.register(sock, selectors.EVENT_READ)
+
+    def _forward(self, sock: socket.socket) -> None:
+        other, capture = self._other[sock]
+        try:
+            data = sock.recv(1 << 16)
+            if data:
+                if capture is not None and len(capture) < 1 << 20:
+                    capture += data
+                other.sendall(data)
+                return
+        except OSError:
+            pass
+        self._end(sock)
+
+    def _cut_all(self) -> None:
+        while self._other:
+            self._end(next(iter(self._other)))
+            self.cuts += 1
+
+    def _end(self, sock: socket.socket) -> None:
+        other, _ = self._other.pop(sock)
+        self._other.pop(other, None)
+        for each in (sock, other):
+            self._selector.unregister(each)
+            # A reset, so that nothing that is buffered gets through.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            each.close()
