@@ -33,6 +33,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     host: str
     port: int
     keys: PeerKeys | None
+    memory_budget_bytes: int | None = None
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):

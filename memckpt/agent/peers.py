@@ -103,6 +103,11 @@ class Peers:
             phases.close()
 
     @property
+    def held_bytes(self) -> int:
+        """Memory of what is kept of other nodes' records, as the courier has said it last."""
+        return self._report.held_bytes if self._report is not None and self._courier is not None else 0
+
+    @property
     def status(self) -> PeersStatus | None:
         """As the courier has said it last."""
         return self._report if self._job is not None else None
@@ -169,7 +174,7 @@ class Peers:
     def sync(self, holding: Holding) -> None:
         """Have the courier send what is whole of a holding and has not been given to it."""
         held = holding.held
-        if self._job is None or held is None or not held.complete or held.spec.mode == "capture":
+        if self._job is None or held is None or not held.complete:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
@@ -181,12 +186,14 @@ class Peers:
             self._send_generation(holding, held, name)
             sent = whole
         while sent < whole:
-            record = held.log_record(sent + 1)
-            if record is None:
-                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent + 1, holding.ranks)
-            else:
-                self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
             sent += 1
+            if held.spec.mode == "capture" and sent % held.spec.every:
+                continue  # it is not captured
+            record = held.log_record(sent)
+            if record is None:
+                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, holding.ranks)
+                continue
+            self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
         self._sent[holding.ranks] = name, sent
 
     def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
@@ -422,5 +429,5 @@ class Recovery:
 
 
 def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
-    """What is fetched is the window of records of a state: to be redone when it is restored."""
-    return msgspec.structs.replace(spec, mode="lazy", local_ranks=ranks)
+    """What is fetched is the window of records of a state, to be redone when it is restored; or one captured."""
+    return msgspec.structs.replace(spec, mode="lazy" if spec.mode == "eager" else spec.mode, local_ranks=ranks)

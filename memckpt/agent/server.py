@@ -108,6 +108,7 @@ class Agent:
             ),
             self._checkpoint_failed,
             lambda holding: self._peers.gate(holding),
+            lambda: self._peers.held_bytes,
         )
         self._peers = Peers(self._selector, self._holdings.get, self._watermark_passed, self._courier_lost)
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
@@ -143,7 +144,8 @@ class Agent:
         """Seconds until lingering ends; None while a trainer is here."""
         if self._lonely_since is None or (self._by_operator and self._attempt is None):
             return None
-        limit = self._linger_seconds if self._holdings.holding else min(self._linger_seconds, _ORPHAN_SECONDS)
+        holds = bool(self._holdings.holding) or self._peers.held_bytes > 0
+        limit = self._linger_seconds if holds else min(self._linger_seconds, _ORPHAN_SECONDS)
         return max(0.0, self._lonely_since + limit - time.monotonic())
 
     def _patience(self) -> float | None:

@@ -38,10 +38,11 @@ from memckpt.courier.member import Member
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
 from memckpt.errors import AgentError
+from memckpt.memory.budget import check_budget
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.peers import wire
-from memckpt.peers.holder import Holder, KeptWindow
+from memckpt.peers.holder import Holder, KeptWindow, Room
 from memckpt.peers.keys import Keys
 from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
@@ -90,6 +91,7 @@ class Courier:
         self._marks: PhaseReader | None = None
         self._reported = 0.0
         self._security = ""
+        self._budget: int | None = None
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
@@ -185,14 +187,22 @@ class Courier:
 
     def _listen(self, message: Listen) -> None:
         self._leave()
+        self._budget = message.memory_budget_bytes
         self._security = "plain" if message.keys is None else "curve"
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
         if self._holder is None:
-            self._holder = Holder(message.node, _RegionRoom)
+            self._holder = Holder(message.node, self._reserve)
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
         self._transport.register(self._poller)
         self._channel.send(Listening(self._transport.address))
+
+    def _reserve(self, nbytes: int) -> Room:
+        """Memory for others' records, if there is some beside our own."""
+        own = 0 if self._member is None else self._member.own_bytes
+        kept = 0 if self._holder is None else self._holder.nbytes
+        check_budget(nbytes, own + kept, self._budget, "pieces of other nodes' records")
+        return _RegionRoom(nbytes)
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None

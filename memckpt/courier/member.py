@@ -40,6 +40,7 @@ from memckpt.peers.wire import (
     WireMessage,
     encode,
 )
+from memckpt.state.layout import CAPTURES
 
 #: Handed over before the loop looks at what has arrived.
 _PUMP_BYTES = 256 << 10
@@ -125,6 +126,11 @@ class Member:
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of this node's own base and log, as far as the courier has been handed it."""
+        return sum(source.nbytes for source in self._sources.values())
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
@@ -232,6 +238,7 @@ class Member:
         private = message.ranks in self._private
         spec, layout = message.spec, source.layout
         period = 1 if private else spec.period
+        in_flight = CAPTURES if spec.mode == "capture" else spec.slots
         record_bytes = layout.by_value_area()[1]
         if not private:
             record_bytes += layout.gradient_bytes + layout.anchor_bytes
@@ -245,8 +252,8 @@ class Member:
             tolerate=self.job.tolerate,
             base=message.base,
             period=period,
-            kept=period + spec.slots,
-            every=1,
+            kept=period + in_flight,
+            every=spec.every if spec.mode == "capture" else 1,
             private=private,
             replicas=spec.serves,
             record_bytes=record_bytes,

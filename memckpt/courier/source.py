@@ -51,6 +51,11 @@ class RegionSource:
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
     @property
+    def nbytes(self) -> int:
+        """Memory of all regions."""
+        return sum(region.nbytes for region in self._regions)
+
+    @property
     def has_static(self) -> bool:
         """Whether there is something that is sent once for all records."""
         return self._static is not None

@@ -164,6 +164,7 @@ class WindowIs(msgspec.Struct, frozen=True, tag="window"):
     """Answer to AskWindow: its StateSpec, encoded."""
 
     request: int
+    owner: tuple[int, ...]
     spec: bytes
 
 

@@ -105,7 +105,7 @@ class Peers:
             keys = PeerKeys(*first)
         elif ranks.rank == 0:
             _log.warning("memckpt: peers speak in plain: whoever reaches their ports can read and change records")
-        listen = Listen(ranks.nonce, ranks.node, _own_address(config.host), config.port, keys)
+        listen = Listen(ranks.nonce, ranks.node, _own_address(config.host), config.port, keys, self._budget)
         self._listen = listen
         domain = find_domain(config, ranks.node, os.environ)
         answers = ranks.together(lambda: (self._link.client.listen(listen) if self._leads else None, domain))

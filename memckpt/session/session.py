@@ -336,7 +336,7 @@ class Session:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
-        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec)
+        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec, self._began)
         self._staging.begin_record(record)
 
     def _find_problem(self) -> str | None:
