@@ -70,7 +70,10 @@ class PeersJob(Job):
         return list(dict.fromkeys(self.node(rank) for rank in range(self.world_size)))
 
     def again(self, lab: Lab, **changes: Any) -> PeersJob:
-        """The next attempt: nothing is planned for it but these."""
+        """The next attempt: nothing is planned for it but these.
+
+        One that starts over has number 0: its training begins with the same numbers as the undisturbed one.
+        """
         planned: dict[str, Any] = {"deaths": (), "acts": (), "protected_at": (), "prepare": None, "wait_at": None}
         planned |= {"directory": fresh_directory(lab), "number": self.number + 1, **changes}
         return replace(self, **planned)

@@ -131,7 +131,7 @@ def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, job, Death("node1", step, place))
-    last = died.again(lab)
+    last = died.again(lab, number=0)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))
     if step == 0:
@@ -176,7 +176,7 @@ def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup
     expected = reference(lab, job)
     names = ",".join(job.node_names[1:] if setup is FSDP else job.node_names)
     died = fail(lab, replace(job, protected_at=(4,)), Death(names, 5, "backward"))
-    last = died.again(lab)
+    last = died.again(lab, number=0)
     finishes(lab, last, expected)
     goes_on(last, 0, 0)
     assert "starting over: " + ("memory cannot produce" if setup is FSDP else "nothing is held") in told(lab)
@@ -204,6 +204,7 @@ def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(
 def test_starts_over_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab) -> None:
     job = peers_job(lab, FSDP, peers_config(3, 1))
     last, expected = lost_again_before_protection(lab, job, "node2")
+    last = replace(last, number=0)
     finishes(lab, last, expected)
     goes_on(last, 0, 0)
     assert "2 of 3 pieces needed are left" in told(lab)
