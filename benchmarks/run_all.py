@@ -18,6 +18,7 @@ NAMES = (
     "storage_rate",
     "resharding",
     "sharded_overhead",
+    "governor",
     "framework_overhead",
     "step_overhead",
 )
