@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from memckpt.agent import record_log
 from memckpt.agent.generation import branch_off
-from memckpt.agent.record_log import RecordLog
 from memckpt.agent.helper_process import HelperProcess
+from memckpt.agent.record_log import RecordLog
 from memckpt.errors import StorageError
 from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name

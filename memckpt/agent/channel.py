@@ -111,7 +111,7 @@ class Channel:
             body = packet[1:]
         try:
             return _decoder.decode(body), fds
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except ValueError as error:  # what msgspec raises, and for text that is no UTF-8
             for fd in fds:
                 os.close(fd)
             raise AgentError(f"a message could not be understood ({error}); do both ends run one version?") from error

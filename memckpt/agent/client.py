@@ -39,9 +39,19 @@ from memckpt.agent.messages import (
     SaveFailed,
     TakeSnapshot,
 )
-from memckpt.agent.peer_messages import Listen, Listening, Passed, Recover, Recovered, RecoveryProgress
+from memckpt.agent.peer_messages import (
+    AskPhases,
+    Listen,
+    Listening,
+    Passed,
+    PhasesAre,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+)
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
@@ -223,6 +233,12 @@ class AgentClient:
         answer, _ = self._request(message, Listening)
         assert isinstance(answer, Listening)
         return answer
+
+    def open_phases(self) -> tuple[PhasesPage, int]:
+        """Where this rank marks the phases of its steps, and its position there; the caller closes the page."""
+        answer, fds = self._request(AskPhases(), PhasesAre)
+        assert isinstance(answer, PhasesAre)
+        return PhasesPage.open(fds[0]), answer.position
 
     def recover(self, message: Recover, progress: Callable[[RecoveryProgress], None]) -> Recovered:
         """Have fetched what this node lacks, and handed out what others lack.

@@ -212,6 +212,9 @@ class Generation:
         Virtual ones of a replica are among them as long as it stands at the base.
         """
         assert self.base is not None
+        if self.spec.mode == "capture":
+            captured = [number for number in self._captured() if self._is_whole(number)]
+            return {n: (self._steps[n], self._metas[n], dict(self._rank_states[n])) for n in captured}
         newest = min(self.committed.values())
         found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
         virtual = range(self.base - self.spec.period + 1, self.base + 1)

@@ -56,6 +56,7 @@ class Holdings:
         start_writer: as for a saver.
         save_failed: called when a checkpoint could not be written.
         gate: as for a holding.
+        others: bytes that the node holds of other nodes' records.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class Holdings:
         start_writer: StartWriter,
         save_failed: Callable[[], None],
         gate: Callable[[Holding], int | None] = lambda holding: None,
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._others = others
         self._node = node
         self._gate = gate
         self._tell = tell
@@ -98,7 +101,7 @@ class Holdings:
                 save_failed=self._save_failed,
                 announce=lambda record: self._announce(hello.unit, record),
                 hurry=self._hurry,
-                beside=lambda: sum(one.nbytes for one in self if one.ranks != hello.unit),
+                beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != hello.unit),
                 gate=self._gate,
             )
 

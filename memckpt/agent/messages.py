@@ -10,7 +10,17 @@ from typing import Literal, Union
 
 import msgspec
 
+from memckpt.agent.mirror_messages import (
+    CloseMirror,
+    MirrorApplied,
+    MirrorFailed,
+    MirrorOpened,
+    MirrorRecord,
+    MirrorRefused,
+    OpenMirror,
+)
 from memckpt.agent.peer_messages import (
+    AskPhases,
     Describe,
     Described,
     Fill,
@@ -18,6 +28,7 @@ from memckpt.agent.peer_messages import (
     GivenUp,
     GiveUp,
     Halt,
+    Halted,
     Join,
     Listen,
     Listening,
@@ -25,6 +36,7 @@ from memckpt.agent.peer_messages import (
     Passed,
     PeersReport,
     PeersStatus,
+    PhasesAre,
     Pieces,
     Recover,
     Recovered,
@@ -566,4 +578,14 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Pieces,
     Passed,
     PeersReport,
+    AskPhases,
+    PhasesAre,
+    Halted,
+    OpenMirror,
+    MirrorOpened,
+    MirrorRefused,
+    MirrorRecord,
+    MirrorApplied,
+    MirrorFailed,
+    CloseMirror,
 ]

@@ -26,6 +26,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     """A trainer's, and the agent's to its courier: be there for peers that have these keys (None: for everybody).
 
     Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
+    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo.
     """
 
     attempt: str
@@ -33,6 +34,8 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     host: str
     port: int
     keys: PeerKeys | None
+    memory_budget_bytes: int | None = None
+    threads: int = 1
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
@@ -92,6 +95,16 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
     job: PeerJob
     rejoin: bool = False
+
+
+class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
+    """From a trainer: where do I mark the phases of my steps? Answer: PhasesAre."""
+
+
+class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
+    """Answer to AskPhases, and to the courier: the page comes along as a descriptor; `position` is the rank's in it."""
+
+    position: int = 0
 
 
 class UnitSource(msgspec.Struct, frozen=True, array_like=True):
@@ -242,7 +255,14 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
 
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays."""
+    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
+
+    Answer: Halted.
+    """
+
+
+class Halted(msgspec.Struct, frozen=True, tag="halted"):
+    """Answer to Halt: of the attempt nothing more comes from the courier."""
 
 
 class ListPieces(msgspec.Struct, frozen=True, tag="pieces?"):

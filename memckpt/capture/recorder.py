@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
 from memckpt.capture.watch import ParameterWatch
@@ -78,6 +79,7 @@ class Recorder:
         self.check = StagingCheck()
         self.watch: ParameterWatch | None = None
         self.on_backward: Callable[[], None] | None = None
+        self.marks: PhaseMarks | None = None
         self._noted_before: set[int] = set()
         self._ops: list[_PendingOp] = []
         self._sub_steps: list[_PendingSubStep] = []
@@ -106,6 +108,11 @@ class Recorder:
             self.problem = reason
 
     # From taps
+
+    def backward_runs(self) -> None:
+        """From hooks that autograd runs, as soon as they do: gradients are being made and reduced."""
+        if self.marks is not None:
+            self.marks.gradient_seen()
 
     def gradient_seen(self, look: bool = True) -> None:
         """Some parameter has a new gradient: from now on the record cannot end before an optimizer has stepped.

@@ -88,6 +88,7 @@ class _ParameterHooks(ABC):
         self._handles = []
 
     def _fire(self, param: torch.Tensor) -> None:
+        self._recorder.backward_runs()
         if param.grad is not None:  # else a hook of the user's has stepped and taken it away
             self.reductions += 1
             self._fired(param, param.grad)
@@ -277,6 +278,7 @@ class CommHookTap:
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._removed:
             return self._average(bucket)
+        self._recorder.backward_runs()
         self._before_reduction()
         self.reductions += 1
         self._observe(bucket)

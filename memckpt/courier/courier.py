@@ -9,23 +9,28 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 
 import msgspec
 import zmq
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
+from memckpt.agent.mirror_messages import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     Describe,
     Fill,
     GivenUp,
     GiveUp,
     Halt,
+    Halted,
     Join,
     Listen,
     Listening,
     ListPieces,
     Passed,
+    PeersReport,
+    PhasesAre,
     Pieces,
     RecoveryProgress,
     SendGeneration,
@@ -33,19 +38,22 @@ from memckpt.agent.peer_messages import (
 )
 from memckpt.courier.asking import Asking
 from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
 from memckpt.errors import AgentError
+from memckpt.memory.budget import check_budget
+from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.peers import wire
-from memckpt.peers.holder import Holder, KeptWindow
+from memckpt.peers.holder import Holder, KeptWindow, Room
 from memckpt.peers.keys import Keys
 from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
-#: Handed over before the loop looks at what has arrived.
-_PUMP_BYTES = 1 << 20
+#: How often the agent is told how things are.
+_REPORT_SECONDS = 1.0
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
 
@@ -77,24 +85,34 @@ class Courier:
         self._poller.register(channel.fileno(), zmq.POLLIN)
         self._transport: Transport | None = None
         self._node = ""
-        self._holder: Holder | None = None
+        self._holder: Mirroring | None = None
+        #: What the agent has said while an answer of its was waited for.
+        self._unheard: deque[tuple[Message, list[int]]] = deque()
         self._member: Member | None = None
         self._serving = Serving()
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
         self._questions = 0
+        self._phases: PhasesPage | None = None
+        self._marks: PhaseReader | None = None
         self._reported = 0.0
+        self._security = ""
+        self._budget: int | None = None
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
             self._poller.poll(math.ceil(self._patience() * 1000))
-            while (received := self._channel.poll()) is not None:
+            while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
             if self._member is not None:
-                self._member.work(_PUMP_BYTES, now)
+                if self._marks is not None:
+                    for mark in self._marks.read():
+                        self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                self._member.work(now)
+                self._report(now)
             for reader in self._readers:
                 reader.tend(now)
             for asking in self._asking:
@@ -103,11 +121,11 @@ class Courier:
 
     def _patience(self) -> float:
         now = time.monotonic()
-        limits = [60.0]
+        limits = [0.0 if self._unheard else 60.0]
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
-            limits.append(self._member.patience(now))
+            limits += [self._member.patience(now), self._reported + _REPORT_SECONDS - now]
         if self._readers or self._asking:
             limits.append(1.0)
         return max(0.0, min(limits))
@@ -118,11 +136,17 @@ class Courier:
         if self._holder is not None:
             self._holder.close()
 
+    def _close_phases(self) -> None:
+        phases, self._phases, self._marks = self._phases, None, None
+        if phases is not None:
+            phases.close()
+
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
         self._readers.clear()
         self._asking.clear()
         self._serving.close()
+        self._close_phases()
         if self._member is not None:
             self._member.close()
             self._member = None
@@ -136,6 +160,11 @@ class Courier:
     # What the agent says
 
     def _handle(self, message: Message, fds: list[int]) -> None:
+        if isinstance(message, PhasesAre):
+            self._close_phases()
+            self._phases = PhasesPage.open(fds[0])
+            self._marks = PhaseReader(self._phases)
+            return
         regions = [Region.open(fd) for fd in fds]
         match message:
             case Listen():
@@ -159,34 +188,73 @@ class Courier:
                 self._fill(message, regions)
             case Halt():
                 self._leave()
+                self._channel.send(Halted())
+            case MirrorApplied() | MirrorFailed():
+                if self._member is not None and self._holder is not None:
+                    self._member.answer(self._holder.heard(message))
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
     def _listen(self, message: Listen) -> None:
         self._leave()
+        self._budget = message.memory_budget_bytes
+        self._security = "plain" if message.keys is None else "curve"
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
         if self._holder is None:
-            self._holder = Holder(message.node, _RegionRoom)
+            self._holder = Mirroring(Holder(message.node, self._reserve), self._ask_for_mirror, self._channel.send)
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
         self._transport.register(self._poller)
         self._channel.send(Listening(self._transport.address))
+
+    def _reserve(self, nbytes: int) -> Room:
+        """Memory for others' records, if there is some beside our own."""
+        own = 0 if self._member is None else self._member.own_bytes
+        kept = 0 if self._holder is None else self._holder.nbytes
+        check_budget(nbytes, own + kept, self._budget, "pieces of other nodes' records")
+        return _RegionRoom(nbytes)
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None
         assert self._holder is not None
         job = message.job
         self._holder.begin(job.attempt, job.record)
+        if self._member is not None:
+            self._member.close()
         self._member = Member(self._node, job, self._holder, self._transport, self._tell_passed)
+        for peer, state in self._transport.peers().items():
+            if state.incarnation:  # met before the plan was made once more
+                self._member.met(peer)
 
     def _tell_passed(self, passed: Passed) -> None:
+        if passed.whole:
+            # All have what they restore, and the agent lets go of mirrors of earlier attempts.
+            self._serving.close()
         self._channel.send(passed)
+
+    def _ask_for_mirror(self, message: OpenMirror) -> tuple[MirrorOpened, list[Region]] | MirrorRefused:
+        """Have the agent make room, and wait for it; what it says beside that is heard afterwards."""
+        self._channel.send(message)
+        while True:
+            answer, fds = self._channel.receive(None)
+            if isinstance(answer, MirrorOpened):
+                return answer, [Region.open(fd) for fd in fds]
+            if isinstance(answer, MirrorRefused):
+                return answer
+            self._unheard.append((answer, fds))
+
+    def _report(self, now: float) -> None:
+        """Tell the agent how things are, now and then."""
+        if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
+            return
+        self._reported = now
+        self._channel.send(PeersReport(self._member.status(self._security, len(self._readers))))
 
     def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
-        return () if self._holder is None else self._holder.held(fingerprint_of)
+        return () if self._holder is None else self._holder.holder.held(fingerprint_of)
 
     def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         if message.serve:
@@ -213,7 +281,8 @@ class Courier:
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
         source = message.source
-        code = self._member.code_for(source.data)
+        # What is handed out live is not encoded: any code does.
+        code = self._member.code_for(source.data or self._member.job.data)
         now = time.monotonic()
         self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
 
@@ -251,7 +320,7 @@ class Courier:
         peer = delivery.peer
         try:
             message = wire.decode(delivery.body)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             self._member.refuse(f"{peer}: {error}")
             return
         match message:
@@ -267,7 +336,7 @@ class Courier:
         assert self._holder is not None
         answer, payload = self._serving.answer(question)
         if answer is None:
-            answer, payload = self._serving.answer_from(self._holder, question)
+            answer, payload = self._serving.answer_from(self._holder.holder, question)
         self._member.send(peer, answer, payload)
 
     def _take_answer(

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from memckpt.agent.peer_messages import GiveUp, Passed, PeerJob, SendGeneration, SendRecord
+from memckpt.agent.peer_messages import (
+    GiveUp,
+    Passed,
+    PeerJob,
+    PeerLinkStatus,
+    PeersStatus,
+    SendGeneration,
+    SendRecord,
+)
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.source import Part, RegionSource
+from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
 from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing, Owner
+from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
 from memckpt.peers.transport import Delivery, Transport
 from memckpt.peers.watermark import Leader
@@ -30,7 +40,10 @@ from memckpt.peers.wire import (
     WireMessage,
     encode,
 )
+from memckpt.state.layout import CAPTURES
 
+#: Handed over before the loop looks at what has arrived.
+_PUMP_BYTES = 256 << 10
 _log = logging.getLogger("memckpt.courier")
 
 
@@ -59,7 +72,8 @@ class Member:
     Args:
         node: this one's name.
         job: what there is to know of the attempt.
-        holder: keeps other nodes' pieces; belongs to the caller, as does the transport.
+        holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
+            transport.
         passed: told when the watermark has got further, or protection has changed.
 
     Attributes:
@@ -68,7 +82,7 @@ class Member:
     """
 
     def __init__(
-        self, node: str, job: PeerJob, holder: Holder, transport: Transport, passed: Callable[[Passed], None]
+        self, node: str, job: PeerJob, holder: Mirroring, transport: Transport, passed: Callable[[Passed], None]
     ) -> None:
         self._node = node
         self.job = job
@@ -94,6 +108,8 @@ class Member:
         self._private = {unit.ranks for unit in job.units if unit.private}
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         self._leader = Leader(names, start) if node == self._leader_node else None
+        self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
+        self._paused_until = 0.0
         self._told = Acknowledged(node, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
@@ -111,6 +127,11 @@ class Member:
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of this node's own base and log, as far as the courier has been handed it."""
+        return sum(source.nbytes for source in self._sources.values())
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
@@ -134,7 +155,13 @@ class Member:
             self.loopback.append(Delivery(peer, encode(message), bytes(payload)))
             return
         self._connect(peer)
-        self._transport.send(peer, encode(message), payload)
+        try:
+            self._transport.send(peer, encode(message), payload)
+        except PeerError as error:
+            # It does not read what it is sent. It is met anew when it does, and gets all that there is.
+            _log.warning("%s is let go of: %s", peer, error)
+            self._transport.forget(peer)
+            self._connected.discard(peer)
 
     def _room(self, peer: str) -> int:
         return self._transport.room(peer)
@@ -198,6 +225,11 @@ class Member:
             owner.passed(watermark.record)
         self._passed(Passed(watermark.record, watermark.whole))
 
+    def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
+        """What owners are to get of the mirrors here."""
+        for node, message in answers:
+            self.send(node, message, b"")
+
     # What this node's ranks do
 
     def begin(self, message: SendGeneration, regions: list[Region]) -> None:
@@ -212,6 +244,7 @@ class Member:
         private = message.ranks in self._private
         spec, layout = message.spec, source.layout
         period = 1 if private else spec.period
+        in_flight = CAPTURES if spec.mode == "capture" else spec.slots
         record_bytes = layout.by_value_area()[1]
         if not private:
             record_bytes += layout.gradient_bytes + layout.anchor_bytes
@@ -225,14 +258,15 @@ class Member:
             tolerate=self.job.tolerate,
             base=message.base,
             period=period,
-            kept=period + spec.slots,
-            every=1,
+            kept=period + in_flight,
+            every=spec.every if spec.mode == "capture" else 1,
             private=private,
             replicas=spec.serves,
             record_bytes=record_bytes,
             static=source.has_static and not private,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
+            mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
         records = [record for record in sorted(message.records) if not private or record >= message.base]
@@ -253,11 +287,18 @@ class Member:
 
     # Work
 
-    def work(self, limit: int, now: float) -> None:
-        """Send what is due, about `limit` bytes of it."""
+    def work(self, now: float) -> None:
+        """Send some of what is due, if it may go now, and say how far all is."""
         for owner in self._owners.values():
             owner.retry(now)
-            owner.pump(limit)
+        self._paused_until = 0.0
+        if any(owner.wants for owner in self._owners.values()):
+            self._tell_pacer()
+            delay = self.pacer.delay(_PUMP_BYTES, now)
+            if delay > 0:
+                self._paused_until = now + delay
+            else:
+                self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
         whole = all(owner.whole for owner in self._owners.values())
         told = Acknowledged(self._node, record, whole)
@@ -268,9 +309,81 @@ class Member:
             else:
                 self.send(self._leader_node, told, b"")
 
+    def _tell_pacer(self) -> None:
+        owners = self._owners.values()
+        needed = sum(owner.record_bytes for owner in owners)
+        waiting = sum(owner.waiting_bytes for owner in owners)
+        room = needed * max((owner.kept for owner in owners), default=0)
+        self.pacer.needs(needed, waiting, room or None)
+
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""
-        if self.loopback or any(owner.wants for owner in self._owners.values()):
+        if self.loopback:
             return 0.0
+        if any(owner.wants for owner in self._owners.values()):
+            return max(0.0, self._paused_until - now)
         times = [at - now for owner in self._owners.values() if (at := owner.retry_at()) is not None]
         return max(0.0, min(times, default=60.0))
+
+    # What is shown
+
+    def status(self, security: str, readers: int) -> PeersStatus:
+        """How things are.
+
+        Args:
+            security: of the transport.
+            readers: how many states are being fetched.
+        """
+        job = self.job
+        owners = list(self._owners.values())
+        code = f"k={job.data}, m={job.tolerate}" if job.data > 1 else f"{job.tolerate + 1} copies"
+        sizes = [owner.last_record_bytes for owner in owners if owner.last_record_bytes is not None]
+        pace = self.pacer.state()
+        return PeersStatus(
+            scheme=f"mirror, {job.tolerate + 1} copies" if job.scheme == "mirror" else f"erasure code, {code}",
+            security=security,
+            ack="wait" if job.wait else "proceed",
+            watermark=self.watermark.record if self.watermark.record else None,
+            acknowledged=tuple((owner.ranks, owner.acknowledged) for owner in owners if owner.acknowledged),
+            protected=self.watermark.whole,
+            problem=self._problem(),
+            held_bytes=self._holder.nbytes,
+            kept=self._holder.kept(),
+            links=self._links(),
+            bytes_sent=self._transport.bytes_sent,
+            bytes_per_record=float(sum(sizes)) if sizes else None,
+            rate_limit_bytes_per_second=pace.rate_limit_bytes_per_second,
+            pace=pace.reason,
+            refused=sum(self._transport.refused.values()) + sum(self.refused.values()),
+            gap=next((owner.gap for owner in owners if owner.gap is not None), None),
+            recovering=f"{readers} states are being fetched from peers" if readers else "",
+        )
+
+    def _links(self) -> tuple[PeerLinkStatus, ...]:
+        problems: dict[str, str] = {}
+        for owner in self._owners.values():
+            problems |= owner.problems
+        return tuple(
+            PeerLinkStatus(
+                node=node,
+                connected=bool(state.incarnation) and state.connected and not state.silent,
+                behind_bytes=state.unacknowledged_bytes,
+                seconds_silent=state.heard_seconds if state.incarnation else None,
+                problem=problems.get(node, ""),
+            )
+            for node, state in sorted(self._transport.peers().items())
+        )
+
+    def _problem(self) -> str:
+        """Why not every node can be lost, in words; empty if each can."""
+        if self.watermark.whole:
+            return ""
+        for owner in self._owners.values():
+            for holder, problem in owner.problems.items():
+                return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
+        silent = [link.node for link in self._links() if not link.connected]
+        if silent:
+            return f"nothing is heard of {', '.join(silent)}"
+        if self._leader is not None and (missing := self._leader.missing()):
+            return f"the records of {', '.join(missing)} are not with all their peers yet"
+        return "records are on their way"

@@ -49,7 +49,7 @@ class Serving:
         if source is None:
             return GotNone(question.request, f"ranks {list(question.owner)} are not handed out here"), b""
         if isinstance(question, AskWindow):
-            return WindowIs(question.request, msgspec.msgpack.encode(source.spec)), b""
+            return WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
         key = question.owner, question.generation, question.record
         blob = self._blobs.get(key)
         if blob is None:
@@ -73,7 +73,7 @@ class Serving:
             return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
         match question:
             case AskWindow():
-                return WindowIs(question.request, window.window.spec), b""
+                return WindowIs(question.request, question.owner, window.window.spec), b""
             case AskManifest():
                 found = window.manifest(question.record)
                 if found is None:

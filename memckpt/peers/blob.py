@@ -130,7 +130,7 @@ class BlobReader:
             return False
         try:
             tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             raise DamagedStateError(f"a record of pieces: its tail cannot be read: {error}") from error
         for extent in tail.extents:
             if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > self._room.nbytes:

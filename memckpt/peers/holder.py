@@ -54,7 +54,7 @@ class KeptWindow:
         room: of `bytes_needed(window)`; closed by :meth:`close`.
 
     Raises:
-        msgspec.DecodeError: the owner's layout cannot be read.
+        ValueError: the owner's layout cannot be read.
     """
 
     def __init__(self, window: Window, room: Room) -> None:
@@ -244,7 +244,7 @@ class Holder:
             return NotStored(*key, window.base, str(error))
         try:
             self._windows[key] = KeptWindow(window, room)
-        except msgspec.DecodeError as error:
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
             room.close()
             return NotStored(*key, window.base, f"its layout cannot be read: {error}")
         return None
@@ -285,6 +285,13 @@ class Holder:
                 self._forget(window)
             else:
                 window.drop_up_to(self.watermark - told.period * told.every)
+
+    def forget_before(self, owner: tuple[int, ...], base: int) -> None:
+        """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
+        for window in self.windows():
+            told = window.window
+            if told.owner == owner and told.attempt == self._attempt and told.base < base:
+                self._forget(window)
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
         """What is here, for the plan."""

@@ -22,6 +22,8 @@ from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, Wi
 _log = logging.getLogger("memckpt.courier")
 #: Encoded stripes that are kept for streams that are a little behind the first.
 _CACHED_STRIPES = 32
+#: Records that wait for a holder, in windows.
+_MOST_WINDOWS_QUEUED = 3
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 
 
@@ -140,6 +142,11 @@ class _Stream:
         self._pending.remove((outgoing, record))
         self._advance()
 
+    def lost(self, outgoing: Outgoing) -> list[int]:
+        """Records of a generation that are queued and that it does not have any more, or else all that are queued."""
+        queued = [record for one, record in self.queue if one is outgoing and record is not _OPEN and record != STATIC]
+        return [record for record in queued if record not in outgoing.records] or queued
+
     def drop(self, outgoing: Outgoing) -> None:
         """Nobody needs this generation any more."""
         if self.queue and self.queue[0][0] is outgoing:
@@ -211,7 +218,11 @@ class Owner:
         self._start = record
         self.watermark = record
         self.bytes_sent = 0
-        self.records_sent = 0
+        #: What the last record took that all holders were sent.
+        self.last_record_bytes: int | None = None
+        #: The records, from the first to the last, of the last stretch that not every holder got.
+        self.gap: tuple[int, int] | None = None
+        self._sent_of: dict[tuple[str, int], int] = {}
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -243,6 +254,10 @@ class Owner:
         for stream in self._streams:
             if stream.met and not stream.waits:
                 stream.add(outgoing, record)
+                if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
+                    # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
+                    self._note_gap(outgoing, min(stream.lost(outgoing)), outgoing.records[0] - outgoing.window.every)
+                    stream.restart(outgoing)
 
     def give_up(self, generation: str) -> None:
         """What a generation begins with cannot be sent any more (the replica goes on)."""
@@ -307,6 +322,25 @@ class Owner:
         """Records that each holder has still to get."""
         return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
 
+    @property
+    def record_bytes(self) -> int:
+        """What a record of the newest generation is, in pieces for all holders."""
+        newest = self._newest
+        return 0 if newest is None else newest.window.record_bytes * len(self._streams) // self._code.data
+
+    @property
+    def waiting_bytes(self) -> int:
+        """About what is yet to be sent, to all holders that are there."""
+        newest = self._newest
+        each = 0 if newest is None else newest.window.record_bytes // self._code.data
+        return each * sum(self.behind.values())
+
+    @property
+    def kept(self) -> int:
+        """How many records a holder keeps."""
+        newest = self._newest
+        return 0 if newest is None else newest.window.kept
+
     # Sending
 
     @property
@@ -356,11 +390,14 @@ class Owner:
         fragment, payload = fragments[stream.piece]
         self._send(stream.holder, Put(fragment, outgoing.source.step(record), self.watermark), payload)
         stream.stripe += 1
+        key = outgoing.generation, record
+        self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
         if last:
             self._next(stream)
-            if not any(one.queue and one.queue[0] == (outgoing, record) for one in self._streams):
+            if not any((outgoing, record) in one.queue for one in self._streams):
                 outgoing.forget(record)
-                self.records_sent += record != STATIC
+                sent = self._sent_of.pop(key)
+                self.last_record_bytes = sent if record > outgoing.window.base else self.last_record_bytes
         return len(payload)
 
     def _next(self, stream: _Stream) -> None:
@@ -372,10 +409,19 @@ class Owner:
         if stream.stripe:
             self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
         self._next(stream)
+        self._sent_of.pop((outgoing.generation, record), None)
         stream.skip(outgoing, record)
+        if record != STATIC:
+            self._note_gap(outgoing, record, record)
         outgoing.forget(record)
         for key in [key for key in self._encoded if key[:2] == (outgoing.generation, record)]:
             del self._encoded[key]
+
+    def _note_gap(self, outgoing: Outgoing, first: int, last: int) -> None:
+        """Not every holder gets these records. Stretches that touch are one."""
+        if self.gap is not None and first <= self.gap[1] + outgoing.window.every and last >= self.gap[0]:
+            first, last = min(first, self.gap[0]), max(last, self.gap[1])
+        self.gap = first, last
 
     def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Blob) -> list[tuple[Fragment, Piece]]:
         key = outgoing.generation, record, stripe

@@ -30,6 +30,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
+        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
     """
 
     owner: tuple[int, ...]
@@ -49,6 +50,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
+    mirror: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -164,6 +166,7 @@ class WindowIs(msgspec.Struct, frozen=True, tag="window"):
     """Answer to AskWindow: its StateSpec, encoded."""
 
     request: int
+    owner: tuple[int, ...]
     spec: bytes
 
 
@@ -200,5 +203,5 @@ def encode(message: WireMessage) -> bytes:
 
 
 def decode(body: bytes) -> WireMessage:
-    """Raises msgspec.DecodeError or ValidationError for what is no message."""
+    """Raises ValueError for what is no message."""
     return _decoder.decode(body)

@@ -140,15 +140,22 @@ class AgentLink:
             self._sender.join()
             self._sender = None
 
-    def wait_for_room(self, record: int, spec: StateSpec) -> float:
+    def wait_for_room(self, record: int, spec: StateSpec, began: int) -> float:
         """Wait until the slot of `record` is free; returns the seconds that it took.
 
         Eager redo must have applied the record that had it. Where training waits for peers, every node must be able to
         produce the newest record that is acknowledged for all of them; a replica also needs that one's by-value
-        tensors, which lie in its slot.
+        tensors, which lie in its slot. While a state is captured, only the one that was captured before is whole.
+
+        Args:
+            record: that is about to begin.
+            spec: of its generation, which began after record `began`.
         """
         started = time.perf_counter()
-        if self._waits and spec.mode != "capture":
+        if self._waits and spec.mode == "capture":
+            if record % spec.every == 0:
+                self.client.wait_passed(max(record - spec.every, began))
+        elif self._waits:
             self.client.wait_passed(record - spec.slots + (spec.mode == "eager"))
         if spec.mode == "eager":
             self.client.wait_applied(record - spec.slots)

@@ -79,7 +79,7 @@ class Session:
         self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
         self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
         self._rank_state = RankState(self._live)
-        self._peers = Peers(config.peers, self._ranks, self._link, config.agent.memory_budget_bytes)
+        self._peers = Peers(config.peers, self._ranks, self._link, config.agent)
         self._resumption = Resumption(
             self._live, self._ranks, self._link, self._staging, config.storage, run_dir, self._peers
         )
@@ -116,6 +116,7 @@ class Session:
             self._step_hooks.install()
             self._mode.begin()
             self._tap.install()
+            self._peers.mark_phases(self._recorder)
             gradient_ops.listen(self)
             self._preemption.install()
         except BaseException:  # whatever it is, an interrupt too: nobody else could close what is open
@@ -256,6 +257,8 @@ class Session:
             self._end_self_test(record)
             self._last = RestorePoint(record, record if step is None else step, rank_state)
             self._commit(self._last)
+            if self._recorder.marks is not None:
+                self._recorder.marks.step_ended(record)
             return True
         finally:
             inner = self._clock.total - self._clock.commit - inner
@@ -333,7 +336,7 @@ class Session:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
-        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec)
+        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec, self._began)
         self._staging.begin_record(record)
 
     def _find_problem(self) -> str | None:
@@ -482,6 +485,7 @@ class Session:
             self._link.connect(self._live.spec(self._request), self._recorder.record, rejoining=True)
             self._link.configure(self._timeline, torch.get_num_threads())
             self._peers.rejoin()
+            self._peers.mark_phases(self._recorder)
             self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
@@ -517,7 +521,7 @@ class Session:
 
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
-        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}"
+        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
         return describe_protection(self._live.spec(self._request), self.mode_reason, tap, where, self.caveats)
 
     # End
@@ -555,6 +559,7 @@ class Session:
     def _unhook(self) -> None:
         """Take out of the user's objects what was put there, whether or not all of it was."""
         self._tap.remove()
+        self._peers.stop_marking(self._recorder)
         self._step_hooks.remove()
         self._mode.end()
         gradient_ops.unlisten(self)

@@ -1,0 +1,135 @@
+"""Phase marks: which part of which step each rank of a node is in, in shared memory.
+
+Each rank has a ring of its last marks and writes to no other. An entry carries its number and a check word over all of
+it, so that a reader takes whole entries only, whatever order the processor makes the stores visible in, and sees by
+the number that it has been overtaken.
+"""
+
+from __future__ import annotations
+
+import time
+
+from memckpt.errors import DamagedStateError
+from memckpt.memory.region import Region
+from memckpt.state.phases import Mark, Phase
+
+_ENTRIES = 256  # about 80 steps: what a reader may sleep through
+_WORDS = 4  # check, number, step and phase, ns: aligned words of 64 bits
+_RANK_WORDS = _ENTRIES * _WORDS
+_RANK_BYTES = _RANK_WORDS * 8
+_MASK = 2**64 - 1
+
+
+def _check(number: int, what: int, ns: int) -> int:
+    # Odd factors: an entry that is part old and part new does not add up.
+    return (number * 0x9E3779B97F4A7C15 + what * 0xC2B2AE3D27D4EB4F + ns * 0x165667B19E3779F9 + 1) & _MASK
+
+
+class PhasesPage:
+    """The region and a view on it. Whoever makes or opens one closes it."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self.words = memoryview(region.map).cast("Q")
+
+    @classmethod
+    def create(cls, ranks: int) -> PhasesPage:
+        """Make a page for so many local ranks, 8 KiB each.
+
+        Raises:
+            MemoryBudgetError: the kernel has no room for it.
+        """
+        return cls(Region.create("phases", ranks * _RANK_BYTES))
+
+    @classmethod
+    def open(cls, fd: int) -> PhasesPage:
+        """Map a page that was received over a socket; takes over the descriptor.
+
+        Raises:
+            DamagedStateError: it is not one.
+        """
+        region = Region.open(fd)
+        if region.nbytes % _RANK_BYTES:
+            region.close()
+            raise DamagedStateError(
+                f"phase marks: expected a multiple of {_RANK_BYTES} bytes, found {region.nbytes}; "
+                "agent and trainer are of different versions"
+            )
+        return cls(region)
+
+    @property
+    def fd(self) -> int:
+        """Descriptor to hand over; -1 in a forked child, where nothing is mapped, and once closed."""
+        return self._region.fd
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has room for."""
+        return self._region.nbytes // _RANK_BYTES
+
+    def entry(self, position: int, number: int) -> tuple[int, int, int] | None:
+        """What stands in the place of an entry: number, step and phase, ns; None while it is being written."""
+        at = position * _RANK_WORDS + number % _ENTRIES * _WORDS
+        check, *entry = self.words[at : at + _WORDS].tolist()
+        found, what, ns = entry
+        return (found, what, ns) if check == (_check(found, what, ns) if found else 0) else None
+
+    def newest(self, position: int) -> int:
+        """The number of a rank's newest whole entry; 0 if it has none."""
+        return max((entry[0] for n in range(_ENTRIES) if (entry := self.entry(position, n)) is not None), default=0)
+
+    def close(self) -> None:
+        """Unmap and close. Idempotent."""
+        self.words.release()
+        self._region.close()
+
+
+class PhaseWriter:
+    """Writes one rank's marks. The page belongs to the caller."""
+
+    def __init__(self, page: PhasesPage, position: int) -> None:
+        if not 0 <= position < page.ranks:
+            raise ValueError(f"position: expected 0 to {page.ranks - 1}, found {position}")
+        self._page = page
+        self._words = page.words
+        self._base = position * _RANK_WORDS
+        self._number = page.newest(position)  # a rank of the last attempt may have written before
+
+    def mark(self, step: int, phase: Phase) -> None:
+        """The phase of a step begins now. Nothing is written once the page is closed."""
+        if self._page.fd < 0:
+            return
+        self._number = number = self._number + 1
+        what, ns = step << 2 | phase, time.monotonic_ns()
+        at = self._base + number % _ENTRIES * _WORDS
+        words = self._words
+        words[at + 1] = number
+        words[at + 2] = what
+        words[at + 3] = ns
+        words[at] = _check(number, what, ns)
+
+
+class PhaseReader:
+    """Reads what all ranks have marked since the last look. The page belongs to the caller."""
+
+    def __init__(self, page: PhasesPage) -> None:
+        self._page = page
+        self._next = [page.newest(position) or 1 for position in range(page.ranks)]
+
+    def read(self) -> list[Mark]:
+        """New marks, of each rank in their order. One that was overtaken goes on in the middle of what is there."""
+        marks: list[Mark] = []
+        for position in range(len(self._next)):
+            self._read_rank(position, marks)
+        return marks
+
+    def _read_rank(self, position: int, marks: list[Mark]) -> None:
+        while (entry := self._page.entry(position, self._next[position])) is not None:
+            number, what, ns = entry
+            if number < self._next[position]:
+                return
+            if number > self._next[position]:  # overtaken
+                self._next[position] = max(self._next[position] + 1, self._page.newest(position) - _ENTRIES // 2)
+                continue
+            self._next[position] += 1
+            marks.append(Mark(position, what >> 2, Phase(what & 3), ns))

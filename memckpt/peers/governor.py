@@ -1,0 +1,280 @@
+"""The governor: how fast records may be sent, so that training stays within the allowed share of its own pace.
+
+What training does without traffic is learnt from steps in which nothing is sent: those before the first record, and
+probes, a few steps in which records are held back. Probes begin at step numbers that are the same on all nodes, since
+the traffic of one slows the reductions of all. Times are given by the caller; nothing here looks at a clock.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from memckpt.state.phases import Phase
+
+_WARM_UP_STEPS = 3  # of an attempt: compilers, allocators and caches
+_PROBE_STEPS = 3  # the first lets what is on its way arrive
+_PROBE_EVERY = 200
+_PROBE_EVERY_AT_FIRST = 25  # until the baseline is known well, and where it may have moved
+_FRESH_STEPS = 50
+_BASELINE_STEPS = (12, 64)  # as many as the spread of step times asks for
+_BASELINE_ENOUGH = 6
+_ERRORS = 2.5  # standard errors by which a difference has to be beyond doubt
+_MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations of a sample over the root of their number
+_WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least, and at the most
+_RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
+_LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
+_LOWER_IN_NOISE = (0.6, 0.9)
+
+
+class EndedStep(NamedTuple):
+    """A step that is over; seconds of it, and of its backwards where all of its marks were seen."""
+
+    seconds: float
+    backward_seconds: float | None
+
+
+class StepClock:
+    """How long steps and their backwards take, by the marks of one rank.
+
+    Attributes:
+        step: number of the step that runs; None before the first mark.
+        phase: that it is in.
+        since_ns: when that began.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.phase: Phase | None = None
+        self.since_ns = 0
+        self._began_ns = 0
+        self._backward_ns = 0
+        self._seconds: deque[float] = deque(maxlen=_WINDOW[1])
+        self._backward_seconds: deque[float] = deque(maxlen=_WINDOW[1])
+        #: Medians over the last steps; None before there are any.
+        self.step_seconds: float | None = None
+        self.backward_seconds: float | None = None
+
+    def mark(self, step: int, phase: Phase, ns: int) -> EndedStep | None:
+        """A phase of a step has begun; returns the step that ended with it, if one did.
+
+        Where steps were missed it is their mean. A number below the last one is another attempt's, and ends nothing.
+        """
+        before, ended = self.step, None
+        if before is not None and step == before and ns < self.since_ns:
+            return None
+        if self.phase == Phase.BACKWARD:
+            self._backward_ns += ns - self.since_ns
+        if before is None or step != before:
+            if before is not None and step > before and ns > self._began_ns:
+                ended = self._end(step - before, ns)
+            self._began_ns, self._backward_ns = ns, 0
+        self.step, self.phase, self.since_ns = step, phase, ns
+        return ended
+
+    def _end(self, steps: int, ns: int) -> EndedStep:
+        seconds = (ns - self._began_ns) * 1e-9 / steps
+        backward = self._backward_ns * 1e-9 if steps == 1 else None
+        self._seconds.append(seconds)
+        self.step_seconds = statistics.median(self._seconds)
+        if backward is not None:
+            self._backward_seconds.append(backward)
+            self.backward_seconds = statistics.median(self._backward_seconds)
+        return EndedStep(seconds, backward)
+
+
+def _spread(*samples: Sequence[float]) -> float:
+    """Standard deviation as the median absolute deviation shows it, each sample about its own median."""
+    off = [abs(value - statistics.median(sample)) for sample in samples for value in sample]
+    return 1.4826 * statistics.median(off)
+
+
+class Baseline:
+    """Step time without traffic: the median of the last steps in which nothing was sent.
+
+    Args:
+        accuracy: share of it by which it may be wrong; more steps are kept where their times are spread more widely.
+    """
+
+    def __init__(self, accuracy: float) -> None:
+        self._accuracy = accuracy
+        self.samples: deque[float] = deque(maxlen=_BASELINE_STEPS[1])
+
+    def add(self, seconds: float) -> None:
+        """A step without traffic. Two that both lie far to one side of those before say that training has changed."""
+        older = list(self.samples)
+        self.samples.append(seconds)
+        if len(older) < _BASELINE_ENOUGH:
+            return
+        *older, last = older
+        centre, spread = statistics.median(older), _spread(older)
+        far = max(3 * spread, 0.03 * centre)
+        if min(seconds, last) > centre + far or max(seconds, last) < centre - far:
+            self.samples.clear()
+            self.samples.extend((last, seconds))
+            return
+        needed = (_MEDIAN_ERROR * spread / (self._accuracy * centre)) ** 2
+        while len(self.samples) > max(_BASELINE_STEPS[0], needed):
+            self.samples.popleft()
+
+    @property
+    def seconds(self) -> float | None:
+        """The estimate; None before the second such step."""
+        return statistics.median(self.samples) if len(self.samples) > 1 else None
+
+
+class Governor:
+    """Lowers the permitted rate while steps are slower than allowed, and raises it gently while they are not.
+
+    Args:
+        overhead: by what share steps may be slower than without traffic.
+
+    Attributes:
+        limit: bytes per second; None: none is needed. The caller sends at the least what records need.
+        share: by which steps were slower when last judged; None before.
+        probing: nothing is to be sent in this step.
+        overruled: training waits for what is sent, or soon would: limits and probes are off.
+        reason: for all this, in words.
+    """
+
+    def __init__(self, overhead: float) -> None:
+        self._overhead = overhead
+        self.baseline = Baseline(overhead / 4)
+        self._loaded: deque[float] = deque(maxlen=_WINDOW[1])
+        self.limit: float | None = None
+        self.share: float | None = None
+        self.reason = "the step time without traffic is not known yet"
+        self._binding = False
+        self._steps = 0
+        self._quiet_before = False
+        self._since_quiet = 0
+        self._suspects = False
+        self._confirmed = False
+        self._lowered_since_quiet = False
+        self._probe_left = 0
+        self._sent_since_probe = False
+        self._overruled_left = 0
+
+    @property
+    def probing(self) -> bool:
+        return self._probe_left > 0
+
+    @property
+    def overruled(self) -> bool:
+        return self._overruled_left > 0
+
+    def overrule(self, reason: str, steps: int) -> None:
+        """Training waits for what is sent, or is about to: send as fast as possible for so many steps.
+
+        Nothing is learnt from these: that they are slow is not the network's doing.
+        """
+        if not self.overruled and not self.probing and self.limit is not None:
+            self.limit *= 1.5  # it was too low
+        self.end_probe()
+        self._overruled_left = max(self._overruled_left, steps)
+        self._loaded.clear()
+        self.reason = reason
+
+    def end_probe(self) -> None:
+        """Send again."""
+        self._probe_left = 0
+
+    def step_ended(self, step: int, seconds: float, *, sent: int, rate: float, floor: float, binding: bool) -> None:
+        """One step is over.
+
+        Args:
+            step: number of the one that begins.
+            seconds: that it took.
+            sent: bytes in it.
+            rate: bytes per second while there was something to send.
+            floor: bytes per second that records need.
+            binding: whether something was held up by the limit.
+        """
+        self._steps += 1
+        quiet = sent == 0
+        if self._steps > _WARM_UP_STEPS:
+            self._take(seconds, quiet, binding)
+            if self.overruled:
+                self._overruled_left -= 1
+            elif not self.probing:
+                self._judge(rate, floor)
+        self._quiet_before = quiet
+        self._sent_since_probe |= not quiet
+        self._plan_probe(step)
+
+    def _take(self, seconds: float, quiet: bool, binding: bool) -> None:
+        self._since_quiet += 1
+        if quiet and self._quiet_before and not self.overruled:
+            self.baseline.add(seconds)
+            self._confirmed |= self._suspects
+            self._since_quiet, self._suspects, self._lowered_since_quiet = 0, False, False
+        elif not quiet and not self.overruled:
+            self._loaded.append(seconds)
+            self._binding |= binding
+
+    def _plan_probe(self, step: int) -> None:
+        if self.probing:
+            self._probe_left -= 1
+            return
+        unsure = self._suspects or len(self.baseline.samples) < _BASELINE_ENOUGH
+        every = _PROBE_EVERY_AT_FIRST if unsure else _PROBE_EVERY
+        if step % every == 0 and self._sent_since_probe and not self.overruled:
+            self._probe_left, self._sent_since_probe = _PROBE_STEPS, False
+
+    def _judge(self, rate: float, floor: float) -> None:
+        base, steps = self.baseline.seconds, len(self._loaded)
+        if base is None or steps < _WINDOW[0]:
+            return
+        spread = max(_spread(self._loaded, self.baseline.samples), 0.005 * base)
+        quiet_steps = len(self.baseline.samples)
+        error = _MEDIAN_ERROR * spread / base * math.sqrt(1 / steps + 1 / quiet_steps)
+        margin = _ERRORS * error * (1 + 2 / min(steps, quiet_steps))  # of few, the spread is not known well either
+        self.share = share = statistics.median(self._loaded) / base - 1
+        full = steps == _WINDOW[1]
+        beyond = share - margin > self._overhead
+        noisy = margin > self._overhead / 2
+        # Where times are spread widely, one wrong baseline must not lower the rate again and again.
+        old = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
+        doubtful = old or not self._confirmed
+        if doubtful and (beyond or (full and share > self._overhead)):
+            self._suspects = True  # before anything is slowed down: is it still the traffic?
+            self.reason = "steps are slower than allowed, and the next probe will tell whether traffic is why"
+        elif beyond or (full and share > self._overhead > margin):
+            self._lower(share, _LOWER_IN_NOISE if noisy else _LOWER, rate, floor)
+        elif share + margin < self._overhead or (full and share < 0.6 * self._overhead):
+            self._raise(share)
+        elif full:
+            self.reason = "step time is as allowed, as far as its spread shows"
+
+    def _lower(self, share: float, factors: tuple[float, float], rate: float, floor: float) -> None:
+        current = rate if self.limit is None else self.limit
+        least, most = factors
+        lowered = current * min(max(self._overhead / share, least), most)
+        at_floor = lowered <= floor
+        self.limit = max(lowered, floor)
+        self._lowered_since_quiet = True
+        self._begin_window()
+        self.reason = (
+            "steps are slower than allowed, but records need what is sent"
+            if at_floor
+            else "slowed down: steps were slower than allowed"
+        )
+
+    def _raise(self, share: float) -> None:
+        if self.limit is None:
+            self.reason = "step time is as allowed"
+        elif not self._binding:
+            self.limit = None
+            self.reason = "step time is as allowed, and the limit held nothing up"
+        else:
+            self.limit *= _RAISE[share < self._overhead / 2]
+            self.reason = "raised: step time is as allowed"
+        self._confirmed = False
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._loaded.clear()
+        self._binding = False
