@@ -55,3 +55,11 @@ def test_sharded_overhead(tmp_path: Path) -> None:
     whole = next(row for row in held if row["arm"] == lazy)
     assert whole["numel"] == sum(row["shard_numel"] for row in ours)
     assert whole["designed_bytes"] <= whole["held_bytes"] < 1.05 * whole["designed_bytes"]
+
+
+@pytest.mark.slow
+def test_transport(tmp_path: Path) -> None:
+    """Both sides deliver everything, encrypted and not."""
+    (table,) = _quick_run("transport", tmp_path)["tables"]
+    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in table["rows"])

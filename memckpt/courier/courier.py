@@ -281,7 +281,8 @@ class Courier:
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
         source = message.source
-        code = self._member.code_for(source.data or self._member.job.data)  # what is live is not encoded
+        # What is handed out live is not encoded: any code does.
+        code = self._member.code_for(source.data or self._member.job.data)
         now = time.monotonic()
         self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
 

@@ -152,6 +152,7 @@ class Governor:
         self._quiet_before = False
         self._since_quiet = 0
         self._suspects = False
+        self._confirmed = False
         self._lowered_since_quiet = False
         self._probe_left = 0
         self._sent_since_probe = False
@@ -198,7 +199,7 @@ class Governor:
             self._take(seconds, quiet, binding)
             if self.overruled:
                 self._overruled_left -= 1
-            else:
+            elif not self.probing:
                 self._judge(rate, floor)
         self._quiet_before = quiet
         self._sent_since_probe |= not quiet
@@ -208,6 +209,7 @@ class Governor:
         self._since_quiet += 1
         if quiet and self._quiet_before and not self.overruled:
             self.baseline.add(seconds)
+            self._confirmed |= self._suspects
             self._since_quiet, self._suspects, self._lowered_since_quiet = 0, False, False
         elif not quiet and not self.overruled:
             self._loaded.append(seconds)
@@ -232,13 +234,15 @@ class Governor:
         margin = _ERRORS * error * (1 + 2 / min(steps, quiet_steps))  # of few, the spread is not known well either
         self.share = share = statistics.median(self._loaded) / base - 1
         full = steps == _WINDOW[1]
+        beyond = share - margin > self._overhead
         noisy = margin > self._overhead / 2
         # Where times are spread widely, one wrong baseline must not lower the rate again and again.
-        stale = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
-        if share > self._overhead and (share - margin > self._overhead or full) and stale:
+        old = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
+        doubtful = old or not self._confirmed
+        if doubtful and (beyond or (full and share > self._overhead)):
             self._suspects = True  # before anything is slowed down: is it still the traffic?
             self.reason = "steps are slower than allowed, and the next probe will tell whether traffic is why"
-        elif share - margin > self._overhead or (full and share > self._overhead > margin):
+        elif beyond or (full and share > self._overhead > margin):
             self._lower(share, _LOWER_IN_NOISE if noisy else _LOWER, rate, floor)
         elif share + margin < self._overhead or (full and share < 0.6 * self._overhead):
             self._raise(share)
@@ -268,6 +272,7 @@ class Governor:
         else:
             self.limit *= _RAISE[share < self._overhead / 2]
             self.reason = "raised: step time is as allowed"
+        self._confirmed = False
         self._begin_window()
 
     def _begin_window(self) -> None:

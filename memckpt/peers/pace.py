@@ -195,7 +195,7 @@ class Pacer:
         return wait
 
     def _is_held(self, now: float) -> bool:
-        if not self._runs(now) or self._is_overruled(now):
+        if self._is_overruled(now):
             return False
         if self._governor.probing and self._probe_began is not None:
             if now - self._probe_began <= self._longest_probe():

@@ -78,8 +78,8 @@ def place_of(held: HeldRecords) -> tuple[object, ...]:
 
 def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
     """The history of the latest attempt that anybody knows of; empty if nobody knows of any."""
-    known = [held.history for held in inventories if held.history]
-    known += [held.history for held in pieces if held.history]
+    both: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
+    known = [held.history for held in both if held.history]
     return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
 
 
@@ -223,9 +223,10 @@ class Sources:
         found: dict[Unit, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
         for held in pieces:
             steps = self._on_history(held)
-            if held.problem or not steps:
+            if held.problem or not held.history:
                 continue
-            self._know(held.owner, held.world_size, held.sharding, max(steps))
+            if steps:
+                self._know(held.owner, held.world_size, held.sharding, max(steps))
             if (held.node, held.owner, held.generation) in bad:
                 continue
             period = 1 if held.private else held.period
@@ -237,7 +238,8 @@ class Sources:
             )
             found[held.owner].setdefault(said, generation).add(held, steps)
         for unit, generations in found.items():
-            self._coded[unit] = sorted(generations.values(), key=lambda one: one.order, reverse=True)
+            known = [one for one in generations.values() if one.steps]
+            self._coded[unit] = sorted(known, key=lambda one: one.order, reverse=True)
 
     def _know(self, unit: Unit, world_size: int, sharding: str, newest: int) -> None:
         self.units.add(unit)

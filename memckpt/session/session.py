@@ -521,7 +521,7 @@ class Session:
 
     def describe(self) -> str:
         """One line: what protects this run, how, and at what price in memory."""
-        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}"
+        tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
         return describe_protection(self._live.spec(self._request), self.mode_reason, tap, where, self.caveats)
 
     # End
