@@ -119,6 +119,9 @@ class Member:
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
         self._paused_until = 0.0
+        #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
+        self._ahead: dict[tuple[int, ...], int] = {}
+        self._waiting_since: float | None = None
         self._told = Acknowledged(node, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
@@ -305,6 +308,7 @@ class Member:
             mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
+        self._ahead[message.ranks] = in_flight - (spec.mode == "eager")
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
@@ -328,6 +332,7 @@ class Member:
         for owner in self._owners.values():
             owner.retry(now)
         self._paused_until = 0.0
+        self._note_waiting(now)
         if any(owner.wants for owner in self._owners.values()):
             self._tell_pacer()
             delay = self.pacer.delay(_PUMP_BYTES, now)
@@ -349,8 +354,23 @@ class Member:
         owners = self._owners.values()
         needed = sum(owner.record_bytes for owner in owners)
         waiting = sum(owner.waiting_bytes for owner in owners)
-        room = needed * max((owner.kept for owner in owners), default=0)
-        self.pacer.needs(needed, waiting, room or None)
+        # Where training waits for what is acknowledged, it does so long before peers have no room.
+        records = (
+            min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in owners), default=0)
+        )
+        self.pacer.needs(needed, waiting, needed * records or None)
+
+    def _note_waiting(self, now: float) -> None:
+        """Tell the pacer for how long training has waited for acknowledgements by now."""
+        newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
+        waits = self.job.wait and any(
+            record is not None and record - self.watermark.record >= self._ahead[ranks]
+            for ranks, record in newest.items()
+            if ranks in self._ahead
+        )
+        if waits and self._waiting_since is not None:
+            self.pacer.waited(now - self._waiting_since)
+        self._waiting_since = now if waits else None
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""

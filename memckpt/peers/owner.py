@@ -351,6 +351,12 @@ class Owner:
         return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
 
     @property
+    def newest(self) -> int | None:
+        """The newest record that there is to send; None before the first."""
+        newest = self._newest
+        return newest.records[-1] if newest is not None and newest.records else None
+
+    @property
     def record_bytes(self) -> int:
         """What a record of the newest generation is, in pieces for all holders."""
         newest = self._newest

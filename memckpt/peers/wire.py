@@ -203,4 +203,7 @@ def encode(message: WireMessage) -> bytes:
 
 def decode(body: bytes) -> WireMessage:
     """Raises ValueError for what is no message."""
-    return _decoder.decode(body)
+    try:
+        return _decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("expected a message, found lists in lists in lists") from error
