@@ -14,6 +14,7 @@ NAMES = (
     "stall",
     "redo_rate",
     "encode",
+    "transport",
     "restore_time",
     "storage_rate",
     "resharding",

@@ -72,3 +72,11 @@ def test_governor(tmp_path: Path) -> None:
         assert rows[arm]["peers"]["bytes_per_record"] > 0
     assert "no step has been timed" in rows["without"]["peers"]["pace"]
     assert "no step has been timed" not in rows["with"]["peers"]["pace"]
+
+
+@pytest.mark.slow
+def test_transport(tmp_path: Path) -> None:
+    """Both sides deliver everything, encrypted and not."""
+    (table,) = _quick_run("transport", tmp_path)["tables"]
+    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in table["rows"])

@@ -409,7 +409,9 @@ def test_nothing_remains(keys: Keys | None) -> None:
                 a.transport.send("b", b"", payload_of(0))
             poller = zmq.Poller()
             a.transport.register(poller)
+            a.transport.register(poller)
             a.transport.close()
+            a.transport.unregister(poller)
             assert not poller.sockets
 
     use()  # what pyzmq starts once for the process

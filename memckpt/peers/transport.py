@@ -7,6 +7,7 @@ that have met number their messages from 0; with a new incarnation of either all
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ MAX_PEERS = 1024
 """Peers that are connected to because they have announced themselves."""
 
 _MAX_SOCKETS = 4096
+_ACKNOWLEDGE_SECONDS = 0.005
+_NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
@@ -138,6 +141,7 @@ class Transport:
         self._links_made = 0
         self._peers: dict[str, _Peer] = {}
         self._owing: dict[str, Link] = {}
+        self._acknowledge_at: float | None = None
         self._forgotten: OrderedDict[str, str] = OrderedDict()
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
@@ -279,15 +283,18 @@ class Transport:
     # Receiving
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have a poller wake up for what :meth:`receive` handles."""
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.register(socket, zmq.POLLIN)
-        self._pollers.append(poller)
+        """Have a poller wake up while there is something for :meth:`receive`."""
+        if poller not in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.register(socket, zmq.POLLIN)
+            self._pollers.append(poller)
 
     def unregister(self, poller: zmq.Poller) -> None:
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.unregister(socket)
-        self._pollers.remove(poller)
+        """The reverse; a poller that is not registered stays as it is."""
+        if poller in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.unregister(socket)
+            self._pollers.remove(poller)
 
     def receive(self) -> Delivery | Met | None:
         """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
@@ -306,20 +313,19 @@ class Transport:
         if self._events:
             return self._events.popleft()
         self._doorkeeper.attend()
-        self._acknowledge()
         return None
 
     def _read(self) -> list[zmq.Frame] | None:
         """The frames of the next message, an empty list if they are too few or too many; None: there is none."""
         try:
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            frame = self._router.recv(_NOBLOCK, copy=False)
         except zmq.Again:
             return None
         frames: list[zmq.Frame] = []
         count = 0
         while frame.more:
             # The rest of a message is there with its first frame.
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            frame = self._router.recv(_NOBLOCK, copy=False)
             count += 1
             if count <= 3:
                 frames.append(frame)
@@ -389,8 +395,16 @@ class Transport:
         except PeerError:
             self.refused["no such address"] += 1
 
-    def _acknowledge(self) -> None:
-        self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+    def _acknowledge(self, now: float) -> float:
+        """Acknowledge what has waited for more to come with it; seconds until something has."""
+        if not self._owing:
+            self._acknowledge_at = None
+        elif self._acknowledge_at is None:
+            self._acknowledge_at = now + _ACKNOWLEDGE_SECONDS
+        elif now >= self._acknowledge_at:
+            self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+            self._acknowledge_at = now + self._retry_seconds if self._owing else None
+        return math.inf if self._acknowledge_at is None else self._acknowledge_at - now
 
     # Time
 
@@ -415,8 +429,7 @@ class Transport:
                 known.tried_at = now
             due = min(due, known.tried_at + self._interval(link))
             link.pump()
-        self._acknowledge()
-        return max(0.0, due - now)
+        return max(0.0, min(due - now, self._acknowledge(now)))
 
     def _interval(self, link: Link) -> float:
         return self._retry_seconds if link.down else self._heartbeat_seconds
