@@ -308,7 +308,7 @@ class Member:
             mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
-        self._ahead[message.ranks] = in_flight - (spec.mode == "eager")
+        self._ahead[message.ranks] = sizes.kept - sizes.period - (spec.mode == "eager")
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
