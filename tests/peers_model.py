@@ -17,6 +17,7 @@ import msgspec
 from memckpt.agent.generation import branch_off
 from memckpt.agent.peer_messages import PeerJob, PeerNode, PeerUnit
 from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
 from memckpt.peers.blob import Blob, BlobReader, Extent, RecordTail
 from memckpt.peers.code import Code
 from memckpt.peers.fragments import decode_stripe
@@ -420,7 +421,8 @@ class Job:
                 live.let_go(message.record)
 
         job = msgspec.structs.replace(self.job, record=record)
-        self.members[node.name] = Member(node.name, job, node.holder, port, passed)
+        unused: Any = None  # nothing is mirrored
+        self.members[node.name] = Member(node.name, job, Mirroring(node.holder, unused, unused), port, passed)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -540,11 +542,11 @@ class Job:
     def _handle(self, receiver: str, sender: str, body: bytes, payload: bytes) -> None:
         self.members[receiver].handle(sender, decode(body), payload, self.now)
 
-    def work(self, name: str, limit: int = 200) -> None:
+    def work(self, name: str) -> None:
         """A turn of a courier's loop."""
         self.now += 1.0
         member = self.members[name]
-        member.work(limit, self.now)
+        member.work(self.now)
         while member.loopback:
             self._handle(name, *member.loopback.popleft())
 
@@ -552,7 +554,7 @@ class Job:
         """All that can be sent is sent and delivered."""
         for _ in range(1000):
             for name in self.members:
-                self.work(name, limit=1 << 20)
+                self.work(name)
             ready = self.network.ready()
             if not ready:
                 return

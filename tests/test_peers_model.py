@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given, note, settings
 from hypothesis import strategies as st
 
+from memckpt.courier import member
 from memckpt.peers import blob, fragments, holder
 from memckpt.recovery.plan import RestoreRecord
 from tests.peers_model import Job, Node, Setting, Unit
@@ -38,6 +39,7 @@ def _short_stripes() -> Iterator[None]:
         for module in (blob, fragments, holder):
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(holder, "_TAIL_BYTES", 64)
+        patch.setattr(member, "_PUMP_BYTES", 200)
         yield
 
 
@@ -78,6 +80,8 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
                     job.look()
                 for _ in range(choose([0, 5, 20, 40, 60])):
                     _let_happen(job, choose, say)
+                if choose([True, False, False]):
+                    _go_on(job, say)
             # Nodes are lost, some of them for a while only; others take their places, and units change theirs.
             lost = _some(
                 list(places.values()), choose([*range(setting.tolerate + 1)] * 2 + [setting.tolerate + 1]), choose
@@ -132,6 +136,21 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
             say(f"{node.name} loses its {loss}")
             (job.lose_courier if loss == "courier" else job.lose_agent)(node)
     job.look()
+
+
+def _go_on(job: Job, say: Say) -> None:
+    """Nothing more happens: training goes on, and is as well protected as at first."""
+    before = min(job.made.values())
+    for _ in range(job.setting.period + job.setting.slots + 3):
+        _step(job, say)
+        job.settle()
+        job.look()
+    newest = min(job.made.values())
+    assert newest >= before + job.setting.period + job.setting.slots
+    assert job.whole
+    assert not job.emptied
+    assert set(job.seen.values()) == {newest}
+    assert all(member.watermark.whole for member in job.members.values())
 
 
 def _step(job: Job, say: Say) -> None:

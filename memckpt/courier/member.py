@@ -110,7 +110,7 @@ class Member:
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
         self._paused_until = 0.0
-        self._told = Acknowledged(node, start, False)
+        self._told = Acknowledged(node, start, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
@@ -301,7 +301,8 @@ class Member:
                 self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
         whole = all(owner.whole for owner in self._owners.values())
-        told = Acknowledged(self._node, record, whole)
+        since = max((owner.since for owner in self._owners.values()), default=record)
+        told = Acknowledged(self._node, record, since, whole)
         if told != self._told:
             self._told = told
             if self._leader is not None:

@@ -62,6 +62,7 @@ class KeptWindow:
         self.spec = msgspec.msgpack.decode(window.spec, type=StateSpec)
         self._owned = room
         self._room = room.view
+        self._stripe_room = _stripe_room(window)
         self._slot_bytes = _slot_bytes(window)
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
@@ -86,7 +87,7 @@ class KeptWindow:
         return kept.complete
 
     def _place(self, slot: int | None, stripe: int, payload: memoryview | bytes) -> memoryview:
-        size, unit = len(payload), _stripe_room(self.window)
+        size, unit = len(payload), self._stripe_room
         offset = stripe * unit
         if slot is None or size > unit or offset + size > self._slot_bytes:
             return memoryview(bytes(payload))
@@ -101,8 +102,8 @@ class KeptWindow:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more."""
-        for number in [one for one in self._records if STATIC < one <= record]:
+        """Nobody can need these records any more. One that is still coming is acknowledged first: its owner waits."""
+        for number in [one for one, kept in self._records.items() if STATIC < one <= record and kept.complete]:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:
@@ -299,7 +300,11 @@ class Holder:
 
 
 def _stripe_room(window: Window) -> int:
-    return Code(window.data, window.tolerate).fragment_bytes(STRIPE_BYTES)
+    code = Code(window.data, window.tolerate)
+    try:
+        return code.fragment_bytes(STRIPE_BYTES)
+    finally:
+        code.close()
 
 
 def _slot_bytes(window: Window) -> int:
