@@ -19,6 +19,7 @@ NAMES = (
     "storage_rate",
     "resharding",
     "sharded_overhead",
+    "governor",
     "framework_overhead",
     "step_overhead",
 )

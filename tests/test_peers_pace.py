@@ -267,7 +267,13 @@ def govern(
         course.probes.append(governor.probing)
         binding = governor.limit is not None and governor.limit < network
         governor.step_ended(
-            step + 1, took, sent=round(rate * took * 1e6), rate=rate or network, floor=floor, binding=binding
+            step + 1,
+            took,
+            sent=round(rate * took * 1e6),
+            settled=False,
+            rate=rate or network,
+            floor=floor,
+            binding=binding,
         )
     return course
 
@@ -335,7 +341,7 @@ def test_what_is_still_on_its_way_and_a_slow_start_are_not_the_baseline() -> Non
     governor = Governor(0.03)
     late = {step for begin in range(25, 500, 25) for step in (begin, begin - 1)}  # the first of a probe
     for step in (1, 2, 3):  # before the first record is sent
-        governor.step_ended(step, 60.0, sent=0, rate=1.0, floor=0.0, binding=False)
+        governor.step_ended(step, 60.0, sent=0, settled=True, rate=1.0, floor=0.0, binding=False)
     assert not governor.baseline.samples
     govern(governor, lambda step, rate: 1.4 if rate or step in late else 1.0, range(4, 500))
     assert set(governor.baseline.samples) == {1.0}
@@ -380,6 +386,38 @@ def test_a_baseline_follows_small_changes() -> None:
     for seconds in [1.0] * 40 + [1.02] * 12:
         baseline.add(seconds)
     assert baseline.seconds == 1.02
+
+
+def test_a_baseline_is_begun_anew_by_two_steps_that_are_far_off() -> None:
+    baseline = Baseline(0.0075)
+    for seconds, doubtful in [(1.0, False)] * 8 + [(1.5, True), (1.0, False), (0.5, True), (1.5, True)]:
+        baseline.add(seconds)
+        assert (baseline.seconds or 1.0, baseline.doubtful) == (1.0, doubtful)
+    baseline.add(1.4)
+    assert (baseline.seconds, baseline.doubtful) == (1.45, False)
+
+
+def test_a_probe_that_training_cannot_get_through_is_given_up_and_the_next_ones_are_shorter() -> None:
+    """A training that waits for what is held back is held up for three steps, once."""
+    pacer, now, longest = Pacer(None), 100.0, []
+    for step in range(1, 400):
+        pacer.mark(step, F, ns(now))
+        now += 0.01
+        held = 0
+        while pacer.delay(MIB, now) > 0 and (pacer.state().phase != "forward" or not goes_on(step)):
+            now += 0.01
+            held += 1
+        if pacer.delay(MIB, now) == 0:
+            pacer.sent(MIB, now)
+        longest.append(held)
+        now += 0.09
+    assert [held for held in longest if held] == [pytest.approx(30, abs=5)]
+    assert pacer.state().baseline_step_seconds == pytest.approx(0.1)
+
+
+def goes_on(step: int) -> bool:
+    """The first step of a probe is made; for the second, the record before it has to be acknowledged."""
+    return step % 25 == 0
 
 
 # All of it, on a link

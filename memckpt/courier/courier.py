@@ -143,6 +143,8 @@ class Courier:
 
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
+        for reader in self._readers:
+            reader.close()
         self._readers.clear()
         self._asking.clear()
         self._serving.close()
@@ -217,13 +219,11 @@ class Courier:
     def _join(self, message: Join) -> None:
         assert self._transport is not None
         assert self._holder is not None
-        job = message.job
-        self._holder.begin(job.attempt, job.record)
         if self._member is not None:
             self._member.close()
-        self._member = Member(self._node, job, self._holder, self._transport, self._tell_passed)
+        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed)
         for peer, state in self._transport.peers().items():
-            if state.incarnation:  # met before the plan was made once more
+            if state.incarnation and self._member.knows(peer):  # met before the plan was made once more
                 self._member.met(peer)
 
     def _tell_passed(self, passed: Passed) -> None:
@@ -276,7 +276,7 @@ class Courier:
         self._member.send(peer, message, b"")
 
     def _describe(self, message: Describe) -> None:
-        self._asking.append(Asking(message.source, self._number(), self._send, time.monotonic()))
+        self._asking.append(Asking(message.source, self._number, self._send, time.monotonic()))
 
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
@@ -292,8 +292,9 @@ class Courier:
     def _finish_readers(self) -> None:
         for reader in [one for one in self._readers if one.result is not None]:
             self._readers.remove(reader)
-            result = reader.close()
-            self._channel.send(result)
+            reader.close()
+            assert reader.result is not None
+            self._channel.send(reader.result)
         for asking in [one for one in self._asking if one.result is not None]:
             self._asking.remove(asking)
             assert asking.result is not None
@@ -310,7 +311,10 @@ class Courier:
             event = loopback.popleft() if loopback else self._transport.receive()
             if event is None:
                 return
-            if isinstance(event, Met):
+            if not self._member.knows(event.peer):
+                self._member.refuse(f"{event.peer}: no node of this job")
+                self._transport.forget(event.peer)
+            elif isinstance(event, Met):
                 self._member.met(event.peer)
             else:
                 self._deliver(event, now)
@@ -347,7 +351,7 @@ class Courier:
         now: float,
     ) -> None:
         for asking in self._asking:
-            if asking.request == message.request:
+            if message.request in asking.requests:
                 asking.answered(peer, message, now)
         for reader in self._readers:
             if message.request in reader.requests:

@@ -28,6 +28,7 @@ from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
 from memckpt.peers.transport import Delivery, Transport
 from memckpt.peers.watermark import Leader
+from memckpt.peers.windows import sizes_of
 from memckpt.peers.wire import (
     Abandon,
     Acknowledged,
@@ -40,10 +41,11 @@ from memckpt.peers.wire import (
     WireMessage,
     encode,
 )
-from memckpt.state.layout import CAPTURES
 
 #: Handed over before the loop looks at what has arrived.
 _PUMP_BYTES = 256 << 10
+#: Of a reason in the log, in characters: peers write them.
+_MOST_WORDS = 500
 _log = logging.getLogger("memckpt.courier")
 
 
@@ -97,6 +99,7 @@ class Member:
         self._leader_node = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
         self._code = Code(job.data, job.tolerate, job.backend)
+        self._codes: dict[int, Code] = {job.data: self._code}
         index = names.index(node)
         holders = [names[other] for other in self.placement.holders(index)]
         start = job.record or 0
@@ -106,6 +109,12 @@ class Member:
             if unit.node == index
         }
         self._private = {unit.ranks for unit in job.units if unit.private}
+        pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
+        #: By their ranks, the node, and which of its pieces is kept here.
+        self._kept = {
+            unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
+        }
+        holder.begin(job.attempt, job.record, self._code)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
@@ -122,7 +131,8 @@ class Member:
         for owner in self._owners.values():
             owner.close()
         self._sources.clear()
-        self._code.close()
+        for code in self._codes.values():
+            code.close()
 
     @property
     def owners(self) -> list[Owner]:
@@ -135,11 +145,17 @@ class Member:
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
-        return self._code if data == self._code.data else Code(data, self.job.tolerate, self.job.backend)
+        if data not in self._codes:
+            self._codes[data] = Code(data, self.job.tolerate, self.job.backend)
+        return self._codes[data]
+
+    def knows(self, peer: str) -> bool:
+        """Whether it is a node of the job."""
+        return peer in self._addresses
 
     def refuse(self, reason: str) -> None:
-        """Something came that is no message."""
-        _log.warning("refused: %s", reason)
+        """Something came that is no message, or none that this peer may send."""
+        _log.warning("refused: %s", reason[:_MOST_WORDS])
         self.refused["malformed"] += 1
 
     # Messages
@@ -178,33 +194,57 @@ class Member:
 
     def handle(self, peer: str, message: WireMessage, payload: bytes | memoryview, now: float) -> None:
         """A message of a peer."""
+        problem = self._unfit(peer, message)
+        if problem:
+            self.refuse(f"{peer}: {type(message).__name__}: {problem}")
+            return
         match message:
             case Open():
                 refusal = self._holder.open(message.window)
                 if refusal is not None:
                     self.send(peer, refusal, b"")
             case Put():
-                if message.watermark > self._holder.watermark:
-                    self._holder.passed(message.watermark, False)
                 answer = self._holder.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.send(peer, answer, b"")
             case Abandon():
                 self._holder.abandon(message.owner, message.generation, message.record)
             case Stored():
-                if message.owner in self._owners:
-                    self._owners[message.owner].stored(peer, message)
+                self._owners[message.owner].stored(peer, message)
             case NotStored():
-                if message.owner in self._owners:
-                    self._owners[message.owner].not_stored(peer, message, now)
+                self._owners[message.owner].not_stored(peer, message, now)
             case Acknowledged():
-                if self._leader is not None:
-                    self._lead(message)
+                self._lead(message)
             case Watermark():
-                if peer == self._leader_node:
-                    self._pass(message)
+                # It has got no further than the records of this node have.
+                self._pass(Watermark(min(message.record, self._told.record), message.whole))
+
+    def _unfit(self, peer: str, message: WireMessage) -> str:
+        """Why a peer may not say something, in words; empty if it may."""
+        match message:
+            case Open(window):
+                expected = (*self._kept.get(window.owner, ("", 0)), self.job.data, self.job.tolerate)
+                if (peer, window.piece, window.data, window.tolerate) != expected or window.node != peer:
+                    return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
+                if window.private != (window.owner in self._private):
+                    return f"private={window.private} is not as planned"
+            case Put() | Abandon():
+                owner = message.fragment.owner if isinstance(message, Put) else message.owner
+                if self._kept.get(owner, ("", 0))[0] != peer:
+                    return f"ranks {list(owner)} are not on it"
+            case Stored() | NotStored():
+                own = self._owners.get(message.owner)
+                if own is None or peer not in own.holders:
+                    return f"it keeps nothing of ranks {list(message.owner)} for this node"
+            case Acknowledged():
+                if self._leader is None or message.node != peer:
+                    return f"it speaks for {message.node}"
+            case Watermark():
+                if peer != self._leader_node or self._leader is not None:
+                    return "it does not lead"
             case _:
-                self.refuse(f"{peer}: unexpected {type(message).__name__}")
+                return "unexpected"
+        return ""
 
     def _lead(self, message: Acknowledged) -> None:
         assert self._leader is not None
@@ -242,12 +282,8 @@ class Member:
         for record, (step, meta, rank_states) in message.records.items():
             source.note(record, step, meta, rank_states)
         private = message.ranks in self._private
-        spec, layout = message.spec, source.layout
-        period = 1 if private else spec.period
-        in_flight = CAPTURES if spec.mode == "capture" else spec.slots
-        record_bytes = layout.by_value_area()[1]
-        if not private:
-            record_bytes += layout.gradient_bytes + layout.anchor_bytes
+        spec = message.spec
+        sizes = sizes_of(spec, private)
         window = Window(
             owner=message.ranks,
             node=self._node,
@@ -257,13 +293,13 @@ class Member:
             data=self.job.data,
             tolerate=self.job.tolerate,
             base=message.base,
-            period=period,
-            kept=period + in_flight,
-            every=spec.every if spec.mode == "capture" else 1,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
             private=private,
             replicas=spec.serves,
-            record_bytes=record_bytes,
-            static=source.has_static and not private,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
             mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",

@@ -25,6 +25,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.peers.blob import STATIC, BlobReader, RecordTail
+from memckpt.peers.code import Code
 from memckpt.peers.fragments import Fragment, check
 from memckpt.peers.holder import Holder, KeptWindow
 from memckpt.peers.wire import NotStored, Stored, Window, WireMessage
@@ -258,10 +259,10 @@ class Mirroring:
 
     # Attempts
 
-    def begin(self, attempt: str, record: int | None) -> None:
+    def begin(self, attempt: str, record: int | None, code: Code) -> None:
         """As for a holder."""
         self._attempt = attempt
-        self._holder.begin(attempt, record)
+        self._holder.begin(attempt, record, code)
 
     def halt(self) -> None:
         """The attempt is over: mirrors belong to the agent alone from now on."""

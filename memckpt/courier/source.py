@@ -55,11 +55,6 @@ class RegionSource:
         """Memory of all regions."""
         return sum(region.nbytes for region in self._regions)
 
-    @property
-    def has_static(self) -> bool:
-        """Whether there is something that is sent once for all records."""
-        return self._static is not None
-
     def note(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
         """A record is whole; what belongs to it beside its slot."""
         self._records[record] = (step, meta, rank_states)
@@ -82,7 +77,8 @@ class RegionSource:
     def open(self, record: int, part: Part = "all") -> Blob | None:
         """The bytes of a record; None if they are not there any more."""
         if record == STATIC:
-            assert self._static is not None
+            if self._static is None:
+                return None
             everything = (Extent(0, self._static.nbytes),)
             return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._static.map)])
         if record not in self._records or not self.intact(record):

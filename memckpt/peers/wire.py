@@ -60,11 +60,10 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Owner to holder: a fragment, whose bytes come beside; `watermark` is the newest that the owner knows of."""
+    """Owner to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
 
     fragment: Fragment
     step: int
-    watermark: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
