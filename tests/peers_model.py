@@ -23,9 +23,11 @@ from memckpt.peers.code import Code
 from memckpt.peers.fragments import decode_stripe
 from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing
+from memckpt.peers.windows import sizes_of
 from memckpt.peers.wire import Window, decode
 from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldPieces, HeldRecords
 from tests.storage_node import spec_of
 
@@ -54,6 +56,12 @@ class Setting:
     @property
     def units(self) -> list[Unit]:
         return [(rank,) for rank in range(self.nodes)]
+
+    def spec(self, unit: Unit) -> StateSpec:
+        """Of a layout that is as these say; the bytes of its records are others."""
+        spec = spec_of(unit, self.nodes)
+        replicas = () if self.private else unit
+        return msgspec.structs.replace(spec, period=self.period, slots=self.slots, replicas=replicas)
 
 
 def bytes_of(unit: Unit, record: int, chain: Chain, virtual: bool) -> bytes:
@@ -158,8 +166,7 @@ class Live:
         if not self.generations:
             return HeldRecords(node, ranks=self.unit)
         records = tuple(sorted(self.reach()))
-        replicas = () if setting.private else self.unit
-        spec = spec_of(self.unit, setting.nodes)
+        spec = setting.spec(self.unit)
         return HeldRecords(
             node,
             records,
@@ -169,7 +176,7 @@ class Live:
             setting.nodes,
             spec.digest(),
             newest=max(self.newest, 0),
-            replicas=replicas,
+            replicas=spec.replicas,
         )
 
 
@@ -412,7 +419,6 @@ class Job:
             self._join(node, record)
 
     def _join(self, node: Node, record: int | None) -> None:
-        node.holder.begin(self.attempt, record)
         port: Any = Port(self.network, node.name, self.room)
 
         def passed(message: Any) -> None:
@@ -480,7 +486,8 @@ class Job:
 
     def _send_generation(self, node: Node, unit: Unit) -> None:
         setting, generation = self.setting, node.live[unit].generations[-1]
-        period = 1 if setting.private else setting.period
+        spec = setting.spec(unit)
+        sizes = sizes_of(spec, setting.private)
         window = Window(
             owner=unit,
             node=node.name,
@@ -490,15 +497,15 @@ class Job:
             data=setting.data,
             tolerate=setting.tolerate,
             base=generation.base,
-            period=period,
-            kept=period + setting.slots,
-            every=1,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
             private=setting.private,
-            replicas=() if setting.private else unit,
-            record_bytes=_ROOM // 2,
-            static=False,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
             history=self.history,
-            spec=msgspec.msgpack.encode(spec_of(unit, setting.nodes)),
+            spec=msgspec.msgpack.encode(spec),
         )
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
