@@ -14,10 +14,12 @@ NAMES = (
     "stall",
     "redo_rate",
     "encode",
+    "transport",
     "restore_time",
     "storage_rate",
     "resharding",
     "sharded_overhead",
+    "governor",
     "framework_overhead",
     "step_overhead",
 )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.netns import problem
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,3 +57,25 @@ def test_sharded_overhead(tmp_path: Path) -> None:
     whole = next(row for row in held if row["arm"] == lazy)
     assert whole["numel"] == sum(row["shard_numel"] for row in ours)
     assert whole["designed_bytes"] <= whole["held_bytes"] < 1.05 * whole["designed_bytes"]
+
+
+@pytest.mark.slow
+def test_transport(tmp_path: Path) -> None:
+    """Both sides deliver everything, encrypted and not."""
+    (table,) = _quick_run("transport", tmp_path)["tables"]
+    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in table["rows"])
+
+
+@pytest.mark.skipif(problem() is not None, reason=str(problem()))
+def test_governor(tmp_path: Path) -> None:
+    """Both nodes train on each side; with the governor its baseline is known, without it nothing is."""
+    report = _quick_run("governor", tmp_path)
+    rows = {row["arm"]: row for row in report["tables"][0]["rows"]}
+    assert set(rows) == {"nothing", "without", "with"}
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    for arm in ("without", "with"):
+        assert rows[arm]["peers"]["watermark"] >= 55
+        assert rows[arm]["peers"]["bytes_per_record"] > 0
+    assert "no step has been timed" in rows["without"]["peers"]["pace"]
+    assert "no step has been timed" not in rows["with"]["peers"]["pace"]

@@ -44,7 +44,7 @@ def test_lost_nodes_are_replaced_and_training_goes_on_from_peers(lab: Lab, kind:
     resumed = [int(step) for step in re.findall(r"resumed at step (\d+) from peers", output_text)]
     assert len(resumed) == RANKS * len(deaths), output_text[-6000:]
     for number, death in enumerate(deaths):
-        # What the lost node's peers had not acknowledged yet is made once more: at most as many records as are in flight.
+        # What its peers had not acknowledged yet is made once more: at most as many records as are in flight.
         died, again = int(death.split(":")[1]), resumed[number * RANKS : (number + 1) * RANKS]
         assert len(set(again)) == 1
         assert died - 3 <= again[0] <= died, again

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,12 +17,12 @@ from memckpt.agent.peer_messages import (
     SendGeneration,
     SendRecord,
 )
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.source import Part, RegionSource
 from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
 from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing, Owner
 from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
@@ -72,7 +72,8 @@ class Member:
     Args:
         node: this one's name.
         job: what there is to know of the attempt.
-        holder: keeps other nodes' pieces; belongs to the caller, as does the transport.
+        holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
+            transport.
         passed: told when the watermark has got further, or protection has changed.
 
     Attributes:
@@ -81,7 +82,7 @@ class Member:
     """
 
     def __init__(
-        self, node: str, job: PeerJob, holder: Holder, transport: Transport, passed: Callable[[Passed], None]
+        self, node: str, job: PeerJob, holder: Mirroring, transport: Transport, passed: Callable[[Passed], None]
     ) -> None:
         self._node = node
         self.job = job
@@ -224,6 +225,11 @@ class Member:
             owner.passed(watermark.record)
         self._passed(Passed(watermark.record, watermark.whole))
 
+    def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
+        """What owners are to get of the mirrors here."""
+        for node, message in answers:
+            self.send(node, message, b"")
+
     # What this node's ranks do
 
     def begin(self, message: SendGeneration, regions: list[Region]) -> None:
@@ -260,6 +266,7 @@ class Member:
             static=source.has_static and not private,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
+            mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
         records = [record for record in sorted(message.records) if not private or record >= message.base]
@@ -341,11 +348,7 @@ class Member:
             protected=self.watermark.whole,
             problem=self._problem(),
             held_bytes=self._holder.nbytes,
-            kept=tuple(
-                (window.window.node, window.window.owner, max(records))
-                for window in self._holder.windows()
-                if (records := window.records())
-            ),
+            kept=self._holder.kept(),
             links=self._links(),
             bytes_sent=self._transport.bytes_sent,
             bytes_per_record=float(sum(sizes)) if sizes else None,

@@ -286,6 +286,13 @@ class Holder:
             else:
                 window.drop_up_to(self.watermark - told.period * told.every)
 
+    def forget_before(self, owner: tuple[int, ...], base: int) -> None:
+        """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
+        for window in self.windows():
+            told = window.window
+            if told.owner == owner and told.attempt == self._attempt and told.base < base:
+                self._forget(window)
+
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
         """What is here, for the plan."""
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())

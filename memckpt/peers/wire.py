@@ -30,6 +30,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
+        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
     """
 
     owner: tuple[int, ...]
@@ -49,6 +50,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
+    mirror: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
