@@ -14,10 +14,13 @@ NAMES = (
     "stall",
     "redo_rate",
     "encode",
+    "peers_traffic",
     "restore_time",
     "storage_rate",
     "resharding",
+    "peers_restore",
     "sharded_overhead",
+    "peers_overhead",
     "framework_overhead",
     "step_overhead",
 )
