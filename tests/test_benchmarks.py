@@ -84,6 +84,7 @@ def test_transport(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in table["rows"])
 
 
+@pytest.mark.slow
 def test_peers_traffic(tmp_path: Path) -> None:
     """Peers send what the design says, and little beside; with DDP only what is a rank's own."""
     report = _quick_run("peers_traffic", tmp_path)
