@@ -77,7 +77,7 @@ def test_peers_restore(tmp_path: Path) -> None:
     """Lost nodes have fetched a window each; nobody else fetched anything."""
     report = _quick_run("peers_restore", tmp_path)
     (rows,) = (table["rows"] for table in report["tables"])
-    shard = 3_241_472 / 4
+    shard = 120_576 / 4
     lost = [row["fetched_bytes"][0] / shard / 8 for row in rows]
     assert [round(nodes / 5.5) for nodes in lost] == [0, 1, 2, 0, 0]
     assert all(min(row["seconds"]["restored"]) > 0 for row in rows)
