@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.netns import problem
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -94,3 +96,28 @@ def test_peers_overhead(tmp_path: Path) -> None:
     assert list(couriers) == ["memckpt, no peers", "memckpt, peers", "nothing (null pair)"]
     assert [seconds is not None and seconds > 0 for seconds in couriers.values()] == [False, True, False]
     assert [bool(row["stall_ms"]) for row in rows] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_governor(tmp_path: Path) -> None:
+    """Both nodes train on each side; with the governor its baseline is known, without it nothing is."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(reason)
+    report = _quick_run("governor", tmp_path)
+    rows = {row["arm"]: row for row in report["tables"][0]["rows"]}
+    assert set(rows) == {"nothing", "without", "with"}
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    for arm in ("without", "with"):
+        assert rows[arm]["peers"]["watermark"] > 10  # as it was said a second before
+        assert rows[arm]["peers"]["bytes_per_record"] > 0
+    assert "no step has been timed" in rows["without"]["peers"]["pace"]
+    assert "no step has been timed" not in rows["with"]["peers"]["pace"]
+
+
+@pytest.mark.slow
+def test_transport(tmp_path: Path) -> None:
+    """Both sides deliver everything, encrypted and not."""
+    (table,) = _quick_run("transport", tmp_path)["tables"]
+    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in table["rows"])

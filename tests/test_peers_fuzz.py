@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.peers import envelope as envelopes
+from memckpt.peers.directory import MAX_PEERS
 from memckpt.peers.keys import Keys
-from memckpt.peers.transport import MAX_PEERS, Delivery
+from memckpt.peers.transport import Delivery
 from tests.peers_harness import Node, acquaint, drive, nodes_of
 
 FUZZ = settings(
@@ -129,7 +130,7 @@ def envelope_of(draw: st.DrawFn, incarnations: Sequence[str]) -> bytes:
 def test_envelopes_that_lie(stage: Stage, data: st.DataObject) -> None:
     """A holder of the keys may speak for nodes that are not there, but it cannot make others fail."""
     mine = stage.a.transport.peers()
-    own = [stage.a.transport._peers[peer].link.own for peer in mine if peer != "b"]
+    own = [stage.a.transport._directory.peers[peer].link.own for peer in mine if peer != "b"]
     envelope = envelope_of([*own, "liar", "liar.2", stage.a.transport.incarnation, "", ""])
     frames = st.one_of(
         envelope.map(lambda head: [head]),
@@ -151,7 +152,7 @@ def test_states_out_of_any_order(stage: Stage) -> None:
         )
 
     stage.throw([state()])
-    link = stage.a.transport._peers[name].link
+    link = stage.a.transport._directory.peers[name].link
     stage.a.transport.send(name, b"never arrives", bytes(100))
     far = (1 << 62) - 1
     for field in ("turn", "number", "expected", "seen"):
@@ -172,7 +173,7 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
         return envelopes.encode(envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
 
     stage.throw([state("")])
-    link = stage.a.transport._peers[name].link
+    link = stage.a.transport._directory.peers[name].link
     data = envelopes.encode(envelopes.Data(name, own, link.own, 0, 0))
     before = stage.a.transport.refused["malformed"]
     wrong = [[data], [data, b""], [data, b"", b"", b""], [state(link.own), b""], [state(link.own), b"", b""]]
@@ -182,6 +183,16 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
     stage.throw([data, b"", b""])
     assert link.met == own
     assert stage.a.bodies(name) == [b""]
+    stage.check()
+
+
+def test_lists_in_lists(stage: Stage) -> None:
+    """What does not belong into an envelope is skipped, however deep it is."""
+    state = envelopes.encode(envelopes.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+    longer = bytes([state[0] + 1]) + state[1:] + b"\x91" * 1900 + b"\x90"
+    before = stage.a.transport.refused["malformed"]
+    stage.throw([longer])
+    assert stage.a.transport.refused["malformed"] == before + 1
     stage.check()
 
 

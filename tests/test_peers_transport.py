@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
-from memckpt.peers import links, transport
+from memckpt.peers import directory, links
 from memckpt.peers.keys import Keys
 from memckpt.peers.transport import Transport
 from tests.peers_harness import Node, Proxy, acquaint, drive, free_port, nodes_of, open_things
@@ -226,7 +226,7 @@ def test_who_was_not_named_announces_itself(keys: Keys | None) -> None:
 
 
 def test_those_who_announce_themselves_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_PEERS", 2)
+    monkeypatch.setattr(directory, "MAX_PEERS", 2)
     with nodes_of(Node("a", None), *(Node(f"n{number}", None) for number in range(4))) as (a, *others):
         for other in others:
             other.transport.connect("a", a.transport.address)
@@ -409,7 +409,9 @@ def test_nothing_remains(keys: Keys | None) -> None:
                 a.transport.send("b", b"", payload_of(0))
             poller = zmq.Poller()
             a.transport.register(poller)
+            a.transport.register(poller)
             a.transport.close()
+            a.transport.unregister(poller)
             assert not poller.sockets
 
     use()  # what pyzmq starts once for the process

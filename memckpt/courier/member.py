@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,17 +17,18 @@ from memckpt.agent.peer_messages import (
     SendGeneration,
     SendRecord,
 )
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.source import Part, RegionSource
 from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
 from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing, Owner
 from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
 from memckpt.peers.transport import Delivery, Transport
 from memckpt.peers.watermark import Leader
+from memckpt.peers.windows import sizes_of
 from memckpt.peers.wire import (
     Abandon,
     Acknowledged,
@@ -40,10 +41,11 @@ from memckpt.peers.wire import (
     WireMessage,
     encode,
 )
-from memckpt.state.layout import CAPTURES
 
 #: Handed over before the loop looks at what has arrived.
 _PUMP_BYTES = 256 << 10
+#: Of a reason in the log, in characters: peers write them.
+_MOST_WORDS = 500
 _log = logging.getLogger("memckpt.courier")
 
 
@@ -72,7 +74,8 @@ class Member:
     Args:
         node: this one's name.
         job: what there is to know of the attempt.
-        holder: keeps other nodes' pieces; belongs to the caller, as does the transport.
+        holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
+            transport.
         passed: told when the watermark has got further, or protection has changed.
 
     Attributes:
@@ -81,7 +84,7 @@ class Member:
     """
 
     def __init__(
-        self, node: str, job: PeerJob, holder: Holder, transport: Transport, passed: Callable[[Passed], None]
+        self, node: str, job: PeerJob, holder: Mirroring, transport: Transport, passed: Callable[[Passed], None]
     ) -> None:
         self._node = node
         self.job = job
@@ -96,6 +99,7 @@ class Member:
         self._leader_node = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
         self._code = Code(job.data, job.tolerate, job.backend)
+        self._codes: dict[int, Code] = {job.data: self._code}
         index = names.index(node)
         holders = [names[other] for other in self.placement.holders(index)]
         start = job.record or 0
@@ -105,10 +109,19 @@ class Member:
             if unit.node == index
         }
         self._private = {unit.ranks for unit in job.units if unit.private}
+        pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
+        #: By their ranks, the node, and which of its pieces is kept here.
+        self._kept = {
+            unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
+        }
+        holder.begin(job.attempt, job.record, self._code)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
         self._paused_until = 0.0
+        #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
+        self._ahead: dict[tuple[int, ...], int] = {}
+        self._waiting_since: float | None = None
         self._told = Acknowledged(node, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
@@ -121,7 +134,8 @@ class Member:
         for owner in self._owners.values():
             owner.close()
         self._sources.clear()
-        self._code.close()
+        for code in self._codes.values():
+            code.close()
 
     @property
     def owners(self) -> list[Owner]:
@@ -134,11 +148,17 @@ class Member:
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
-        return self._code if data == self._code.data else Code(data, self.job.tolerate, self.job.backend)
+        if data not in self._codes:
+            self._codes[data] = Code(data, self.job.tolerate, self.job.backend)
+        return self._codes[data]
+
+    def knows(self, peer: str) -> bool:
+        """Whether it is a node of the job."""
+        return peer in self._addresses
 
     def refuse(self, reason: str) -> None:
-        """Something came that is no message."""
-        _log.warning("refused: %s", reason)
+        """Something came that is no message, or none that this peer may send."""
+        _log.warning("refused: %s", reason[:_MOST_WORDS])
         self.refused["malformed"] += 1
 
     # Messages
@@ -177,33 +197,57 @@ class Member:
 
     def handle(self, peer: str, message: WireMessage, payload: bytes | memoryview, now: float) -> None:
         """A message of a peer."""
+        problem = self._unfit(peer, message)
+        if problem:
+            self.refuse(f"{peer}: {type(message).__name__}: {problem}")
+            return
         match message:
             case Open():
                 refusal = self._holder.open(message.window)
                 if refusal is not None:
                     self.send(peer, refusal, b"")
             case Put():
-                if message.watermark > self._holder.watermark:
-                    self._holder.passed(message.watermark, False)
                 answer = self._holder.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.send(peer, answer, b"")
             case Abandon():
                 self._holder.abandon(message.owner, message.generation, message.record)
             case Stored():
-                if message.owner in self._owners:
-                    self._owners[message.owner].stored(peer, message)
+                self._owners[message.owner].stored(peer, message)
             case NotStored():
-                if message.owner in self._owners:
-                    self._owners[message.owner].not_stored(peer, message, now)
+                self._owners[message.owner].not_stored(peer, message, now)
             case Acknowledged():
-                if self._leader is not None:
-                    self._lead(message)
+                self._lead(message)
             case Watermark():
-                if peer == self._leader_node:
-                    self._pass(message)
+                # It has got no further than the records of this node have.
+                self._pass(Watermark(min(message.record, self._told.record), message.whole))
+
+    def _unfit(self, peer: str, message: WireMessage) -> str:
+        """Why a peer may not say something, in words; empty if it may."""
+        match message:
+            case Open(window):
+                expected = (*self._kept.get(window.owner, ("", 0)), self.job.data, self.job.tolerate)
+                if (peer, window.piece, window.data, window.tolerate) != expected or window.node != peer:
+                    return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
+                if window.private != (window.owner in self._private):
+                    return f"private={window.private} is not as planned"
+            case Put() | Abandon():
+                owner = message.fragment.owner if isinstance(message, Put) else message.owner
+                if self._kept.get(owner, ("", 0))[0] != peer:
+                    return f"ranks {list(owner)} are not on it"
+            case Stored() | NotStored():
+                own = self._owners.get(message.owner)
+                if own is None or peer not in own.holders:
+                    return f"it keeps nothing of ranks {list(message.owner)} for this node"
+            case Acknowledged():
+                if self._leader is None or message.node != peer:
+                    return f"it speaks for {message.node}"
+            case Watermark():
+                if peer != self._leader_node or self._leader is not None:
+                    return "it does not lead"
             case _:
-                self.refuse(f"{peer}: unexpected {type(message).__name__}")
+                return "unexpected"
+        return ""
 
     def _lead(self, message: Acknowledged) -> None:
         assert self._leader is not None
@@ -224,6 +268,11 @@ class Member:
             owner.passed(watermark.record)
         self._passed(Passed(watermark.record, watermark.whole))
 
+    def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
+        """What owners are to get of the mirrors here."""
+        for node, message in answers:
+            self.send(node, message, b"")
+
     # What this node's ranks do
 
     def begin(self, message: SendGeneration, regions: list[Region]) -> None:
@@ -236,12 +285,8 @@ class Member:
         for record, (step, meta, rank_states) in message.records.items():
             source.note(record, step, meta, rank_states)
         private = message.ranks in self._private
-        spec, layout = message.spec, source.layout
-        period = 1 if private else spec.period
-        in_flight = CAPTURES if spec.mode == "capture" else spec.slots
-        record_bytes = layout.by_value_area()[1]
-        if not private:
-            record_bytes += layout.gradient_bytes + layout.anchor_bytes
+        spec = message.spec
+        sizes = sizes_of(spec, private)
         window = Window(
             owner=message.ranks,
             node=self._node,
@@ -251,17 +296,19 @@ class Member:
             data=self.job.data,
             tolerate=self.job.tolerate,
             base=message.base,
-            period=period,
-            kept=period + in_flight,
-            every=spec.every if spec.mode == "capture" else 1,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
             private=private,
             replicas=spec.serves,
-            record_bytes=record_bytes,
-            static=source.has_static and not private,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
+            mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
+        self._ahead[message.ranks] = sizes.kept - sizes.period - (spec.mode == "eager")
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
@@ -285,6 +332,7 @@ class Member:
         for owner in self._owners.values():
             owner.retry(now)
         self._paused_until = 0.0
+        self._note_waiting(now)
         if any(owner.wants for owner in self._owners.values()):
             self._tell_pacer()
             delay = self.pacer.delay(_PUMP_BYTES, now)
@@ -306,8 +354,23 @@ class Member:
         owners = self._owners.values()
         needed = sum(owner.record_bytes for owner in owners)
         waiting = sum(owner.waiting_bytes for owner in owners)
-        room = needed * max((owner.kept for owner in owners), default=0)
-        self.pacer.needs(needed, waiting, room or None)
+        # Where training waits for what is acknowledged, it does so long before peers have no room.
+        records = (
+            min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in owners), default=0)
+        )
+        self.pacer.needs(needed, waiting, needed * records or None)
+
+    def _note_waiting(self, now: float) -> None:
+        """Tell the pacer for how long training has waited for acknowledgements by now."""
+        newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
+        waits = self.job.wait and any(
+            record is not None and record - self.watermark.record >= self._ahead[ranks]
+            for ranks, record in newest.items()
+            if ranks in self._ahead
+        )
+        if waits and self._waiting_since is not None:
+            self.pacer.waited(now - self._waiting_since)
+        self._waiting_since = now if waits else None
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""
@@ -341,11 +404,7 @@ class Member:
             protected=self.watermark.whole,
             problem=self._problem(),
             held_bytes=self._holder.nbytes,
-            kept=tuple(
-                (window.window.node, window.window.owner, max(records))
-                for window in self._holder.windows()
-                if (records := window.records())
-            ),
+            kept=self._holder.kept(),
             links=self._links(),
             bytes_sent=self._transport.bytes_sent,
             bytes_per_record=float(sum(sizes)) if sizes else None,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
 from memckpt.agent.peer_messages import BadSourceSeen, Filled, UnitSource
+from memckpt.courier.parts import Part, Stripe
 from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.region import Region
-from memckpt.peers.blob import STATIC, BlobReader, RecordTail
+from memckpt.peers.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail
 from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import Fragment, decode_stripe
+from memckpt.peers.fragments import decode_stripe
 from memckpt.peers.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from memckpt.state.layout import Layout, StateSpec
 
@@ -24,51 +25,6 @@ _AHEAD = 64
 PATIENCE_SECONDS = 10.0
 #: In place of a generation's name: what a living node hands out itself, all of it or what every replica has.
 LIVE_ALL, LIVE_SHARED = "live", "live shared"
-
-
-class _Part:
-    """A record that is to be read, and from whom.
-
-    Args:
-        owner, generation, record: which.
-        sources: node and piece of each; a piece of None: whole stripes of the node's own.
-        needed: how many of them make a stripe whole.
-    """
-
-    def __init__(
-        self,
-        owner: tuple[int, ...],
-        generation: str,
-        record: int,
-        sources: Sequence[tuple[str, int | None]],
-        needed: int,
-    ) -> None:
-        self.owner, self.generation, self.record = owner, generation, record
-        self.sources = list(sources)
-        self.needed = needed
-        self.request = 0
-        self.live = self.sources[0][1] is None
-        self.manifests: dict[str, Manifest] = {}
-        self.manifest: Manifest | None = None
-        self.asked: dict[int, list[tuple[str, int | None]]] = defaultdict(list)
-        self.here: dict[int, dict[str, tuple[Fragment | None, bytes]]] = defaultdict(dict)
-        self.next_asked = 0
-        self.next_taken = 0
-
-    @property
-    def stripes(self) -> int:
-        assert self.manifest is not None
-        return -(-self.manifest.nbytes // STRIPE_BYTES)
-
-    def length(self, stripe: int) -> int:
-        """Bytes of a stripe."""
-        assert self.manifest is not None
-        return min(STRIPE_BYTES, self.manifest.nbytes - stripe * STRIPE_BYTES)
-
-    def digest(self, stripe: int) -> bytes:
-        """Of a stripe, as most holders say; empty where the owner says it with the stripe."""
-        assert self.manifest is not None
-        return self.manifest.digests[16 * stripe : 16 * (stripe + 1)]
 
 
 class Reader:
@@ -103,23 +59,23 @@ class Reader:
         self._send = send
         self._progress = progress
         self._parts = self._plan_parts(self._static is not None)
-        self._lost: set[str] = set()
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
         self._rank_states: dict[int, bytes] = {}
         self._step = 0
         self._nbytes = 0
+        #: When a source that is waited for last did what it was asked, or was asked.
         self._heard: dict[str, float] = {}
         self._into: BlobReader | None = None
         self.result: Filled | None = None
         for part in self._parts:
             part.request = number()
-            for node, _ in part.sources:
+            for node in part.sources:
                 self._heard[node] = now
                 self._send(node, AskManifest(part.request, part.owner, part.generation, part.record))
         self._go_on(now)
 
-    def _plan_parts(self, static: bool) -> list[_Part]:
+    def _plan_parts(self, static: bool) -> list[Part]:
         source = self.source
         window = range(source.record - source.period + 1, source.record + 1)
         if source.live is not None:
@@ -133,23 +89,21 @@ class Reader:
             period = self._layout.spec.period
             window = range(source.record - period + 1, source.record + 1)
             shared = self._live_parts(node, ranks, LIVE_SHARED, window, static)
-            return [*shared, _Part(source.ranks, source.generation, source.record, pieces, source.data)]
+            return [*shared, Part(source.ranks, source.generation, source.record, pieces, source.data)]
         numbers = [STATIC] * static + list(window)
-        return [_Part(source.ranks, source.generation, record, pieces, source.data) for record in numbers]
+        return [Part(source.ranks, source.generation, record, pieces, source.data) for record in numbers]
 
     @staticmethod
     def _live_parts(
         node: str, ranks: tuple[int, ...], generation: str, window: Sequence[int], static: bool
-    ) -> list[_Part]:
-        return [_Part(ranks, generation, record, [(node, None)], 1) for record in [STATIC] * static + list(window)]
+    ) -> list[Part]:
+        return [Part(ranks, generation, record, [(node, None)], 1) for record in [STATIC] * static + list(window)]
 
-    def close(self) -> Filled:
-        """Let go of the regions; what has become of it."""
+    def close(self) -> None:
+        """Let go of the regions; whether all is there or not."""
         self._into = None
         for region in self._regions:
             region.close()
-        assert self.result is not None
-        return self.result
 
     @property
     def requests(self) -> set[int]:
@@ -158,68 +112,106 @@ class Reader:
 
     # What peers answer
 
+    def _part_of(self, peer: str, request: int) -> Part | None:
+        """What a source speaks of; None: it was not asked that, or does not count any more."""
+        if self.result is not None:
+            return None
+        for part in self._parts:
+            if part.request == request and peer in part.sources and peer not in part.lost:
+                return part
+        return None
+
     def got_manifest(self, peer: str, message: Manifest, now: float) -> None:
         """What a record consists of, as a source says."""
+        part = self._part_of(peer, message.request)
+        if part is None or part.manifest is not None or peer in part.manifests:
+            return
         self._heard[peer] = now
-        for part in self._parts:
-            if part.request == message.request and peer in {node for node, _ in part.sources}:
-                part.manifests[peer] = message
+        stripes = -(-message.nbytes // STRIPE_BYTES)
+        most = self._room(part.record).nbytes + MOST_TAIL_BYTES
+        if not 1 <= message.nbytes <= most or len(message.digests) != (0 if part.live else 16 * stripes):
+            self._lose(part, peer, "what it says of the record makes no sense", now)
+            return
+        part.manifests[peer] = message
         self._go_on(now)
 
     def got(self, peer: str, message: Got, payload: bytes, now: float) -> None:
         """A fragment, or a stripe."""
-        self._heard[peer] = now
-        part = self._parts[0] if self._parts else None
-        if self.result is not None or part is None or message.request != part.request:
+        part = self._part_of(peer, message.request)
+        stripe = part.stripes.get(message.stripe) if part is not None else None
+        if part is None or stripe is None or peer not in part.waiting(stripe):
             return
-        if peer not in {node for node, _ in part.asked.get(message.stripe, ())}:
-            return
+        self._answered(part, peer, now)
         self._nbytes += len(payload)
-        expected = part.digest(message.stripe) if not part.live else message.digest
-        found = message.fragment.digest if message.fragment is not None else xxhash.xxh3_128_digest(payload)
-        if (message.fragment is None) != part.live or found != expected:
-            self._lose(peer, "it says other things than the others", now)
-            return
-        part.here[message.stripe][peer] = (message.fragment, payload)
+        problem = self._check(part, stripe.asked[peer], message, payload)
+        if problem:
+            stripe.useless.add(peer)
+            self._note_bad(part, peer, problem)
+            self._want(part, message.stripe, now)
+        else:
+            stripe.here[peer] = (message.fragment, payload)
         self._go_on(now)
+
+    def _check(self, part: Part, piece: int | None, message: Got, payload: bytes) -> str:
+        """Why something is not what was asked for, in words; empty if it may be. What a digest shows comes later."""
+        fragment = message.fragment
+        if part.live:
+            if fragment is not None or len(payload) != part.length(message.stripe):
+                return f"expected a stripe of {part.length(message.stripe)} bytes, found {len(payload)}"
+            right = xxhash.xxh3_128_digest(payload) == message.digest
+            return "" if right else "the stripe has not the digest that comes with it"
+        if fragment is None or fragment.piece != piece:
+            return f"expected piece {piece}, found {'none' if fragment is None else fragment.piece}"
+        return "" if fragment.digest == part.digest(message.stripe) else "it names another digest than most"
 
     def got_none(self, peer: str, message: GotNone, now: float) -> None:
         """A source does not have what it should."""
-        self._lose(peer, message.reason, now)
+        part = self._part_of(peer, message.request)
+        if part is None:
+            return
+        self._heard[peer] = now
+        if part.manifest is None and not part.live:
+            # It may have others: sources are named that have a part of what is needed.
+            part.lost[peer] = message.reason
+            self._go_on(now)
+        else:
+            self._lose(part, peer, message.reason, now)
 
     def tend(self, now: float) -> None:
         """Give up sources that say nothing. To be called every second or so."""
         for peer in self._waiting_for():
-            if now - self._heard.setdefault(peer, now) > PATIENCE_SECONDS:
-                self._lose(peer, f"it has not answered for {PATIENCE_SECONDS:.0f} s", now)
+            if now - self._heard[peer] > PATIENCE_SECONDS:
+                for part in list(self._parts):
+                    if peer in part.sources:
+                        self._lose(part, peer, f"it has not answered for {PATIENCE_SECONDS:.0f} s", now)
 
     def _waiting_for(self) -> set[str]:
         if not self._parts or self.result is not None:
             return set()
         part = self._parts[0]
         if part.manifest is None:
-            return {node for node, _ in part.sources} - set(part.manifests) - self._lost
-        waiting = {
-            peer for stripe, asked in part.asked.items() for peer, _ in asked if peer not in part.here.get(stripe, ())
-        }
-        return waiting - self._lost
+            return {node for node, _ in part.usable()} - set(part.manifests)
+        return {node for node, _ in part.usable() if part.open[node] > 0}
 
-    def _lose(self, peer: str, reason: str, now: float) -> None:
-        """Read from the others instead."""
-        if peer not in self._lost and self.result is None:
-            self._drop(peer, reason)
-            self._go_on(now)
+    def _answered(self, part: Part, peer: str, now: float) -> None:
+        self._heard[peer] = now
+        part.open[peer] -= 1
 
-    def _drop(self, peer: str, reason: str) -> None:
-        part = self._parts[0]
-        _log.warning("record %d of ranks %s is not read from %s: %s", part.record, list(part.owner), peer, reason)
-        self._lost.add(peer)
-        self._bad[BadSourceSeen(peer, part.owner, "" if part.live else part.generation)] = None
-        for stripe in sorted(part.asked):
-            part.here[stripe].pop(peer, None)
-            if not self._ask_more(part, stripe):
-                self._fail(f"record {part.record} of ranks {list(part.owner)} cannot be read: {peer}: {reason}")
-                return
+    def _lose(self, part: Part, peer: str, reason: str, now: float) -> None:
+        """Read a record from the others instead."""
+        if self.result is not None or peer in part.lost:
+            return
+        self._note_bad(part, peer, reason)
+        part.lost[peer] = reason
+        for number in sorted(part.stripes):
+            self._want(part, number, now)
+        self._go_on(now)
+
+    def _note_bad(self, part: Part, peer: str, reason: str) -> None:
+        seen = BadSourceSeen(peer, part.owner, "" if part.live else part.generation)
+        if seen not in self._bad:
+            _log.warning("%s cannot be read from %s: %s", part, peer, reason)
+        self._bad[seen] = None
 
     # Reading on
 
@@ -237,29 +229,26 @@ class Reader:
             if self.result is not None or not self._take(part, now):
                 return
 
-    def _vote(self, part: _Part) -> bool:
+    def _vote(self, part: Part) -> bool:
         """Once all sources have said what the record consists of, take what most say."""
-        alive = {node for node, _ in part.sources} - self._lost
+        alive = [node for node, _ in part.usable()]
         said = {peer: (one.nbytes, one.digests) for peer, one in part.manifests.items() if peer in alive}
         if len(said) < len(alive):
             return False
         votes = Counter(said.values()).most_common(2)
-        if len(alive) < part.needed or (len(votes) > 1 and votes[0][1] == votes[1][1]):
-            self._fail(
-                f"record {part.record} of ranks {list(part.owner)}: {len(alive)} sources are left of {part.needed} "
-                f"needed, and they say {len(votes)} different things of it"
-            )
+        if len(alive) < part.needed:
+            self._fail(part, f"{len(alive)} of {part.needed} pieces needed can be read", part.lost)
+            return False
+        if len(votes) > 1 and votes[0][1] == votes[1][1]:
+            self._fail(part, f"{', '.join(sorted(said))} say different things of it", said)
             return False
         (nbytes, digests), _ = votes[0]
-        stripes = -(-nbytes // STRIPE_BYTES)
-        if nbytes < 1 or (not part.live and len(digests) != 16 * stripes):
-            self._fail(f"record {part.record} of ranks {list(part.owner)}: what is said of it makes no sense")
-            return False
         part.manifest = Manifest(part.request, part.record, nbytes, digests)
         for peer, what in said.items():
             if what != votes[0][0]:
-                self._drop(peer, "it says other things of the record than most")
-        return self.result is None
+                part.lost[peer] = "it says other things of the record than most"
+                self._note_bad(part, peer, part.lost[peer])
+        return True
 
     def _room(self, record: int) -> memoryview:
         if record == STATIC:
@@ -268,56 +257,57 @@ class Reader:
         start = self._layout.slot_offset(record)
         return memoryview(self._slots.map)[start : start + self._layout.slot_bytes]
 
-    def _ask_ahead(self, part: _Part, now: float) -> None:
-        limit = min(part.next_taken + _AHEAD, part.stripes)
-        while part.next_asked < limit:
-            stripe, part.next_asked = part.next_asked, part.next_asked + 1
-            usable = [one for one in part.sources if one[0] not in self._lost]
-            if len({piece for _, piece in usable}) < part.needed:
-                self._fail(
-                    f"record {part.record} of ranks {list(part.owner)}: {len(usable)} of {part.needed} pieces needed "
-                    "can be read"
-                )
-                return
-            # In turns, so that all survivors' links carry their share.
-            first = stripe % len(usable)
-            for node, piece in (usable[first:] + usable[:first])[: part.needed]:
-                self._heard[node] = max(self._heard.get(node, now), now)
-                self._ask(part, stripe, node, piece)
+    def _ask_ahead(self, part: Part, now: float) -> None:
+        limit = min(part.next_taken + _AHEAD, part.count)
+        while part.next_asked < limit and self.result is None:
+            number, part.next_asked = part.next_asked, part.next_asked + 1
+            part.stripes[number] = Stripe(part.needed)
+            self._want(part, number, now)
 
-    def _ask(self, part: _Part, stripe: int, node: str, piece: int | None) -> None:
-        part.asked[stripe].append((node, piece))
-        self._send(node, Get(part.request, part.owner, part.generation, part.record, piece, stripe))
+    def _want(self, part: Part, number: int, now: float) -> None:
+        """Ask sources that were not asked yet for a stripe, as many as it takes that all that it wants can come."""
+        stripe = part.stripes[number]
+        missing = stripe.wanted - len(stripe.here) - len(part.waiting(stripe))
+        if missing <= 0 or self.result is not None:
+            return
+        others = [one for one in part.usable() if one[0] not in stripe.asked]
+        if len(others) < missing:
+            words = [f"{node}: {reason}" for node, reason in sorted(part.lost.items())]
+            words += [f"{node}: it gives something else" for node in sorted(stripe.useless)]
+            words += [f"{', '.join(sorted(stripe.suspects))}: what they have is not the stripe"] * bool(stripe.suspects)
+            problem = f"too few of the {part.needed} pieces needed of stripe {number} are left ({'; '.join(words)})"
+            self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
+            return
+        # In turns, so that all survivors' links carry their share.
+        first = number % len(others)
+        for node, piece in (others[first:] + others[:first])[:missing]:
+            if part.open[node] <= 0:
+                self._heard[node] = now
+            part.open[node] += 1
+            stripe.asked[node] = piece
+            self._send(node, Get(part.request, part.owner, part.generation, part.record, piece, number))
 
-    def _ask_more(self, part: _Part, stripe: int, besides: int = 0) -> bool:
-        """Ask for pieces of a stripe from sources that were not asked yet, as many as are missing."""
-        alive = [one for one in part.asked[stripe] if one[0] not in self._lost]
-        others = [one for one in part.sources if one not in part.asked[stripe] and one[0] not in self._lost]
-        missing = max(part.needed + besides - len(alive), 0)
-        for node, piece in others[:missing]:
-            self._ask(part, stripe, node, piece)
-        return len(others) >= missing
-
-    def _take(self, part: _Part, now: float) -> bool:
+    def _take(self, part: Part, now: float) -> bool:
         """Take the next stripes if they are here; True when that was the last of the record."""
         assert self._into is not None
         try:
-            while part.next_taken < part.stripes:
-                stripe = part.next_taken
-                if len(part.here[stripe]) < part.needed:
+            while part.next_taken < part.count:
+                stripe = part.stripes[part.next_taken]
+                if len(stripe.here) < stripe.wanted:
                     return False
-                data = self._decode(part, stripe)
+                data = self._decode(part, part.next_taken, now)
                 if data is None:
                     return False
                 self._into.take(data)
+                del part.stripes[part.next_taken]
                 part.next_taken += 1
-                del part.here[stripe], part.asked[stripe]
                 self._ask_ahead(part, now)
                 if self.result is not None:
                     return False
             self._note(part, self._into.finish())
         except DamagedStateError as error:
-            self._fail(str(error))
+            # All that was read is what its owner has sent.
+            self._fail(part, str(error), dict(part.usable()))
             return False
         self._into = None
         self._parts.pop(0)
@@ -325,35 +315,35 @@ class Reader:
         self._progress(part.manifest.nbytes)
         return True
 
-    def _decode(self, part: _Part, stripe: int) -> bytes | None:
+    def _decode(self, part: Part, number: int, now: float) -> bytes | None:
         """The bytes of a stripe; None if more pieces of it have to come first."""
-        here = part.here[stripe]
+        stripe = part.stripes[number]
         if part.live:
-            return next(iter(here.values()))[1]
-        candidates = [(peer, fragment, payload) for peer, (fragment, payload) in here.items() if fragment is not None]
+            return next(iter(stripe.here.values()))[1]
+        found = [(peer, fragment, payload) for peer, (fragment, payload) in stripe.here.items() if fragment is not None]
         try:
             data, bad = decode_stripe(
                 self._code,
-                candidates,
+                found,
                 generation=part.generation,
                 owner=part.owner,
                 record=part.record,
-                stripe=stripe,
-                stripes=part.stripes,
-                length=part.length(stripe),
+                stripe=number,
+                stripes=part.count,
+                length=part.length(number),
             )
-        except DamagedPiecesError:
-            if len(part.asked[stripe]) > len(here):
-                return None  # some are on their way
-            if not self._ask_more(part, stripe, besides=len(here) - part.needed + 1):
-                raise
+        except DamagedPiecesError as error:
+            for peer in error.bad:
+                self._note_bad(part, peer, "its piece is damaged")
+            stripe.suspects = set() if error.bad else set(stripe.here)
+            stripe.wanted = len(stripe.here) + 1
+            self._want(part, number, now)
             return None
         for peer in bad:
-            _log.warning("%s has a damaged piece of record %d of ranks %s", peer, part.record, list(part.owner))
-            self._bad[BadSourceSeen(peer, part.owner, part.generation)] = None
+            self._note_bad(part, peer, "its piece is damaged")
         return data
 
-    def _note(self, part: _Part, tail: RecordTail) -> None:
+    def _note(self, part: Part, tail: RecordTail) -> None:
         if part.record == STATIC:
             return
         if tail.meta:
@@ -372,5 +362,9 @@ class Reader:
             bad=tuple(self._bad),
         )
 
-    def _fail(self, problem: str) -> None:
+    def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:
+        """It cannot be read from these sources."""
+        for peer in bad:
+            self._note_bad(part, peer, problem)
+        problem = f"{part} cannot be had: {problem}"
         self.result = Filled(ranks=self.source.ranks, nbytes=self._nbytes, problem=problem, bad=tuple(self._bad))

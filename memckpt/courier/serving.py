@@ -27,7 +27,12 @@ class Serving:
         self._blobs: dict[tuple[tuple[int, ...], str, int], Blob] = {}
 
     def add(self, message: SendGeneration, regions: list[Region]) -> None:
-        """From now on this state is handed out."""
+        """From now on this state is handed out, and no other one of these ranks."""
+        former = self._sources.pop(message.ranks, None)
+        for key in [key for key in self._blobs if key[0] == message.ranks]:
+            self._blobs.pop(key).release()
+        if former is not None:
+            former.close()
         source = RegionSource(message.spec, message.number, message.base, regions, message.missing, message.plain)
         for record, (step, meta, rank_states) in message.records.items():
             source.note(record, step, meta, rank_states)

@@ -17,6 +17,8 @@ from memckpt.peers.code import STRIPE_BYTES
 _HEAD = struct.Struct("<Q")  # length of the encoded tail
 #: In place of a record's number: what is sent once in a generation.
 STATIC = -(1 << 40)
+#: The most that what belongs to a record beside its bytes may have.
+MOST_TAIL_BYTES = 1 << 30
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +87,7 @@ class BlobReader:
         limit: the most that a tail may have, in bytes.
     """
 
-    def __init__(self, room: memoryview, limit: int = 1 << 30) -> None:
+    def __init__(self, room: memoryview, limit: int = MOST_TAIL_BYTES) -> None:
         self._room = room
         self._limit = limit
         self._first = bytearray()

@@ -6,19 +6,20 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-
 from memckpt.errors import MemckptError
 from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import Fragment, check
+from memckpt.peers.windows import differing, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window
-from memckpt.state.layout import StateSpec, first_difference
+from memckpt.state.layout import first_difference
+from memckpt.state.received import read_spec
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
-#: Room for what belongs to a record beside its bytes; what does not fit lies on the heap.
-_TAIL_BYTES = 64 << 10
+#: Generations of one owner that are kept while the watermark stands still.
+_MOST_WINDOWS = 8
+_STATIC_SLOT = -1
 
 
 class Room(Protocol):
@@ -32,18 +33,22 @@ class Room(Protocol):
     def close(self) -> None: ...
 
 
+#: Makes room of so many bytes; raises MemckptError if it cannot.
+Reserve = Callable[[int], Room]
+
+
 class _KeptRecord:
     """The fragments of one record that have arrived, by stripe."""
 
-    def __init__(self, slot: int | None) -> None:
+    def __init__(self, slot: int, stripes: int) -> None:
         self.slot = slot
+        self.stripes = stripes
         self.step = 0
-        self.stripes = 0
         self.fragments: dict[int, tuple[Fragment, memoryview]] = {}
 
     @property
     def complete(self) -> bool:
-        return 0 < self.stripes == len(self.fragments)
+        return len(self.fragments) == self.stripes
 
 
 class KeptWindow:
@@ -51,47 +56,89 @@ class KeptWindow:
 
     Args:
         window: what the owner has said of it.
-        room: of `bytes_needed(window)`; closed by :meth:`close`.
+        unit: bytes of a fragment of a whole stripe.
+        reserve: for the memory that it takes, all of it that is known beforehand now; closed by :meth:`close`.
 
     Raises:
-        ValueError: the owner's layout cannot be read.
+        ValueError: the owner's layout cannot be read, or the window does not follow from it.
+        MemckptError: there is no room.
     """
 
-    def __init__(self, window: Window, room: Room) -> None:
+    def __init__(self, window: Window, unit: int, reserve: Reserve) -> None:
         self.window = window
-        self.spec = msgspec.msgpack.decode(window.spec, type=StateSpec)
-        self._owned = room
-        self._room = room.view
-        self._slot_bytes = _slot_bytes(window)
+        self.spec = read_spec(window.spec)
+        self._sizes = sizes_of(self.spec, window.private)
+        problem = differing(window, self.spec, self._sizes)
+        if problem:
+            raise ValueError(problem)
+        self._unit = unit
+        self._reserve = reserve
+        self._slot_bytes = self._sizes.stripes * unit
+        self._room = reserve(self._slot_bytes * window.kept)
+        #: By slot, what its records have beyond that, as much as any of them had.
+        self._more: dict[int, Room] = {}
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
 
-    @staticmethod
-    def bytes_needed(window: Window) -> int:
-        """The memory that it takes, in bytes."""
-        return max(_slot_bytes(window) * window.kept, 1)
+    def misfit(self, fragment: Fragment) -> str:
+        """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
+        told, one = self.window, fragment
+        if (one.piece, one.data, one.tolerate) != (told.piece, told.data, told.tolerate):
+            return f"it is piece {one.piece} of a ({one.data}, {one.tolerate}) code"
+        if one.record != STATIC and one.record <= told.base - told.period * told.every:
+            return f"record {one.record} lies before the generation, which begins after {told.base}"
+        most = self._sizes.most_static_stripes if one.record == STATIC else self._sizes.most_stripes
+        if one.stripes > most:
+            return f"expected a record of at most {most} stripes, found {one.stripes}"
+        if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
+            return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
+        return ""
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
-        """Keep a fragment; True when that makes its piece of the record complete."""
+        """Keep a fragment that fits; True when that makes its piece of the record complete.
+
+        Raises:
+            MemckptError: there is no room for it.
+        """
         number = fragment.record
         kept = self._records.get(number)
-        if kept is None:
-            if number != STATIC and not self._free:
-                self._drop(min(one for one in self._records if one != STATIC))
-            kept = self._records[number] = _KeptRecord(None if number == STATIC else self._free.pop(0))
-        if kept.complete:  # sent once more: say so once more, at its end
+        if kept is not None and kept.complete:  # sent once more: say so once more, at its end
             return fragment.stripe == fragment.stripes - 1
-        kept.step, kept.stripes = step, fragment.stripes
+        if kept is not None and kept.stripes != fragment.stripes:
+            self._drop(number)
+            kept = None
+        if kept is None:
+            kept = self._make_record(number, fragment.stripes)
+        kept.step = step
         kept.fragments[fragment.stripe] = (fragment, self._place(kept.slot, fragment.stripe, payload))
         return kept.complete
 
-    def _place(self, slot: int | None, stripe: int, payload: memoryview | bytes) -> memoryview:
-        size, unit = len(payload), _stripe_room(self.window)
-        offset = stripe * unit
-        if slot is None or size > unit or offset + size > self._slot_bytes:
-            return memoryview(bytes(payload))
-        start = slot * self._slot_bytes + offset
-        place = self._room[start : start + size]
+    def _make_record(self, number: int, stripes: int) -> _KeptRecord:
+        if number != STATIC and not self._free:
+            self._drop(min(one for one in self._records if one != STATIC))
+        slot = _STATIC_SLOT if number == STATIC else self._free[0]
+        beyond = (stripes - self._in_slot(slot)) * self._unit
+        more = self._more.get(slot)
+        if beyond > 0 and (more is None or more.view.nbytes < beyond):
+            if more is not None:
+                self._more.pop(slot).close()
+            self._more[slot] = self._reserve(beyond)
+        if number != STATIC:
+            self._free.pop(0)
+        kept = self._records[number] = _KeptRecord(slot, stripes)
+        return kept
+
+    def _in_slot(self, slot: int) -> int:
+        """Stripes for which there is room without more being reserved."""
+        return 0 if slot == _STATIC_SLOT else self._sizes.stripes
+
+    def _place(self, slot: int, stripe: int, payload: memoryview | bytes) -> memoryview:
+        beyond = stripe - self._in_slot(slot)
+        if beyond < 0:
+            room, start = self._room.view, slot * self._slot_bytes + stripe * self._unit
+        else:
+            room, start = self._more[slot].view, beyond * self._unit
+        place = room[start : start + len(payload)]
         place[:] = payload
         return place
 
@@ -113,13 +160,13 @@ class KeptWindow:
     def _drop(self, number: int) -> None:
         kept = self._records.pop(number)
         kept.fragments.clear()
-        if kept.slot is not None:
+        if number != STATIC:
             self._free.append(kept.slot)
 
     def fragment(self, record: int, stripe: int) -> tuple[Fragment, memoryview] | None:
         """One fragment of a record that is complete, with its bytes."""
         kept = self._records.get(record)
-        return kept.fragments[stripe] if kept is not None and kept.complete and stripe < kept.stripes else None
+        return kept.fragments.get(stripe) if kept is not None and kept.complete else None
 
     def manifest(self, record: int) -> tuple[int, bytes] | None:
         """Bytes of a record that is complete here, and the digests of its stripes."""
@@ -165,12 +212,14 @@ class KeptWindow:
 
     @property
     def nbytes(self) -> int:
-        return self._room.nbytes
+        """Memory that is reserved."""
+        return sum(room.view.nbytes for room in (self._room, *self._more.values()))
 
     def close(self) -> None:
         """Let go of the memory."""
         self._records.clear()
-        self._owned.close()
+        for room in (self._room, *self._more.values()):
+            room.close()
 
 
 class Holder:
@@ -184,10 +233,11 @@ class Holder:
         watermark: the newest record that is acknowledged for every node of the job, as far as is known here.
     """
 
-    def __init__(self, node: str, reserve: Callable[[int], Room]) -> None:
+    def __init__(self, node: str, reserve: Reserve) -> None:
         self._node = node
         self._reserve = reserve
         self._attempt: str | None = None
+        self._code: Code | None = None
         self._windows: dict[tuple[tuple[int, ...], str], KeptWindow] = {}
         self.watermark = 0
 
@@ -206,11 +256,14 @@ class Holder:
 
     def halt(self) -> None:
         """The attempt is over: nothing more is taken until another one begins."""
-        self._attempt = None
+        self._attempt = self._code = None
 
-    def begin(self, attempt: str, record: int | None) -> None:
-        """An attempt begins; it goes on behind `record`, or uses nothing of what is here (None)."""
-        self._attempt = attempt
+    def begin(self, attempt: str, record: int | None, code: Code) -> None:
+        """An attempt begins; it goes on behind `record`, or uses nothing of what is here (None).
+
+        Its pieces are of `code`, which belongs to the caller and is not used after the attempt.
+        """
+        self._attempt, self._code = attempt, code
         self.watermark = record or 0
         for window in self.windows():
             if record is None:
@@ -231,37 +284,37 @@ class Holder:
     def open(self, window: Window) -> NotStored | None:
         """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
-        if window.attempt != self._attempt:
+        if window.attempt != self._attempt or self._code is None:
             return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here")
         known = self._windows.get(key)
         if known is not None and known.window == window:
             return None  # the owner has lost sight of what is here, and sends it once more
         if known is not None:
             self._forget(known)
+        count = sum(one.window.owner == window.owner and one.window.attempt == self._attempt for one in self.windows())
+        if count >= _MOST_WINDOWS:
+            return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows")
         try:
-            room = self._reserve(KeptWindow.bytes_needed(window))
-        except MemckptError as error:
+            self._windows[key] = KeptWindow(window, self._code.fragment_bytes(STRIPE_BYTES), self._reserve)
+        except (MemckptError, ValueError) as error:
             return NotStored(*key, window.base, str(error))
-        try:
-            self._windows[key] = KeptWindow(window, room)
-        except ValueError as error:  # of msgspec, or of text that is no UTF-8
-            room.close()
-            return NotStored(*key, window.base, f"its layout cannot be read: {error}")
         return None
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Keep a fragment; the answer that its owner is to get, if any."""
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
-        if window is None or window.window.attempt != self._attempt:
+        if window is None or window.window.attempt != self._attempt or self._code is None:
             return NotStored(*key, fragment.record, "no window of this generation is open here")
-        problem = check(fragment, payload)
-        told = window.window
-        if not problem and (fragment.piece, fragment.data, fragment.tolerate) != (told.piece, told.data, told.tolerate):
-            problem = f"it is piece {fragment.piece} of a ({fragment.data}, {fragment.tolerate}) code"
+        problem = check(fragment, payload) or window.misfit(fragment)
+        if not problem and len(payload) != (size := self._code.fragment_bytes(fragment.length)):
+            problem = f"expected {size} bytes, found {len(payload)}"
         if problem:
             return NotStored(*key, fragment.record, f"a fragment of it came damaged: {problem}")
-        return Stored(*key, fragment.record) if window.put(fragment, step, payload) else None
+        try:
+            return Stored(*key, fragment.record) if window.put(fragment, step, payload) else None
+        except MemckptError as error:
+            return NotStored(*key, fragment.record, str(error))
 
     def abandon(self, owner: tuple[int, ...], generation: str, record: int) -> None:
         window = self._windows.get((owner, generation))
@@ -286,15 +339,13 @@ class Holder:
             else:
                 window.drop_up_to(self.watermark - told.period * told.every)
 
+    def forget_before(self, owner: tuple[int, ...], base: int) -> None:
+        """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
+        for window in self.windows():
+            told = window.window
+            if told.owner == owner and told.attempt == self._attempt and told.base < base:
+                self._forget(window)
+
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
         """What is here, for the plan."""
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())
-
-
-def _stripe_room(window: Window) -> int:
-    return Code(window.data, window.tolerate).fragment_bytes(STRIPE_BYTES)
-
-
-def _slot_bytes(window: Window) -> int:
-    stripes = -(-(window.record_bytes + _TAIL_BYTES) // STRIPE_BYTES)
-    return stripes * _stripe_room(window)

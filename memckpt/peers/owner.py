@@ -24,6 +24,8 @@ _log = logging.getLogger("memckpt.courier")
 _CACHED_STRIPES = 32
 #: Records that wait for a holder, in windows.
 _MOST_WINDOWS_QUEUED = 3
+#: Of a reason, in characters: a peer writes it.
+_MOST_WORDS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 
 
@@ -142,10 +144,24 @@ class _Stream:
         self._pending.remove((outgoing, record))
         self._advance()
 
-    def lost(self, outgoing: Outgoing) -> list[int]:
-        """Records of a generation that are queued and that it does not have any more, or else all that are queued."""
-        queued = [record for one, record in self.queue if one is outgoing and record is not _OPEN and record != STATIC]
-        return [record for record in queued if record not in outgoing.records] or queued
+    def behind_of(self, outgoing: Outgoing) -> list[int]:
+        """Records that are queued and would not be any more if it began anew with a generation."""
+        return [
+            record
+            for one, record in self.queue
+            if record is not _OPEN and record >= one.window.base and (one is not outgoing or record not in one.records)
+        ]
+
+    def leave_out(self, outgoing: Outgoing, upto: int) -> tuple[list[int], bool]:
+        """Send none of a generation's records up to one; which these are, and whether part of the first was sent."""
+        out = [one for one in self.queue if one[0] is outgoing and one[1] not in (_OPEN, STATIC) and one[1] <= upto]
+        begun = bool(out) and self.queue[0] == out[0] and self.stripe > 0
+        if out and self.queue[0] == out[0]:
+            self.stripe = 0
+        self.queue = deque(one for one in self.queue if one not in out)
+        self._pending = deque(one for one in self._pending if one not in out)
+        self._advance()
+        return [record for _, record in out if record is not _OPEN], begun
 
     def drop(self, outgoing: Outgoing) -> None:
         """Nobody needs this generation any more."""
@@ -157,9 +173,11 @@ class _Stream:
         self._advance()
 
     def stored(self, message: Stored) -> None:
-        """The holder has a record."""
-        self._stored.add((message.generation, message.record))
-        self._advance()
+        """The holder has a record. It counts if all of it was sent, and was not known to be there."""
+        found = [one for one in self._pending if (one[0].generation, one[1]) == (message.generation, message.record)]
+        if found and found[0] not in self.queue:
+            self._stored.add((message.generation, message.record))
+            self._advance()
 
     def _advance(self) -> None:
         while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:
@@ -175,7 +193,7 @@ class _Stream:
         self._stored.discard((message.generation, message.record))
         self.queue.clear()
         self._pending.clear()
-        self.problem, self.waits = message.reason, True
+        self.problem, self.waits = message.reason[:_MOST_WORDS], True
         self.retry_at = now + self._backoff
         self._backoff = min(2 * self._backoff, _LAST_RETRY_SECONDS)
 
@@ -256,15 +274,23 @@ class Owner:
                 stream.add(outgoing, record)
                 if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
                     # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
-                    self._note_gap(outgoing, min(stream.lost(outgoing)), outgoing.records[0] - outgoing.window.every)
+                    if missed := stream.behind_of(outgoing):
+                        self._note_gap(outgoing, min(missed), max(missed))
                     stream.restart(outgoing)
 
     def give_up(self, generation: str) -> None:
-        """What a generation begins with cannot be sent any more (the replica goes on)."""
+        """What a generation begins with cannot be sent any more: the replica, where it lies, goes on."""
         for outgoing in self._generations:
-            if outgoing.generation == generation:
-                while outgoing.records and outgoing.records[0] <= outgoing.window.base:
-                    outgoing.forget(outgoing.records.popleft())
+            if outgoing.generation != generation:
+                continue
+            while outgoing.records and outgoing.records[0] <= outgoing.window.base:
+                outgoing.forget(outgoing.records.popleft())
+            for stream in self._streams:
+                left_out, begun = stream.leave_out(outgoing, outgoing.window.base)
+                if begun:
+                    self._send(stream.holder, Abandon(self.ranks, generation, left_out[0]), b"")
+                for record in left_out:
+                    self._forget(outgoing, record)
 
     def passed(self, watermark: int) -> None:
         """The watermark has got so far: older generations are not needed any more."""
@@ -273,6 +299,7 @@ class Owner:
             old = self._generations.pop(0)
             for stream in self._streams:
                 stream.drop(old)
+            self._sent_of = {key: sent for key, sent in self._sent_of.items() if key[0] != old.generation}
             old.close()
 
     # What holders say
@@ -291,13 +318,14 @@ class Owner:
 
     def not_stored(self, holder: str, message: NotStored, now: float) -> None:
         for stream in self._streams:
-            if stream.holder == holder and not stream.waits:
+            known = any(one.generation == message.generation for one in self._generations)
+            if stream.holder == holder and known and not stream.waits:
                 _log.warning(
                     "%s does not keep record %d of ranks %s: %s",
                     holder,
                     message.record,
                     list(self.ranks),
-                    message.reason,
+                    message.reason[:_MOST_WORDS],
                 )
                 stream.not_stored(message, now)
 
@@ -321,6 +349,12 @@ class Owner:
     def behind(self) -> dict[str, int]:
         """Records that each holder has still to get."""
         return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
+
+    @property
+    def newest(self) -> int | None:
+        """The newest record that there is to send; None before the first."""
+        newest = self._newest
+        return newest.records[-1] if newest is not None and newest.records else None
 
     @property
     def record_bytes(self) -> int:
@@ -388,7 +422,7 @@ class Owner:
             self._skip(stream, outgoing, record)
             return 0
         fragment, payload = fragments[stream.piece]
-        self._send(stream.holder, Put(fragment, outgoing.source.step(record), self.watermark), payload)
+        self._send(stream.holder, Put(fragment, outgoing.source.step(record)), payload)
         stream.stripe += 1
         key = outgoing.generation, record
         self._sent_of[key] = self._sent_of.get(key, 0) + len(payload)
@@ -409,10 +443,14 @@ class Owner:
         if stream.stripe:
             self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
         self._next(stream)
-        self._sent_of.pop((outgoing.generation, record), None)
         stream.skip(outgoing, record)
         if record != STATIC:
             self._note_gap(outgoing, record, record)
+        self._forget(outgoing, record)
+
+    def _forget(self, outgoing: Outgoing, record: int) -> None:
+        """Nothing more of a record can be read."""
+        self._sent_of.pop((outgoing.generation, record), None)
         outgoing.forget(record)
         for key in [key for key in self._encoded if key[:2] == (outgoing.generation, record)]:
             del self._encoded[key]

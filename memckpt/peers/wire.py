@@ -30,6 +30,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
+        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
     """
 
     owner: tuple[int, ...]
@@ -49,6 +50,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
+    mirror: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -58,11 +60,10 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Owner to holder: a fragment, whose bytes come beside; `watermark` is the newest that the owner knows of."""
+    """Owner to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
 
     fragment: Fragment
     step: int
-    watermark: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
@@ -202,4 +203,7 @@ def encode(message: WireMessage) -> bytes:
 
 def decode(body: bytes) -> WireMessage:
     """Raises ValueError for what is no message."""
-    return _decoder.decode(body)
+    try:
+        return _decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("expected a message, found lists in lists in lists") from error

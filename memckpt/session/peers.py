@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import platform
 import socket
 from collections.abc import Callable, Collection
 
@@ -12,6 +14,7 @@ import msgspec
 from memckpt.agent.peer_messages import (
     Join,
     Listen,
+    Listening,
     PeerJob,
     PeerKeys,
     PeerNode,
@@ -22,7 +25,7 @@ from memckpt.agent.peer_messages import (
 )
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
-from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
 from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
@@ -45,19 +48,19 @@ class Peers:
         config: how records are kept in other nodes' memory; None: they are not.
         ranks: of the job.
         link: to this node's agent.
-        budget: the configured limit on its memory.
+        agent: its settings.
 
     Attributes:
         units: by rank, its node and the ranks there that hold the same shards, once :meth:`listen` has asked.
     """
 
     def __init__(
-        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, budget: int | None
+        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._link = link
-        self._budget = budget
+        self._agent = agent
         self._listen: Listen | None = None
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
@@ -105,10 +108,9 @@ class Peers:
             keys = PeerKeys(*first)
         elif ranks.rank == 0:
             _log.warning("memckpt: peers speak in plain: whoever reaches their ports can read and change records")
-        listen = Listen(ranks.nonce, ranks.node, _own_address(config.host), config.port, keys, self._budget)
-        self._listen = listen
+        alone = len(set(ranks.gather(platform.node()))) == 1
         domain = find_domain(config, ranks.node, os.environ)
-        answers = ranks.together(lambda: (self._link.client.listen(listen) if self._leads else None, domain))
+        answers = ranks.together(lambda: (self._open(config, keys, alone), domain))
         found = {self.units[rank][0]: one for rank, one in enumerate(answers) if one[0] is not None}
         level = choose_level([found[name][1] for name in names], config.domain_level, config.group_nodes)
         self._nodes = tuple(
@@ -119,6 +121,12 @@ class Peers:
         if ranks.rank == 0:
             _log.info("memckpt: peers are placed by %s: %s", level.name, level.reason)
         return [piece for answer, _ in found.values() if answer is not None for piece in answer.pieces]
+
+    def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | None, alone: bool) -> Listening | None:
+        address = _own_address(config.host, alone)
+        budget, threads = self._agent.memory_budget_bytes, self._agent.threads
+        self._listen = Listen(self._ranks.nonce, self._ranks.node, address, config.port, keys, budget, threads)
+        return self._link.client.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
         everybody = self._ranks.gather(None if self._config is None else repr(_common(self._config)))
@@ -199,7 +207,7 @@ class Peers:
             record=plan.record,
             serve=serves(plan.fetches, self._ranks.node),
             fetch=tuple(_source(fetch) for fetch in own),
-            memory_budget_bytes=self._budget,
+            memory_budget_bytes=self._agent.memory_budget_bytes,
             history=plan.history,
         )
         if self._ranks.rank == 0:
@@ -221,6 +229,17 @@ class Peers:
     def _ask(self, message: Recover) -> Recovered:
         with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
             return self._link.client.recover(message, lambda news: advance(news.nbytes))
+
+    def describe(self) -> str:
+        """In words, how records are kept in other nodes' memory; empty if they are not."""
+        config, count = self._config, len(self._nodes)
+        if isinstance(config, MirrorConfig):
+            return f"; {config.copies} nodes of {count} hold each state"
+        if config is not None:
+            return (
+                f"; any {config.tolerate} of each {config.group_nodes} of {count} nodes may be lost (k={config.data})"
+            )
+        return ""
 
     # During training
 
@@ -275,15 +294,34 @@ def _sources_of(fetch: Fetch) -> set[BadSource]:
     return {BadSource(node, fetch.ranks, fetch.generation) for node, _ in fetch.pieces}
 
 
-def _own_address(host: str | None) -> str:
-    """The address of this node that its peers reach, by the route to the job's master."""
+def _own_address(host: str | None, alone: bool) -> str:
+    """The address of this node that its peers reach: that of the route to the job's master, or of the default route.
+
+    Args:
+        host: as configured; wins.
+        alone: whether all nodes are on this machine. If not, the master's own name may lead to its loopback address,
+            where nobody else finds it.
+    """
     if host is not None:
         return host
-    master = os.environ.get("MASTER_ADDR", _ELSEWHERE)
+    for there in (os.environ.get("MASTER_ADDR", _ELSEWHERE), _ELSEWHERE):
+        found = _route_to(there)
+        if found is not None and (alone or not ipaddress.ip_address(found.partition("%")[0]).is_loopback):
+            return found
+    if alone:
+        return "127.0.0.1"  # no route leads anywhere
+    raise ConfigurationError(
+        "peers.host: expected an address of this node that its peers can reach, found none: no route leads to the "
+        "job's master or elsewhere; set it, or MEMCKPT_PEERS_HOST"
+    )
+
+
+def _route_to(there: str) -> str | None:
+    """Our address on the way to another one; None if there is no way. Nothing is sent."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"  # no route leads anywhere: all nodes are on this machine
+        return None
