@@ -29,12 +29,13 @@ The ratio is the median over rounds of a training's time over that of the first 
 distance between the quartiles; the null pair is the second one with nothing over the first. What it differs from 1 is
 noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank,
 waiting for peers included. *behind* is how long after a block's last step its records were acknowledged by all; the
-next training has its turn only then. *couriers* is the CPU time of both nodes' couriers for a step's record: each
-encodes, encrypts, sends, receives, decrypts, checks and keeps one shard's.
+next training has its turn only then. Pauses between blocks are single long steps to the governor, which goes by
+medians. *couriers* is the CPU time of both nodes' couriers for a step's record: each encodes, encrypts, sends, receives,
+decrypts, checks and keeps one shard's.
 
-**Where the ranks leave no core free, as they do on two, couriers take their CPU time from the training.** Then the
-ratio is that of a machine without a core to spare, at most (training + couriers) over training, and not what peers cost
-on nodes of their own. What carries over is the CPU time of couriers, and stall: what of it nothing hides."""
+**Where the ranks leave no core free, as they do on two, couriers and agents take their CPU time from the training.**
+The ratio is then that of a machine without a core to spare, and not what peers cost on nodes of their own. What carries
+over is the CPU time of couriers."""
 
 Side = Literal["nothing", "local", "peers", "plain"]
 _NAMES: dict[Side, str] = {
@@ -43,6 +44,7 @@ _NAMES: dict[Side, str] = {
     "peers": "memckpt, peers",
     "plain": "memckpt, peers, security='plain'",
 }
+_WITH_PEERS: tuple[Side, ...] = ("peers", "plain")
 #: Until every slot of the ring has been written once, and the first window is with its peers.
 _WARM_UP = 12
 
@@ -62,7 +64,7 @@ QUICK = Scale("demo", rounds=2, steps=2)
 
 def task_of(scale: Scale, side: Side, stack: ExitStack) -> Task:
     config = None if side == "nothing" else redo_config("lazy T=8")
-    if config is not None and side in ("peers", "plain"):
+    if config is not None and side in _WITH_PEERS:
         peers = ErasureConfig(data=1, tolerate=1, security="plain" if side == "plain" else "curve")
         config = replace(config, peers=peers)
     return Task("fsdp", scale.size, NODES, stack.enter_context(scratch_directory()), config)
@@ -84,6 +86,10 @@ def measure(report: Report, scale: Scale, sides: tuple[Side, ...]) -> None:
             nodes.wait_ready()
             nodes.take(_WARM_UP)
         add_ratios(report, scale, sides, trainings[0].numel, take_turns(trainings, scale.rounds, scale.steps))
+        for side, nodes in zip(sides, trainings, strict=True):
+            if side in _WITH_PEERS:
+                pace = " and ".join(sorted({status.pace for status in nodes.peers_status(0)} - {""}))
+                report.notes.append(f"Pace at the end, {_NAMES[side]}: {pace or 'nothing to say'}.")
 
 
 def add_ratios(
@@ -103,7 +109,7 @@ def add_ratios(
             for values in ([sum(block.stall.values()) for block in blocks], [block.behind for block in blocks])
         )
         couriers = statistics.mean(block.courier_seconds for block in blocks)
-        ours, peers = side != "nothing", side in ("peers", "plain")
+        ours, peers = side != "nothing", side in _WITH_PEERS
         table.add(
             _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
             f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}", f"{stall:.1f}" if ours else "-",

@@ -221,7 +221,7 @@ def main(options: Options) -> None:
     report = Report("peers_restore", TITLE, METHOD, options.command, options.quick)
     report.machine["compute_threads"] = f"{NODES} ranks of 1"
     start_server("benchmarks.peer_ranks")
-    size = "demo" if options.quick else "30M"
+    size = "tiny" if options.quick else "30M"
     try:
         measure(report, size, kills=1 if options.quick else 5, codes=(2,) if options.quick else (3, 2))
     except MemoryError as error:
