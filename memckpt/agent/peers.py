@@ -52,6 +52,8 @@ _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
 #: A courier that dies again and again in one attempt is not started any more.
 _MOST_RESTARTS = 5
+#: It says every second how things are.
+_QUIET_SECONDS = 5.0
 
 
 class Peers:
@@ -90,6 +92,8 @@ class Peers:
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
         self._report: PeersStatus | None = None
+        #: When, of this attempt.
+        self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._restarts = 0
         self._token = secrets.token_hex(4)
@@ -120,8 +124,15 @@ class Peers:
 
     @property
     def status(self) -> PeersStatus | None:
-        """As the courier has said it last."""
-        return self._report if self._job is not None else None
+        """As the courier has said it last; if that was long ago, it stands still, and nothing is protected."""
+        if self._job is None or self._report is None or self._reported is None:
+            return None
+        quiet = time.monotonic() - self._reported
+        if quiet < _QUIET_SECONDS:
+            return self._report
+        return msgspec.structs.replace(
+            self._report, protected=False, problem=f"the courier of this node has said nothing for {quiet:.0f} s"
+        )
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
@@ -130,6 +141,7 @@ class Peers:
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
         self._halt()
+        self._reported = None
         self._listening = self._job = self._recovery = self.watermark = None
         self._fingerprints.clear()
         self._sent.clear()
@@ -338,7 +350,7 @@ class Peers:
                 self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
             case PeersReport():
-                self._report = message.status
+                self._report, self._reported = message.status, time.monotonic()
             case GivenUp():
                 self._given_up.add(message.generation)
                 self._told_passed(Passed(self.watermark or 0, False))
