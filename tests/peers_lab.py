@@ -223,7 +223,7 @@ def courier_of(job: PeersJob, name: str) -> int:
     return found
 
 
-def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
+def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
     """The pids of ranks on these nodes."""
     for rank in range(job.world_size):
         if job.node(rank) in names:
@@ -234,7 +234,7 @@ def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
     """All processes of these nodes at once, but for the caller, if not `itself`; couriers go with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
-    for pid in [*_ranks_of(job, names), *agents]:
+    for pid in [*ranks_of(job, names), *agents]:
         if pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
     for pid in agents:
