@@ -278,7 +278,8 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
     codes = start(
         lab, replace(attempt, prepare=recovers_with(asked, lambda rank: kill_nodes(attempt, [second], itself=True)))
     )
-    assert all(codes[rank] == -9 for rank in asked) and 0 not in codes
+    assert all(codes[rank] == -9 for rank in asked)
+    assert 0 not in codes
     assert not any(noted(attempt, "restored"))
     last = attempt.again(lab)
     finishes(lab, last, expected)
