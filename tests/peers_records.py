@@ -46,7 +46,7 @@ Bytes = bytes | memoryview
 Answers = list[tuple[str, WireMessage, Bytes]]
 T1 = Timeline(1, "a")
 RANKS = (0, 1)
-STRIPED = 70_000
+STRIPED = 36_000
 
 
 def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other: object) -> StateSpec:

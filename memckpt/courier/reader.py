@@ -282,7 +282,7 @@ class Reader:
             self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
             return
         # In turns, so that all survivors' links carry their share.
-        first = number % len(others)
+        first = (part.record + number) % len(others)
         for node, piece in (others[first:] + others[:first])[:missing]:
             if part.open[node] <= 0:
                 self._heard[node] = now
