@@ -14,7 +14,7 @@ from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
-from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, OpenMirror
+from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, MirrorSkip, OpenMirror
 from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
@@ -349,6 +349,8 @@ class Peers:
                 failed = self._mirrors.record(message)
                 if failed is not None:
                     self._send(failed)
+            case MirrorSkip():
+                self._mirrors.skip(message)
             case CloseMirror():
                 self._mirrors.close_one(message)
             case Described() | Filled() | RecoveryProgress():

@@ -228,6 +228,8 @@ class Member:
                     return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self._private):
                     return f"private={window.private} is not as planned"
+                if window.mirror and (window.private or self.job.scheme != "mirror"):
+                    return "no mirror of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
