@@ -234,17 +234,19 @@ def test_what_is_skipped_makes_it_useless_for_a_period(mode: str) -> None:
         assert min(records) >= run[0] + PERIOD - 1
 
 
-def test_it_offers_nothing_while_its_state_is_not_exact() -> None:
+@pytest.mark.parametrize("count", [PERIOD - 1, PERIOD])
+def test_it_offers_nothing_while_its_state_is_not_exact(count: int) -> None:
     with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
         one.settle()
-        for _ in range(8):
+        for _ in range(SLOTS + 5):
             assert one.train()
-        one.send()
-        one.deliver()
+        one.send()  # what is left in the slots
+        assert one.deliver(count) == count
         one.agent()
         one.redo()
         assert not one.owner.whole
-        assert one.end() == []
+        records = check_all(one, one.end())
+        assert records == [one.training.record] * (count == PERIOD)
 
 
 # What there is no replica for

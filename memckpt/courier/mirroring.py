@@ -74,6 +74,8 @@ class MirrorWindow:
         self._ahead = opened.spec.slots - owners.slots
         self._applied: int | None = None
         self._static_here = False
+        #: Records that are here, and not applied as far as is known; and those that are not acknowledged.
+        self._to_redo: list[int] = []
         self._unacknowledged: list[int] = []
         self._into: BlobReader | None = None
         self._next = (0, 0)
@@ -175,15 +177,11 @@ class MirrorWindow:
         Raises:
             DamagedStateError: it does.
         """
-        assert self._applied is not None
-        if self.newest is None:
+        slot = self._layout.slot_number(record)
+        if all(self._layout.slot_number(one) != slot for one in self._to_redo):
             return
-        before = self.newest - (self.newest - record) % self._layout.ring  # the last one that had it
-        behind = self.newest - self._applied
-        if self._applied >= before:
-            return
-        problem = f"the replica here is {behind} records behind; agent.threads gives it more CPU time"
-        if record == self.newest + 1:
+        problem = f"the replica here is {len(self._to_redo)} records behind; agent.threads gives it more CPU time"
+        if self.newest is None or record == self.newest + 1:
             raise DamagedStateError(problem)
         # What it has got is of no use without what is lost between: it need not be redone.
         self.newest = record - 1
@@ -215,6 +213,8 @@ class MirrorWindow:
             self._ring.seal(record, rank)
         if record == base:
             self._applied = base
+        if record > base:
+            self._to_redo.append(record)
         self.newest = record
         self._tell(MirrorRecord(*self.key, record, tail.step, tail.meta, tail.rank_states))
 
@@ -229,6 +229,7 @@ class MirrorWindow:
         """Redo has got so far: what the owner is to get."""
         if self._applied is None or record > self._applied:
             self._applied = record
+        self._to_redo = [one for one in self._to_redo if one > self._applied]
         free = [one for one in self._unacknowledged if self._may_acknowledge(one)]
         self._unacknowledged = [one for one in self._unacknowledged if one not in free]
         return [self._stored(one) for one in free]
