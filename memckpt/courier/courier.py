@@ -206,7 +206,6 @@ class Courier:
         if self._holder is None:
             self._holder = Mirroring(Holder(message.node, self._reserve), self._ask_for_mirror, self._channel.send)
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
-        self._transport.register(self._poller)
         self._channel.send(Listening(self._transport.address))
 
     def _reserve(self, nbytes: int) -> Room:
@@ -222,6 +221,8 @@ class Courier:
         if self._member is not None:
             self._member.close()
         self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed)
+        # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
+        self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():
             if state.incarnation and self._member.knows(peer):  # met before the plan was made once more
                 self._member.met(peer)

@@ -95,11 +95,14 @@ class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
 class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     """Node to leader: the newest record that all holders have of everything it owns.
 
-    `whole`: whether they have all that its state needs; where a holder came back empty, that takes T records.
+    `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
+    a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
+    takes T records.
     """
 
     node: str
     record: int
+    since: int
     whole: bool
 
 
@@ -204,4 +207,7 @@ def encode(message: WireMessage) -> bytes:
 
 def decode(body: bytes) -> WireMessage:
     """Raises ValueError for what is no message."""
-    return _decoder.decode(body)
+    try:
+        return _decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("expected a message, found lists in lists in lists") from error
