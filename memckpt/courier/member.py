@@ -436,7 +436,8 @@ class Member:
     def _problem(self) -> str:
         """Why not every node can be lost, in words; empty if each can."""
         if self.watermark.whole:
-            return ""
+            problem = self._holder.problem
+            return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
         for owner in self._owners.values():
             for holder, problem in owner.problems.items():
                 return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
