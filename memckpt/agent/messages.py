@@ -17,6 +17,7 @@ from memckpt.agent.mirror_messages import (
     MirrorOpened,
     MirrorRecord,
     MirrorRefused,
+    MirrorSkip,
     OpenMirror,
 )
 from memckpt.agent.peer_messages import (
@@ -584,6 +585,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     OpenMirror,
     MirrorOpened,
     MirrorRefused,
+    MirrorSkip,
     MirrorRecord,
     MirrorApplied,
     MirrorFailed,
