@@ -185,7 +185,7 @@ class Memckpt:
     def settle(self) -> None:
         """An eager agent has applied all but the newest record, of which it cannot know that all ranks have it."""
         if self.session.mode == "eager":
-            self.session._link.wait_applied(int(self.session.metrics()["step"]) - 1)
+            self.session._link.client.wait_applied(int(self.session.metrics()["step"]) - 1)
 
     def stall(self) -> dict[str, float]:
         return asdict(self.session.stall)

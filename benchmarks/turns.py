@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -262,14 +262,17 @@ def training(task: Task) -> Iterator[Training]:
             started.close()
 
 
-class TakesTurns(Protocol):
+B_co = TypeVar("B_co", bound=Block, covariant=True)
+
+
+class TakesTurns(Protocol[B_co]):
     """A training that stops after each block of steps."""
 
-    def take(self, steps: int) -> Block:
+    def take(self, steps: int) -> B_co:
         """Let it go for one step that does not count and for so many that do."""
 
 
-def take_turns(trainings: Sequence[TakesTurns], rounds: int, steps: int) -> list[list[Block]]:
+def take_turns(trainings: Sequence[TakesTurns[B_co]], rounds: int, steps: int) -> list[list[B_co]]:
     """For each round a block of each training, in their order; the order of turns changes from round to round."""
     found = []
     for number in range(rounds):

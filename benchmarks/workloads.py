@@ -113,7 +113,7 @@ def redo_config(mode: str) -> MemckptConfig:
 def catch_up(session: Session) -> None:
     """Wait until an eager agent has applied every record that it was given. Not part of what users may call."""
     if session.mode == "eager" and session._link.up:
-        session._link.wait_applied(int(session.metrics()["step"]))
+        session._link.client.wait_applied(int(session.metrics()["step"]))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Node:
-    """A transport and what it has received. It reads only while `reads`."""
+    """A transport and what it has received. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
     def __init__(self, name: str, keys: Keys | None, **options: Any) -> None:
         options.setdefault("host", "127.0.0.1")
@@ -29,11 +29,20 @@ class Node:
         self.transport = Transport(name, keys=keys, **options)
         self.name = name
         self.reads = True
+        self.ahead = 0.0
         self.met: list[Met] = []
         self.received: list[Delivery] = []
 
+    @property
+    def port(self) -> int:
+        """On which it listens, whatever it tells others."""
+        return int(self.transport._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
+
     def bodies(self, peer: str | None = None) -> list[bytes]:
         return [each.body for each in self.received if peer in (None, each.peer)]
+
+    def tend(self) -> float:
+        return self.transport.tend(time.monotonic() + self.ahead)
 
     def read(self) -> None:
         while (event := self.transport.receive()) is not None:
@@ -57,9 +66,9 @@ def drive(*nodes: Node, until: Callable[[], bool]) -> None:
                 raise TimeoutError(f"not within {PATIENCE_SECONDS} s: {[describe(node) for node in nodes]}")
             for node in reading:
                 node.read()
-            wait = min(node.transport.tend(time.monotonic()) for node in reading)
+            wait = min(node.tend() for node in reading)
             if not until():
-                poller.poll(min(wait, 0.1) * 1000)
+                poller.poll(int(min(wait, 0.1) * 1000))
     finally:
         for node in reading:
             node.transport.unregister(poller)

@@ -137,7 +137,7 @@ def _give_up(error: RuntimeError) -> NoReturn:
     os._exit(NO_PROCESS_GROUP)
 
 
-class _Rank:
+class Rank:
     """One rank of an attempt."""
 
     def __init__(self, job: Job, rank: int) -> None:
@@ -180,6 +180,9 @@ class _Rank:
         if self.session.agent_pid is not None:
             os.kill(self.session.agent_pid, signal.SIGKILL)
 
+    def _note_committed(self) -> None:
+        self.journal.note("committed", step=self.step)
+
     def _note_layout(self) -> None:
         """What this rank's unit takes of its node's memory."""
         writer = None if self.session is None else self.session._staging.writer
@@ -208,7 +211,7 @@ class _Rank:
                 if self.session is not None:
                     # A scaler that has skipped the step leaves gradients behind: nobody else knows that it is over.
                     assert self.session.commit(gradients_pending=False if job.setup.scaler else None)
-                self.journal.note("committed", step=self.step)
+                self._note_committed()
                 self.at("committed")
                 if job.wait_at is not None and self.step == job.wait_at - 4:
                     self._await_order()
@@ -258,7 +261,7 @@ class _Rank:
 class _Probe:
     """Registered with the session: its state_dict() is called in the middle of a commit."""
 
-    def __init__(self, rank: _Rank) -> None:
+    def __init__(self, rank: Rank) -> None:
         self._rank = rank
 
     def state_dict(self) -> dict[str, int]:
@@ -293,7 +296,7 @@ def _between_groups(at: Callable[[], None]) -> Iterator[None]:
 
 def train(job: Job, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
-    _Rank(job, rank).train()
+    Rank(job, rank).train()
 
 
 # From outside

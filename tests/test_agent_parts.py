@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from memckpt.agent.address import AgentAddress, runtime_directory
 from memckpt.agent.channel import INLINE_BYTES, Channel
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.messages import Commit, Credit, Goodbye
 from memckpt.agent.processes import ProcessHandle, start_ticks
 from memckpt.agent.replica import ulp_distance
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
 from memckpt.memory.region import Region
@@ -206,7 +206,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
     """The agent starts it when it is told to end, and a scheduler may not be done with its list of processes yet."""
     ended: list[str] = []
     with selectors.DefaultSelector() as selector:
-        writer = WriterProcess("records", selector, lambda message: None, ended.append)
+        writer = HelperProcess("memckpt.writer", ["--what", "records"], selector, lambda message: None, ended.append)
         process = writer._process
         try:
             process.send_signal(number)

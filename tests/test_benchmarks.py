@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.netns import problem
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -55,3 +57,67 @@ def test_sharded_overhead(tmp_path: Path) -> None:
     whole = next(row for row in held if row["arm"] == lazy)
     assert whole["numel"] == sum(row["shard_numel"] for row in ours)
     assert whole["designed_bytes"] <= whole["held_bytes"] < 1.05 * whole["designed_bytes"]
+
+
+@pytest.mark.slow
+def test_peers_traffic(tmp_path: Path) -> None:
+    """Peers send what the design says, and little beside; with DDP only what is a rank's own."""
+    report = _quick_run("peers_traffic", tmp_path)
+    (rows,) = (table["rows"] for table in report["tables"])
+    assert [row["kind"] for row in rows] == ["fsdp", "ddp"]
+    for row in rows:
+        assert row["pieces_bytes"] < row["message_bytes"]
+        assert row["wire_bytes"] is None or row["message_bytes"] < row["wire_bytes"]
+    sharded, replicated = rows
+    assert sharded["designed_bytes"] <= sharded["pieces_bytes"] < 1.02 * sharded["designed_bytes"]
+    assert (sharded["wire_bytes"] or sharded["message_bytes"]) < 1.02 * sharded["pieces_bytes"]
+    assert 0 < replicated["pieces_bytes"] < 0.1 * replicated["numel"]
+
+
+@pytest.mark.slow
+def test_peers_restore(tmp_path: Path) -> None:
+    """Lost nodes have fetched a window each; nobody else fetched anything."""
+    report = _quick_run("peers_restore", tmp_path)
+    (rows,) = (table["rows"] for table in report["tables"])
+    shard = 120_576 / 4
+    lost = [row["fetched_bytes"][0] / shard / 8 for row in rows]
+    assert [round(nodes / 5.5) for nodes in lost] == [0, 1, 2, 0, 0]
+    assert all(min(row["seconds"]["restored"]) > 0 for row in rows)
+    assert [bool(row["seconds"]["fetched"]) for row in rows] == [nodes > 0 for nodes in lost]
+    assert report["notes"] == []
+
+
+@pytest.mark.slow
+def test_peers_overhead(tmp_path: Path) -> None:
+    """Only a training with peers has couriers, and they take CPU time."""
+    report = _quick_run("peers_overhead", tmp_path)
+    (rows,) = (table["rows"] for table in report["tables"])
+    couriers = {row["arm"]: row["courier_seconds"] for row in rows}
+    assert list(couriers) == ["memckpt, no peers", "memckpt, peers", "nothing (null pair)"]
+    assert [seconds is not None and seconds > 0 for seconds in couriers.values()] == [False, True, False]
+    assert [bool(row["stall_ms"]) for row in rows] == [True, True, False]
+
+
+@pytest.mark.slow
+def test_governor(tmp_path: Path) -> None:
+    """Both nodes train on each side; with the governor its baseline is known, without it nothing is."""
+    reason = problem()
+    if reason is not None:
+        pytest.skip(reason)
+    report = _quick_run("governor", tmp_path)
+    rows = {row["arm"]: row for row in report["tables"][0]["rows"]}
+    assert set(rows) == {"nothing", "without", "with"}
+    assert all(row["step_seconds"] > 0 for row in rows.values())
+    for arm in ("without", "with"):
+        assert rows[arm]["peers"]["watermark"] > 10  # as it was said a second before
+        assert rows[arm]["peers"]["bytes_per_record"] > 0
+    assert "no step has been timed" in rows["without"]["peers"]["pace"]
+    assert "no step has been timed" not in rows["with"]["peers"]["pace"]
+
+
+@pytest.mark.slow
+def test_transport(tmp_path: Path) -> None:
+    """Both sides deliver everything, encrypted and not."""
+    (table,) = _quick_run("transport", tmp_path)["tables"]
+    assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
+    assert all(row["ratio"] > 0 for row in table["rows"])

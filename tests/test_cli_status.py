@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
-from memckpt.agent.messages import PeerLinkStatus, PeersStatus, Status, StorageStatus
+from memckpt.agent.messages import Status, StorageStatus
+from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli import status as status_module
 from memckpt.cli.peers import ranks_text
 from memckpt.cli.status import Looker, Stored, View, render

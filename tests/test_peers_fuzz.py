@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.peers import envelope as envelopes
+from memckpt.peers.directory import MAX_PEERS
 from memckpt.peers.keys import Keys
-from memckpt.peers.transport import MAX_PEERS, Delivery
+from memckpt.peers.transport import Delivery
 from tests.peers_harness import Node, acquaint, drive, nodes_of
 
 FUZZ = settings(
@@ -99,12 +100,7 @@ def test_frames_of_garbage(stage: Stage, messages: list[list[bytes]]) -> None:
 
 
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**63), 2**64 - 1),
-    st.floats(),
-    st.text(max_size=20),
-    st.binary(max_size=20),
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=9), st.binary(max_size=9)
 )
 NAMES = st.one_of(st.sampled_from(["a", "b", "c", "", "x" * 300]), st.text(max_size=5))
 ADDRESSES = st.sampled_from(
@@ -134,7 +130,7 @@ def envelope_of(draw: st.DrawFn, incarnations: Sequence[str]) -> bytes:
 def test_envelopes_that_lie(stage: Stage, data: st.DataObject) -> None:
     """A holder of the keys may speak for nodes that are not there, but it cannot make others fail."""
     mine = stage.a.transport.peers()
-    own = [stage.a.transport._peers[peer].link.own for peer in mine if peer != "b"]
+    own = [stage.a.transport._directory.peers[peer].link.own for peer in mine if peer != "b"]
     envelope = envelope_of([*own, "liar", "liar.2", stage.a.transport.incarnation, "", ""])
     frames = st.one_of(
         envelope.map(lambda head: [head]),
@@ -156,17 +152,47 @@ def test_states_out_of_any_order(stage: Stage) -> None:
         )
 
     stage.throw([state()])
-    link = stage.a.transport._peers[name].link
+    link = stage.a.transport._directory.peers[name].link
     stage.a.transport.send(name, b"never arrives", bytes(100))
     far = (1 << 62) - 1
-    stage.throw(
-        *([state(meant=link.own, **{field: value})] for field in ("turn", "number", "expected", "seen") for value in (far, 0)),
-        [state(meant=link.own, gap=True)],
-        *([envelopes.encode(envelopes.Data(name, own, link.own, turn, number)), b"", b""] for turn in (far, 0) for number in (far, 0)),
-    )  # fmt: skip
+    for field in ("turn", "number", "expected", "seen"):
+        stage.throw([state(meant=link.own, **{field: far})], [state(meant=link.own, **{field: 0})])
+    stage.throw([state(meant=link.own, gap=True)])
+    for turn, number in ((far, far), (far, 0), (0, far), (0, 0)):
+        stage.throw([envelopes.encode(envelopes.Data(name, own, link.own, turn, number)), b"", b""])
     assert link.met == own
     # It has taken nothing, whatever it has said.
     assert link.unacknowledged_messages == 1
+    stage.check()
+
+
+def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
+    name, own = "miscounter", "miscounter.1"
+
+    def state(meant: str) -> bytes:
+        return envelopes.encode(envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+
+    stage.throw([state("")])
+    link = stage.a.transport._directory.peers[name].link
+    data = envelopes.encode(envelopes.Data(name, own, link.own, 0, 0))
+    before = stage.a.transport.refused["malformed"]
+    wrong = [[data], [data, b""], [data, b"", b"", b""], [state(link.own), b""], [state(link.own), b"", b""]]
+    stage.throw(*wrong)
+    assert stage.a.transport.refused["malformed"] == before + len(wrong)
+    assert not link.met
+    stage.throw([data, b"", b""])
+    assert link.met == own
+    assert stage.a.bodies(name) == [b""]
+    stage.check()
+
+
+def test_lists_in_lists(stage: Stage) -> None:
+    """What does not belong into an envelope is skipped, however deep it is."""
+    state = envelopes.encode(envelopes.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+    longer = bytes([state[0] + 1]) + state[1:] + b"\x91" * 1900 + b"\x90"
+    before = stage.a.transport.refused["malformed"]
+    stage.throw([longer])
+    assert stage.a.transport.refused["malformed"] == before + 1
     stage.check()
 
 
@@ -187,10 +213,9 @@ STREAMS = st.one_of(
 @given(streams=st.lists(STREAMS, min_size=1, max_size=3))
 @settings(parent=FUZZ, max_examples=80)
 def test_bytes_of_garbage(stage: Stage, streams: list[bytes]) -> None:
-    host, port = stage.a.transport.address.removeprefix("tcp://").split(":")
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            sock = stack.enter_context(socket.create_connection((host, int(port))))
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", stage.a.port)))
             # It may have hung up already.
             with contextlib.suppress(ConnectionError):
                 sock.sendall(stream)

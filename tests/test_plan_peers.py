@@ -126,6 +126,15 @@ def checkpoint(record: int, number: int = 1) -> Any:
     return Checkpoint(timeline, record, {"n": part})
 
 
+def test_a_node_that_has_only_what_is_static_is_read_too() -> None:
+    kept = [pieces("a", 2, 0), pieces("b", 2, 1, static=False), pieces("d", 2, 2, range(0))]
+    assert plan(SURVIVORS, kept).fetches[0].pieces == (("a", 0), ("b", 1), ("d", 2))
+
+
+def test_what_has_no_history_counts_for_nothing() -> None:
+    assert isinstance(plan([live(node, rank, history=()) for node, (rank,) in PLACES]), StartOver)
+
+
 def test_a_step_that_only_pieces_have_is_found() -> None:
     found = plan(SURVIVORS, ITS_PIECES, resume=60)
     assert (found.record, found.lost) == (6, 2)
@@ -450,7 +459,7 @@ def draw_attempt(
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObject) -> None:
     units: list[Unit] = data.draw(
         st.sampled_from([[(0,), (1,), (2,)], [(0, 1), (2, 3), (4, 5)], [(0, 2), (1,), (3,), (4,)]])

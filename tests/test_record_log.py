@@ -10,8 +10,8 @@ from typing import cast
 import pytest
 
 from memckpt.agent import record_log
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.record_log import RecordLog
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentError
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name
@@ -38,11 +38,11 @@ class Node:
         self.timeline = T1
         self.configure(self.here, T1)
 
-    def _start(self) -> WriterProcess:
+    def _start(self) -> HelperProcess:
         self.processes.append(RecordsProcess(self.log.appended))
         if self.failing is not None:
             raise self.failing
-        return cast("WriterProcess", self.processes[-1])
+        return cast("HelperProcess", self.processes[-1])
 
     @property
     def process(self) -> RecordsProcess:

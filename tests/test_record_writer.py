@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 
 from memckpt.agent.channel import Channel
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.messages import Append, Appended, Message, OpenLog
 from memckpt.agent.record_log import RecordLog
-from memckpt.agent.writer_process import WriterProcess
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
@@ -29,7 +29,7 @@ class Agent:
     def __init__(self, url: str) -> None:
         self._filled = Filled()
         self._process = Process()
-        self._log = RecordLog("n", lambda: cast("WriterProcess", self._process), lambda: None)
+        self._log = RecordLog("n", lambda: cast("HelperProcess", self._process), lambda: None)
         self._log.configure(url, 4, 60.0, Timeline(1, "a"))
 
     def commits(self) -> list[tuple[Message, list[int]]]:

@@ -10,6 +10,15 @@ from typing import Literal, Union
 
 import msgspec
 
+from memckpt.agent.mirror_messages import (
+    CloseMirror,
+    MirrorApplied,
+    MirrorFailed,
+    MirrorOpened,
+    MirrorRecord,
+    MirrorRefused,
+    OpenMirror,
+)
 from memckpt.agent.peer_messages import (
     AskPhases,
     Describe,
@@ -19,6 +28,7 @@ from memckpt.agent.peer_messages import (
     GivenUp,
     GiveUp,
     Halt,
+    Halted,
     Join,
     Listen,
     Listening,
@@ -570,4 +580,12 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     PeersReport,
     AskPhases,
     PhasesAre,
+    Halted,
+    OpenMirror,
+    MirrorOpened,
+    MirrorRefused,
+    MirrorRecord,
+    MirrorApplied,
+    MirrorFailed,
+    CloseMirror,
 ]

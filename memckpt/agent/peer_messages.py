@@ -26,6 +26,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     """A trainer's, and the agent's to its courier: be there for peers that have these keys (None: for everybody).
 
     Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
+    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo.
     """
 
     attempt: str
@@ -34,6 +35,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     port: int
     keys: PeerKeys | None
     memory_budget_bytes: int | None = None
+    threads: int = 1
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
@@ -253,7 +255,14 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
 
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays."""
+    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
+
+    Answer: Halted.
+    """
+
+
+class Halted(msgspec.Struct, frozen=True, tag="halted"):
+    """Answer to Halt: of the attempt nothing more comes from the courier."""
 
 
 class ListPieces(msgspec.Struct, frozen=True, tag="pieces?"):

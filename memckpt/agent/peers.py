@@ -14,6 +14,8 @@ from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
+from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, OpenMirror
+from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
     Describe,
@@ -23,6 +25,7 @@ from memckpt.agent.peer_messages import (
     GivenUp,
     GiveUp,
     Halt,
+    Halted,
     Join,
     Listen,
     Listening,
@@ -43,7 +46,7 @@ from memckpt.agent.peer_messages import (
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
 from memckpt.memory.phases import PhasesPage
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import HeldPieces
+from memckpt.state.records import Branch, HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
@@ -59,6 +62,7 @@ class Peers:
         holding: of the ranks that share shards, or None.
         passed: called when the watermark has got further.
         lost: called with the reason when the courier is gone, and with it what it kept for others.
+        mirrors: of other nodes' ranks; belong to the caller.
 
     Attributes:
         watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
@@ -70,7 +74,9 @@ class Peers:
         holding: Callable[[tuple[int, ...]], Holding | None],
         passed: Callable[[Passed], None],
         lost: Callable[[str], None],
+        mirrors: Mirrors,
     ) -> None:
+        self._mirrors = mirrors
         self._selector = selector
         self._holding = holding
         self._told_passed = passed
@@ -104,7 +110,12 @@ class Peers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept of other nodes' records, as the courier has said it last."""
+        """Memory of what is kept of other nodes' records, as the courier has said it last, and of mirrors."""
+        return self.kept_bytes + self._mirrors.nbytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of these, what the courier keeps."""
         return self._report.held_bytes if self._report is not None and self._courier is not None else 0
 
     @property
@@ -118,13 +129,24 @@ class Peers:
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
+        self._halt()
         self._listening = self._job = self._recovery = self.watermark = None
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
         self._restarts = 0
         self._close_phases()
-        self._send(Halt())
+
+    def _halt(self) -> None:
+        """Have all that the courier has received, and nothing more: what was acknowledged has to be found here."""
+        if self._courier is not None:
+            try:
+                self._courier.ask(Halt(), Halted, _ANSWER_SECONDS)
+            except AgentError as error:
+                _log.error("the courier is gone, and with it what it kept for other nodes: %s", error)
+                self._courier.close()
+                self._courier = None
+        self._mirrors.halt()
 
     # Start of an attempt
 
@@ -151,7 +173,11 @@ class Peers:
         """The plan is made: take part."""
         if self._courier is None or (message.rejoin and self._job is not None):
             return
-        self._job = message.job
+        self._job = job = message.job
+        if not message.rejoin or self._mirrors.attempt != job.attempt:
+            assert self._listening is not None
+            listen = self._listening[0]
+            self._mirrors.begin(job.attempt, job.record, job.wait, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._sent.clear()
@@ -168,6 +194,14 @@ class Peers:
             self._phases = PhasesPage.create(ranks)
             self._send(PhasesAre(), [self._phases.fd])
         return PhasesAre(position), self._phases.fd
+
+    def inventory_of_mirrors(self) -> tuple[HeldRecords, ...]:
+        """What mirrors on this node can produce of others' ranks."""
+
+        def fingerprint_of(ranks: tuple[int, ...]) -> tuple[str, ...] | None:
+            return next((self._fingerprints[rank] for rank in ranks if rank in self._fingerprints), None)
+
+        return self._mirrors.inventory(fingerprint_of)
 
     # Records on their way to peers
 
@@ -215,9 +249,22 @@ class Peers:
         )
         self._send(message, [region.fd for region in held.regions])
 
-    def _serve(self, holding: Holding, record: int) -> None:
-        """Hand out the state after a record, where it stands still."""
-        held = holding.stand_at(record)
+    def _serve(self, ranks: tuple[int, ...], message: Recover) -> None:
+        """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
+
+        Raises:
+            AgentError: it is not here.
+        """
+        record, mirror = message.record, self._mirrors.find(ranks, message.record, message.history)
+        holding = self._holding(ranks)
+        if mirror is not None:
+            self._hand_out(ranks, mirror.stand_at(record), record, mirror.opened.history)
+        elif holding is not None:
+            self._hand_out(ranks, holding.stand_at(record), record, holding.history)
+        else:
+            raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+
+    def _hand_out(self, ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> None:
         window = range(record - held.spec.period + 1, record + 1)
         missing: tuple[tuple[int, int, str], ...] = ()
         metas, plain = (b"",) * held.spec.period, b""
@@ -228,7 +275,7 @@ class Peers:
         states = held.rank_states(record)
         step = held.step_of(record) or 0
         message = SendGeneration(
-            ranks=holding.ranks,
+            ranks=ranks,
             generation="",
             number=held.number,
             spec=held.spec,
@@ -239,7 +286,7 @@ class Peers:
             },
             missing=missing,
             plain=plain,
-            history=holding.history,
+            history=history,
             serve=True,
         )
         self._send(message, [region.fd for region in held.regions])
@@ -266,10 +313,7 @@ class Peers:
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
         for ranks in message.serve:
-            holding = self._holding(ranks)
-            if holding is None:
-                raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
-            self._serve(holding, message.record)
+            self._serve(ranks, message)
         self._recovery = Recovery(message, self._holding, self._send, done)
         self._end_recovery()
 
@@ -291,20 +335,36 @@ class Peers:
         match message:
             case Passed():
                 self.watermark = message.record
+                self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
             case PeersReport():
                 self._report = message.status
             case GivenUp():
                 self._given_up.add(message.generation)
                 self._told_passed(Passed(self.watermark or 0, False))
+            case OpenMirror():
+                answer, fds = self._mirrors.open(message)
+                self._send(answer, fds)
+            case MirrorRecord():
+                failed = self._mirrors.record(message)
+                if failed is not None:
+                    self._send(failed)
+            case CloseMirror():
+                self._mirrors.close_one(message)
             case Described() | Filled() | RecoveryProgress():
                 if self._recovery is not None:
                     self._recovery.answered(message)
                     self._end_recovery()
-            case Listening() | Pieces():
+            case Listening() | Pieces() | Halted():
                 pass  # an answer for which nobody waits any more
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the courier")
+
+    def mirror_said(self, key: MirrorKey, message: Message) -> None:
+        """What the redo thread of a mirror has said."""
+        news = self._mirrors.told(key, message)
+        if news is not None:
+            self._send(news)
 
     def _ended(self, reason: str) -> None:
         _log.error("the courier is gone, and with it what it kept for other nodes: %s", reason)
@@ -327,7 +387,7 @@ class Peers:
         except MemckptError as error:
             self._told_lost(f"{reason}; {error}")
             return
-        self.join(Join(msgspec.structs.replace(job, record=None)))
+        self.join(Join(msgspec.structs.replace(job, record=None), rejoin=True))
         if self._phases is not None:
             self._send(PhasesAre(), [self._phases.fd])
         for unit in job.units:

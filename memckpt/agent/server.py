@@ -51,6 +51,7 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
+from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import AskPhases, Join, Listen, Passed, Recover
 from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
@@ -98,6 +99,7 @@ class Agent:
         self._lonely_since: float | None = self._started
         #: Messages from other threads, with the ranks whose holding they are of; from signal handlers without.
         self._inbox: collections.deque[tuple[tuple[int, ...], Message]] = collections.deque()
+        self._mirrors_inbox: collections.deque[tuple[MirrorKey, Message]] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._holdings = Holdings(
             address.node,
@@ -110,7 +112,14 @@ class Agent:
             lambda holding: self._peers.gate(holding),
             lambda: self._peers.held_bytes,
         )
-        self._peers = Peers(self._selector, self._holdings.get, self._watermark_passed, self._courier_lost)
+        self._mirrors = Mirrors(
+            address.node,
+            self._notify_of_mirror,
+            lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._holdings),
+        )
+        self._peers = Peers(
+            self._selector, self._holdings.get, self._watermark_passed, self._courier_lost, self._mirrors
+        )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
         #: Training has finished: its final step has to be in storage first, whatever time that takes.
@@ -213,6 +222,7 @@ class Agent:
         self._peers.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._holdings.close()
+        self._mirrors.close()
         self._connections.close(Leaving())
         self._selector.close()
         os.close(self._wake_read)
@@ -258,6 +268,14 @@ class Agent:
     def _notify(self, ranks: tuple[int, ...], message: Message) -> None:
         """Hand a message to the loop, from any thread."""
         self._inbox.append((ranks, message))
+        self._wake()
+
+    def _notify_of_mirror(self, key: MirrorKey, message: Message) -> None:
+        """The same, of a mirror."""
+        self._mirrors_inbox.append((key, message))
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
@@ -265,6 +283,8 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
+        while self._mirrors_inbox:
+            self._peers.mirror_said(*self._mirrors_inbox.popleft())
         while self._inbox:
             ranks, message = self._inbox.popleft()
             if isinstance(message, StopRequest):
@@ -400,7 +420,7 @@ class Agent:
         self._holdings.introduce(hello)
         self._peers.introduce(hello.rank, hello.fingerprint)
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
-        held = () if hello.rejoining else self._holdings.inventory(hello)
+        held = () if hello.rejoining else (*self._holdings.inventory(hello), *self._peers.inventory_of_mirrors())
         self._connections.answer(connection, Inventory(held, os.getpid()))
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.members):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.

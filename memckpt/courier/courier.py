@@ -9,18 +9,21 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 
 import msgspec
 import zmq
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message
+from memckpt.agent.mirror_messages import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     Describe,
     Fill,
     GivenUp,
     GiveUp,
     Halt,
+    Halted,
     Join,
     Listen,
     Listening,
@@ -35,6 +38,7 @@ from memckpt.agent.peer_messages import (
 )
 from memckpt.courier.asking import Asking
 from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
 from memckpt.errors import AgentError
@@ -81,7 +85,9 @@ class Courier:
         self._poller.register(channel.fileno(), zmq.POLLIN)
         self._transport: Transport | None = None
         self._node = ""
-        self._holder: Holder | None = None
+        self._holder: Mirroring | None = None
+        #: What the agent has said while an answer of its was waited for.
+        self._unheard: deque[tuple[Message, list[int]]] = deque()
         self._member: Member | None = None
         self._serving = Serving()
         self._readers: list[Reader] = []
@@ -97,7 +103,7 @@ class Courier:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
             self._poller.poll(math.ceil(self._patience() * 1000))
-            while (received := self._channel.poll()) is not None:
+            while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
@@ -115,7 +121,7 @@ class Courier:
 
     def _patience(self) -> float:
         now = time.monotonic()
-        limits = [60.0]
+        limits = [0.0 if self._unheard else 60.0]
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
@@ -184,6 +190,10 @@ class Courier:
                 self._fill(message, regions)
             case Halt():
                 self._leave()
+                self._channel.send(Halted())
+            case MirrorApplied() | MirrorFailed():
+                if self._member is not None and self._holder is not None:
+                    self._member.answer(self._holder.heard(message))
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
@@ -194,9 +204,8 @@ class Courier:
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
         if self._holder is None:
-            self._holder = Holder(message.node, self._reserve)
+            self._holder = Mirroring(Holder(message.node, self._reserve), self._ask_for_mirror, self._channel.send)
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
-        self._transport.register(self._poller)
         self._channel.send(Listening(self._transport.address))
 
     def _reserve(self, nbytes: int) -> Room:
@@ -212,12 +221,28 @@ class Courier:
         if self._member is not None:
             self._member.close()
         self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed)
+        # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
+        self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():
             if state.incarnation and self._member.knows(peer):  # met before the plan was made once more
                 self._member.met(peer)
 
     def _tell_passed(self, passed: Passed) -> None:
+        if passed.whole:
+            # All have what they restore, and the agent lets go of mirrors of earlier attempts.
+            self._serving.close()
         self._channel.send(passed)
+
+    def _ask_for_mirror(self, message: OpenMirror) -> tuple[MirrorOpened, list[Region]] | MirrorRefused:
+        """Have the agent make room, and wait for it; what it says beside that is heard afterwards."""
+        self._channel.send(message)
+        while True:
+            answer, fds = self._channel.receive(None)
+            if isinstance(answer, MirrorOpened):
+                return answer, [Region.open(fd) for fd in fds]
+            if isinstance(answer, MirrorRefused):
+                return answer
+            self._unheard.append((answer, fds))
 
     def _report(self, now: float) -> None:
         """Tell the agent how things are, now and then."""
@@ -230,7 +255,7 @@ class Courier:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
-        return () if self._holder is None else self._holder.held(fingerprint_of)
+        return () if self._holder is None else self._holder.holder.held(fingerprint_of)
 
     def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         if message.serve:
@@ -257,7 +282,8 @@ class Courier:
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
         source = message.source
-        code = self._member.code_for(source.data)
+        # What is handed out live is not encoded: any code does.
+        code = self._member.code_for(source.data or self._member.job.data)
         now = time.monotonic()
         self._readers.append(Reader(source, message.spec, regions, code, self._send, self._number, self._progress, now))
 
@@ -315,7 +341,7 @@ class Courier:
         assert self._holder is not None
         answer, payload = self._serving.answer(question)
         if answer is None:
-            answer, payload = self._serving.answer_from(self._holder, question)
+            answer, payload = self._serving.answer_from(self._holder.holder, question)
         self._member.send(peer, answer, payload)
 
     def _take_answer(

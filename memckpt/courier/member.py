@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -17,12 +17,12 @@ from memckpt.agent.peer_messages import (
     SendGeneration,
     SendRecord,
 )
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.source import Part, RegionSource
 from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
 from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing, Owner
 from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
@@ -74,7 +74,8 @@ class Member:
     Args:
         node: this one's name.
         job: what there is to know of the attempt.
-        holder: keeps other nodes' pieces; belongs to the caller, as does the transport.
+        holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
+            transport.
         passed: told when the watermark has got further, or protection has changed.
 
     Attributes:
@@ -83,7 +84,7 @@ class Member:
     """
 
     def __init__(
-        self, node: str, job: PeerJob, holder: Holder, transport: Transport, passed: Callable[[Passed], None]
+        self, node: str, job: PeerJob, holder: Mirroring, transport: Transport, passed: Callable[[Passed], None]
     ) -> None:
         self._node = node
         self.job = job
@@ -118,7 +119,10 @@ class Member:
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
         self._paused_until = 0.0
-        self._told = Acknowledged(node, start, False)
+        #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
+        self._ahead: dict[tuple[int, ...], int] = {}
+        self._waiting_since: float | None = None
+        self._told = Acknowledged(node, start, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
@@ -264,6 +268,11 @@ class Member:
             owner.passed(watermark.record)
         self._passed(Passed(watermark.record, watermark.whole))
 
+    def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
+        """What owners are to get of the mirrors here."""
+        for node, message in answers:
+            self.send(node, message, b"")
+
     # What this node's ranks do
 
     def begin(self, message: SendGeneration, regions: list[Region]) -> None:
@@ -296,8 +305,10 @@ class Member:
             static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
+            mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
+        self._ahead[message.ranks] = sizes.kept - sizes.period - (spec.mode == "eager")
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
@@ -321,6 +332,7 @@ class Member:
         for owner in self._owners.values():
             owner.retry(now)
         self._paused_until = 0.0
+        self._note_waiting(now)
         if any(owner.wants for owner in self._owners.values()):
             self._tell_pacer()
             delay = self.pacer.delay(_PUMP_BYTES, now)
@@ -330,7 +342,8 @@ class Member:
                 self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
         whole = all(owner.whole for owner in self._owners.values())
-        told = Acknowledged(self._node, record, whole)
+        since = max((owner.since for owner in self._owners.values()), default=record)
+        told = Acknowledged(self._node, record, since, whole)
         if told != self._told:
             self._told = told
             if self._leader is not None:
@@ -342,8 +355,23 @@ class Member:
         owners = self._owners.values()
         needed = sum(owner.record_bytes for owner in owners)
         waiting = sum(owner.waiting_bytes for owner in owners)
-        room = needed * max((owner.kept for owner in owners), default=0)
-        self.pacer.needs(needed, waiting, room or None)
+        # Where training waits for what is acknowledged, it does so long before peers have no room.
+        records = (
+            min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in owners), default=0)
+        )
+        self.pacer.needs(needed, waiting, needed * records or None)
+
+    def _note_waiting(self, now: float) -> None:
+        """Tell the pacer for how long training has waited for acknowledgements by now."""
+        newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
+        waits = self.job.wait and any(
+            record is not None and record - self.watermark.record >= self._ahead[ranks]
+            for ranks, record in newest.items()
+            if ranks in self._ahead
+        )
+        if waits and self._waiting_since is not None:
+            self.pacer.waited(now - self._waiting_since)
+        self._waiting_since = now if waits else None
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""
@@ -377,11 +405,7 @@ class Member:
             protected=self.watermark.whole,
             problem=self._problem(),
             held_bytes=self._holder.nbytes,
-            kept=tuple(
-                (window.window.node, window.window.owner, max(records))
-                for window in self._holder.windows()
-                if (records := window.records())
-            ),
+            kept=self._holder.kept(),
             links=self._links(),
             bytes_sent=self._transport.bytes_sent,
             bytes_per_record=float(sum(sizes)) if sizes else None,

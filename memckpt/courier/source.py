@@ -115,28 +115,28 @@ class RegionSource:
         """A virtual record of the replica's state: the anchors that such a record carries."""
         assert self._replica is not None
         source = memoryview(self._replica.map)
-        for target, start, nbytes in self._replica_parts(record):
+        for target, start, nbytes in replica_parts(self.layout, record):
             if nbytes:
                 extents.append(Extent(target, nbytes))
                 views.append(source[start : start + nbytes])
 
-    def _replica_parts(self, record: int) -> Iterator[tuple[int, int, int]]:
-        """Where each part of the anchors belongs in a slot, where it lies in the replica, and its bytes."""
-        layout = self.layout
-        for piece in layout.due(record):
-            param = self.spec.params[piece.param]
-            value, states = layout.replica_offsets[piece.param]
-            length = piece.stop - piece.start
-            for owner, state, target in layout.piece_parts(piece):
-                if owner is None or state is None:
-                    item = ITEM_BYTES[param.tensor.dtype]
-                    yield target, value + piece.start * item, length * item
-                elif state.elementwise:
-                    item = ITEM_BYTES[state.dtype]
-                    yield target, states[owner.optimizer, state.key] + piece.start * item, length * item
-                else:
-                    yield target, states[owner.optimizer, state.key], state.nbytes
-
     def close(self) -> None:
         for region in self._regions:
             region.close()
+
+
+def replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:
+    """Where each part of a record's anchors belongs in a slot, where it lies in the replica, and its bytes."""
+    for piece in layout.due(record):
+        param = layout.spec.params[piece.param]
+        value, states = layout.replica_offsets[piece.param]
+        length = piece.stop - piece.start
+        for owner, state, target in layout.piece_parts(piece):
+            if owner is None or state is None:
+                item = ITEM_BYTES[param.tensor.dtype]
+                yield target, value + piece.start * item, length * item
+            elif state.elementwise:
+                item = ITEM_BYTES[state.dtype]
+                yield target, states[owner.optimizer, state.key] + piece.start * item, length * item
+            else:
+                yield target, states[owner.optimizer, state.key], state.nbytes

@@ -71,7 +71,10 @@ def decode(data: bytes) -> Data | State:
     Raises:
         ValueError: it is none, or names an address that cannot be connected to.
     """
-    envelope = _decoder.decode(data)
+    try:
+        envelope = _decoder.decode(data)
+    except RecursionError as error:
+        raise ValueError("expected an envelope, found lists in lists") from error
     if isinstance(envelope, State) and not is_address(envelope.address):
         raise ValueError(f"expected an address like tcp://host:port, found {envelope.address!r}")
     return envelope

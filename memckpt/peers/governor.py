@@ -16,7 +16,7 @@ from typing import NamedTuple
 from memckpt.state.phases import Phase
 
 _WARM_UP_STEPS = 3  # of an attempt: compilers, allocators and caches
-_PROBE_STEPS = 3  # the first lets what is on its way arrive
+_PROBE_STEPS = 2  # where the link is never idle, the first only lets arrive what is on its way
 _PROBE_EVERY = 200
 _PROBE_EVERY_AT_FIRST = 25  # until the baseline is known well, and where it may have moved
 _FRESH_STEPS = 50
@@ -97,11 +97,15 @@ class Baseline:
 
     Args:
         accuracy: share of it by which it may be wrong; more steps are kept where their times are spread more widely.
+
+    Attributes:
+        doubtful: whether the last step lay far off: the next one tells whether by chance, or training has changed.
     """
 
     def __init__(self, accuracy: float) -> None:
         self._accuracy = accuracy
         self.samples: deque[float] = deque(maxlen=_BASELINE_STEPS[1])
+        self.doubtful = False
 
     def add(self, seconds: float) -> None:
         """A step without traffic. Two that both lie far to one side of those before say that training has changed."""
@@ -112,7 +116,9 @@ class Baseline:
         *older, last = older
         centre, spread = statistics.median(older), _spread(older)
         far = max(3 * spread, 0.03 * centre)
-        if min(seconds, last) > centre + far or max(seconds, last) < centre - far:
+        off, last_off = ((value > centre + far) - (value < centre - far) for value in (seconds, last))
+        self.doubtful = off != 0 and off != last_off
+        if off != 0 and off == last_off:
             self.samples.clear()
             self.samples.extend((last, seconds))
             return
@@ -146,14 +152,16 @@ class Governor:
         self._loaded: deque[float] = deque(maxlen=_WINDOW[1])
         self.limit: float | None = None
         self.share: float | None = None
-        self.reason = "the step time without traffic is not known yet"
+        self.reason = "no step has been timed yet"
         self._binding = False
         self._steps = 0
         self._quiet_before = False
         self._since_quiet = 0
         self._suspects = False
+        self._confirmed = False
         self._lowered_since_quiet = False
         self._probe_left = 0
+        self._probe_steps = _PROBE_STEPS
         self._sent_since_probe = False
         self._overruled_left = 0
 
@@ -178,16 +186,21 @@ class Governor:
         self.reason = reason
 
     def end_probe(self) -> None:
-        """Send again."""
-        self._probe_left = 0
+        """Send again. Training got no further than this without: the next probes are no longer."""
+        if self.probing:
+            self._probe_steps = max(1, self._probe_steps - self._probe_left)
+            self._probe_left = 0
 
-    def step_ended(self, step: int, seconds: float, *, sent: int, rate: float, floor: float, binding: bool) -> None:
+    def step_ended(
+        self, step: int, seconds: float, *, sent: int, settled: bool, rate: float, floor: float, binding: bool
+    ) -> None:
         """One step is over.
 
         Args:
             step: number of the one that begins.
             seconds: that it took.
             sent: bytes in it.
+            settled: whether nothing was on its way any more when it began.
             rate: bytes per second while there was something to send.
             floor: bytes per second that records need.
             binding: whether something was held up by the limit.
@@ -195,19 +208,20 @@ class Governor:
         self._steps += 1
         quiet = sent == 0
         if self._steps > _WARM_UP_STEPS:
-            self._take(seconds, quiet, binding)
+            self._take(seconds, quiet, settled, binding)
             if self.overruled:
                 self._overruled_left -= 1
-            else:
+            elif not self.probing:
                 self._judge(rate, floor)
         self._quiet_before = quiet
         self._sent_since_probe |= not quiet
         self._plan_probe(step)
 
-    def _take(self, seconds: float, quiet: bool, binding: bool) -> None:
+    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> None:
         self._since_quiet += 1
-        if quiet and self._quiet_before and not self.overruled:
+        if quiet and (settled or self._quiet_before) and not self.overruled:
             self.baseline.add(seconds)
+            self._confirmed |= self._suspects
             self._since_quiet, self._suspects, self._lowered_since_quiet = 0, False, False
         elif not quiet and not self.overruled:
             self._loaded.append(seconds)
@@ -220,11 +234,16 @@ class Governor:
         unsure = self._suspects or len(self.baseline.samples) < _BASELINE_ENOUGH
         every = _PROBE_EVERY_AT_FIRST if unsure else _PROBE_EVERY
         if step % every == 0 and self._sent_since_probe and not self.overruled:
-            self._probe_left, self._sent_since_probe = _PROBE_STEPS, False
+            self._probe_left, self._sent_since_probe = self._probe_steps, False
 
     def _judge(self, rate: float, floor: float) -> None:
         base, steps = self.baseline.seconds, len(self._loaded)
-        if base is None or steps < _WINDOW[0]:
+        if base is None:
+            self.reason = "the step time without traffic is not known yet"
+            return
+        if steps < _WINDOW[0]:
+            if self.share is None:
+                self.reason = "steps with traffic are being timed"
             return
         spread = max(_spread(self._loaded, self.baseline.samples), 0.005 * base)
         quiet_steps = len(self.baseline.samples)
@@ -232,13 +251,15 @@ class Governor:
         margin = _ERRORS * error * (1 + 2 / min(steps, quiet_steps))  # of few, the spread is not known well either
         self.share = share = statistics.median(self._loaded) / base - 1
         full = steps == _WINDOW[1]
+        beyond = share - margin > self._overhead
         noisy = margin > self._overhead / 2
         # Where times are spread widely, one wrong baseline must not lower the rate again and again.
-        stale = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
-        if share > self._overhead and (share - margin > self._overhead or full) and stale:
+        old = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
+        doubtful = old or not self._confirmed or self.baseline.doubtful
+        if doubtful and (beyond or (full and share > self._overhead)):
             self._suspects = True  # before anything is slowed down: is it still the traffic?
             self.reason = "steps are slower than allowed, and the next probe will tell whether traffic is why"
-        elif share - margin > self._overhead or (full and share > self._overhead > margin):
+        elif beyond or (full and share > self._overhead > margin):
             self._lower(share, _LOWER_IN_NOISE if noisy else _LOWER, rate, floor)
         elif share + margin < self._overhead or (full and share < 0.6 * self._overhead):
             self._raise(share)
@@ -268,6 +289,7 @@ class Governor:
         else:
             self.limit *= _RAISE[share < self._overhead / 2]
             self.reason = "raised: step time is as allowed"
+        self._confirmed = False
         self._begin_window()
 
     def _begin_window(self) -> None:

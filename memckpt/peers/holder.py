@@ -148,8 +148,8 @@ class KeptWindow:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more."""
-        for number in [one for one in self._records if STATIC < one <= record]:
+        """Nobody can need these records any more. One that is still coming is acknowledged first: its owner waits."""
+        for number in [one for one, kept in self._records.items() if STATIC < one <= record and kept.complete]:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:
@@ -338,6 +338,13 @@ class Holder:
                 self._forget(window)
             else:
                 window.drop_up_to(self.watermark - told.period * told.every)
+
+    def forget_before(self, owner: tuple[int, ...], base: int) -> None:
+        """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
+        for window in self.windows():
+            told = window.window
+            if told.owner == owner and told.attempt == self._attempt and told.base < base:
+                self._forget(window)
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
         """What is here, for the plan."""

@@ -106,6 +106,8 @@ class _Stream:
         #: The next one of the record at the head of the queue.
         self.stripe = 0
         self.acknowledged = start
+        #: The holder has all records from this one to that.
+        self.since = start
         self.met = False
         #: Why it did not take something, until it takes what follows; and whether it is not tried just now.
         self.problem = ""
@@ -122,6 +124,7 @@ class _Stream:
         self._pending.clear()
         self.stripe = 0
         if outgoing is not None:
+            self.since = max(self.since, outgoing.window.base)
             self.begin(outgoing)
 
     def empty(self) -> None:
@@ -183,6 +186,8 @@ class _Stream:
         while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:
             outgoing, record = self._pending.popleft()
             if record >= outgoing.window.base:
+                if record > self.acknowledged + outgoing.window.every:
+                    self.since = record
                 self.acknowledged = max(self.acknowledged, record)
                 self.problem, self._backoff = "", _FIRST_RETRY_SECONDS
                 oldest = record - outgoing.window.kept * outgoing.window.every
@@ -335,6 +340,11 @@ class Owner:
         return min((stream.acknowledged for stream in self._streams), default=self._start)
 
     @property
+    def since(self) -> int:
+        """All holders have all records from this one on, up to :attr:`acknowledged`."""
+        return max((stream.since for stream in self._streams), default=self._start)
+
+    @property
     def whole(self) -> bool:
         """Whether all holders have all that the state after :attr:`acknowledged` needs."""
         if not self._generations:
@@ -349,6 +359,12 @@ class Owner:
     def behind(self) -> dict[str, int]:
         """Records that each holder has still to get."""
         return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
+
+    @property
+    def newest(self) -> int | None:
+        """The newest record that there is to send; None before the first."""
+        newest = self._newest
+        return newest.records[-1] if newest is not None and newest.records else None
 
     @property
     def record_bytes(self) -> int:

@@ -19,6 +19,8 @@ _HOLD_UNKNOWN_SECONDS = 0.25  # and for so long while step times are not known
 _STILL_STEPS, _STILL_SECONDS = 10, 5.0  # without a mark for so long, no step is running
 _URGENT_SHARE = 0.75  # of the room for records that wait
 _WAIT_SHARE, _WAIT_SECONDS = 0.005, 0.001  # shorter waits for acknowledgements are none
+_SETTLED_SHARE = 0.1  # of a step: what was sent earlier has arrived when the next one begins
+_LONG_STEP = 3.0  # in a probe, a step of so many times the usual length waits for what is held back
 _WAITED_STEPS, _URGENT_STEPS = 8, 2  # for which nothing is slowed down afterwards
 _FLOOR_MARGIN = 1.1
 
@@ -106,7 +108,8 @@ class Pacer:
         self._step_waited = 0.0
         self._busy_seconds = 0.0
         self._binding = False
-        self._probe_began: float | None = None
+        self._settled = False
+        self._began = 0.0
         self._last_sent: float | None = None
         self._held_since: float | None = None  # nothing has gone since then
         self._holding = False
@@ -155,13 +158,13 @@ class Pacer:
 
     def _step_ended(self, step: int, seconds: float, at: float) -> None:
         rate = self._step_sent / (max(self._busy_seconds, 1e-4) if self._busy_seconds > 0 else seconds)
-        floor, sent, binding = self._floor(), self._step_sent, self._binding
-        self._governor.step_ended(step, seconds, sent=sent, rate=rate, floor=floor, binding=binding)
+        floor = self._floor()
+        self._governor.step_ended(
+            step, seconds, sent=self._step_sent, settled=self._settled, rate=rate, floor=floor, binding=self._binding
+        )
         self._step_sent, self._step_waited, self._busy_seconds, self._binding = 0, 0.0, 0.0, False
-        if not self._governor.probing:
-            self._probe_began = None
-        elif self._probe_began is None:
-            self._probe_began = at
+        self._began = at
+        self._settled = self._last_sent is None or at - self._last_sent > _SETTLED_SHARE * seconds
         limit = self._governor.limit
         self._soft.set_rate(None if limit is None else max(limit, floor), at)
 
@@ -195,10 +198,10 @@ class Pacer:
         return wait
 
     def _is_held(self, now: float) -> bool:
-        if not self._runs(now) or self._is_overruled(now):
+        if self._is_overruled(now):
             return False
-        if self._governor.probing and self._probe_began is not None:
-            if now - self._probe_began <= self._longest_probe():
+        if self._governor.probing:
+            if now - self._began <= _LONG_STEP * (self._clock.step_seconds or 0.0) + _BURST_SECONDS:
                 self._why = "held back for some steps, to learn the step time without traffic"
                 return True
             self._governor.end_probe()
@@ -226,9 +229,6 @@ class Pacer:
     def _longest_hold(self) -> float:
         step = self._clock.step_seconds
         return _HOLD_UNKNOWN_SECONDS if step is None else min(_HOLD_SECONDS, _HOLD_SHARE * step)
-
-    def _longest_probe(self) -> float:
-        return 10 * (self._clock.step_seconds or 0.1)
 
     def state(self) -> PaceState:
         """For people to read, as of the last call of :meth:`delay`."""

@@ -16,6 +16,7 @@ Socket = zmq.Socket[bytes]
 _MESSAGES = 4096
 # Below, copying a frame costs less than keeping it.
 _COPY_BELOW_BYTES = 64 << 10
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 def receiving_socket(context: Context, keys: Keys | None, heartbeat: float, max_bytes: int, ipv6: bool) -> Socket:
@@ -62,10 +63,11 @@ def _make(context: Context, kind: int, heartbeat: float, ipv6: bool) -> Socket:
     socket.linger = 0
     socket.ipv6 = ipv6
     socket.sndhwm = _MESSAGES
-    # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy.
+    # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy. They wait
+    # behind what the kernel holds, up to some MiB, which takes seconds on a slow network.
     socket.heartbeat_ivl = beat
-    socket.heartbeat_timeout = socket.heartbeat_ttl = 5 * beat
-    socket.handshake_ivl = max(5000, 5 * beat)
+    socket.heartbeat_timeout = socket.heartbeat_ttl = 10 * beat
+    socket.handshake_ivl = max(5000, 10 * beat)
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 10
     socket.tcp_keepalive_cnt = 3
@@ -78,13 +80,12 @@ def hand_to(socket: Socket) -> Callable[[Sequence[Payload]], bool]:
     def hand(frames: Sequence[Payload]) -> bool:
         last = len(frames) - 1
         for index, frame in enumerate(frames):
-            flags = zmq.NOBLOCK | (zmq.SNDMORE if index < last else 0)
             try:
-                socket.send(frame, flags, copy=memoryview(frame).nbytes < _COPY_BELOW_BYTES)
+                socket.send(frame, _MORE if index < last else _LAST, copy=memoryview(frame).nbytes < _COPY_BELOW_BYTES)
             except zmq.Again:
                 if 0 < index < last:
                     # The connection ended in between. The socket drops all up to a message's end, so end this one.
-                    socket.send(b"", zmq.NOBLOCK)
+                    socket.send(b"", _LAST)
                 return False
         return True
 

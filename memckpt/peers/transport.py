@@ -7,28 +7,30 @@ that have met number their messages from 0; with a new incarnation of either all
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import zmq
 
 from memckpt.errors import PeerError, UsageError
 from memckpt.peers import envelope as envelopes
-from memckpt.peers.envelope import Data, State
+from memckpt.peers.directory import Directory, PeerState
+from memckpt.peers.envelope import Data
 from memckpt.peers.keys import Keys
-from memckpt.peers.links import Link, Payload, Traffic
-from memckpt.peers.sockets import Context, Socket, hand_to, receiving_socket, sending_socket
+from memckpt.peers.links import Link, Payload
+from memckpt.peers.sockets import Context, receiving_socket, sending_socket
 from memckpt.peers.zap import Doorkeeper
 
-MAX_PEERS = 1024
-"""Peers that are connected to because they have announced themselves."""
-
 _MAX_SOCKETS = 4096
+_ACKNOWLEDGE_SECONDS = 0.005
+_NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
+__all__ = ["Delivery", "Met", "PeerState", "Transport"]
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
@@ -45,44 +47,6 @@ class Met(NamedTuple):
 
     peer: str
     incarnation: str
-
-
-@dataclass(frozen=True)
-class PeerState:
-    """What is known of a peer.
-
-    Attributes:
-        address: to which we connect.
-        incarnation: the one that we have met; empty before.
-        connected: whether the last message could be handed to a connection.
-        heard_seconds: since anything came of it, or since it was named first.
-        silent: that is longer than several heartbeats.
-        in_flight_bytes: handed over and not acknowledged.
-        unacknowledged_bytes: these, and those that wait to be handed over.
-        unacknowledged_messages: likewise.
-        traffic: what went over the link since it was named.
-    """
-
-    address: str
-    incarnation: str
-    connected: bool
-    heard_seconds: float
-    silent: bool
-    in_flight_bytes: int
-    unacknowledged_bytes: int
-    unacknowledged_messages: int
-    traffic: Traffic
-
-
-@dataclass
-class _Peer:
-    link: Link
-    socket: Socket
-    address: str
-    # The incarnation that has named the address; empty: connect() has.
-    named_by: str = ""
-    heard_at: float | None = None
-    tried_at: float | None = None
 
 
 class Transport:
@@ -127,18 +91,13 @@ class Transport:
         self.incarnation = secrets.token_hex(8)
         self.refused: Counter[str] = Counter()
         self.bytes_received = 0
-        self._keys = keys
         self._max_body = max_body
         self._max_payload = max_payload
-        self._window_bytes = window_bytes
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
         self._now = 0.0
-        self._sent_to_former = 0
-        self._links_made = 0
-        self._peers: dict[str, _Peer] = {}
         self._owing: dict[str, Link] = {}
-        self._forgotten: OrderedDict[str, str] = OrderedDict()
+        self._acknowledge_at: float | None = None
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
         self._context: Context = zmq.Context()
@@ -152,6 +111,13 @@ class Transport:
             self.address = bound if advertise is None else advertise
             if not envelopes.is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
+            self._directory = Directory(
+                node,
+                self.incarnation,
+                self.address,
+                window_bytes,
+                partial(sending_socket, self._context, keys, heartbeat_seconds),
+            )
         except BaseException:  # closes what nobody else owns
             self._context.destroy(linger=0)
             raise
@@ -178,75 +144,23 @@ class Transport:
             PeerError: that is no address.
             UsageError: the peer has our own name.
         """
-        if not peer or len(peer) > 255 or not envelopes.is_address(address):
-            raise PeerError(f"expected a peer's name and an address like tcp://host:port, found {peer!r}, {address!r}")
-        if peer == self.node:
-            raise UsageError(f"node {peer!r} was told to connect to itself; nodes need different names")
-        known = self._peers.get(peer)
-        if known is None:
-            self._forgotten.pop(peer, None)
-            self._add(peer, address)
-        elif known.address != address:
-            self._move(known, address, named_by="")
-
-    def _add(self, peer: str, address: str, named_by: str = "") -> _Peer:
-        self._links_made += 1
-        socket = self._open(address)
-        link = Link(
-            self.node, f"{self.incarnation}.{self._links_made}", self.address, self._window_bytes, hand_to(socket)
-        )
-        found = self._peers[peer] = _Peer(link, socket, address, named_by)
-        return found
-
-    def _open(self, address: str) -> Socket:
-        try:
-            return sending_socket(self._context, self._keys, self._heartbeat_seconds, address)
-        except zmq.ZMQError as error:
-            raise PeerError(f"cannot connect to {address}: {error}; name a host and port of a peer") from error
-
-    def _move(self, known: _Peer, address: str, named_by: str) -> None:
-        socket = self._open(address)
-        known.socket.close()
-        known.socket, known.address, known.named_by = socket, address, named_by
-        known.link.move(hand_to(socket))
-        known.tried_at = None
+        self._directory.connect(peer, address)
 
     def forget(self, peer: str) -> None:
         """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
-        known = self._peers.pop(peer, None)
-        if known is None:
-            return
-        known.socket.close()
+        self._directory.forget(peer)
         self._owing.pop(peer, None)
-        self._sent_to_former += known.link.traffic.sent_bytes
-        self._forgotten[peer] = known.link.met
         self._events = deque(event for event in self._events if event.peer != peer)
-        while len(self._forgotten) > MAX_PEERS:
-            self._forgotten.popitem(last=False)
 
     def peers(self) -> dict[str, PeerState]:
         """All peers, as of the last :meth:`tend`."""
-        return {peer: self._describe(known) for peer, known in self._peers.items()}
-
-    def _describe(self, known: _Peer) -> PeerState:
-        link = known.link
-        heard = 0.0 if link.heard or known.heard_at is None else self._now - known.heard_at
-        return PeerState(
-            address=known.address,
-            incarnation=link.met,
-            connected=not link.down,
-            heard_seconds=heard,
-            silent=heard > _SILENT_AFTER_BEATS * self._heartbeat_seconds,
-            in_flight_bytes=link.in_flight_bytes,
-            unacknowledged_bytes=link.unacknowledged_bytes,
-            unacknowledged_messages=link.unacknowledged_messages,
-            traffic=link.traffic,
-        )
+        silent = _SILENT_AFTER_BEATS * self._heartbeat_seconds
+        return {peer: known.describe(self._now, silent) for peer, known in self._directory.peers.items()}
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of bodies and payloads that were handed over, those sent again included."""
-        return self._sent_to_former + sum(known.link.traffic.sent_bytes for known in self._peers.values())
+        return self._directory.bytes_sent
 
     # Sending
 
@@ -260,9 +174,9 @@ class Transport:
             PeerOverrunError: too many wait already.
             UsageError: there is no such peer.
         """
-        known = self._peers.get(peer)
+        known = self._directory.peers.get(peer)
         if known is None:
-            raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._peers)}")
+            raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._directory.peers)}")
         nbytes = memoryview(payload).nbytes
         if len(body) > self._max_body or nbytes > self._max_payload:
             raise PeerError(
@@ -273,21 +187,24 @@ class Transport:
 
     def room(self, peer: str) -> int:
         """Bytes that may be sent to a peer now: its window less what it has not acknowledged; 0 before it is met."""
-        known = self._peers.get(peer)
+        known = self._directory.peers.get(peer)
         return 0 if known is None else known.link.room()
 
     # Receiving
 
     def register(self, poller: zmq.Poller) -> None:
-        """Have a poller wake up for what :meth:`receive` handles."""
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.register(socket, zmq.POLLIN)
-        self._pollers.append(poller)
+        """Have a poller wake up while there is something for :meth:`receive`."""
+        if poller not in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.register(socket, zmq.POLLIN)
+            self._pollers.append(poller)
 
     def unregister(self, poller: zmq.Poller) -> None:
-        for socket in (self._router, *self._doorkeeper.sockets):
-            poller.unregister(socket)
-        self._pollers.remove(poller)
+        """The reverse; a poller that is not registered stays as it is."""
+        if poller in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.unregister(socket)
+            self._pollers.remove(poller)
 
     def receive(self) -> Delivery | Met | None:
         """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
@@ -306,20 +223,19 @@ class Transport:
         if self._events:
             return self._events.popleft()
         self._doorkeeper.attend()
-        self._acknowledge()
         return None
 
     def _read(self) -> list[zmq.Frame] | None:
         """The frames of the next message, an empty list if they are too few or too many; None: there is none."""
         try:
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            frame = self._router.recv(_NOBLOCK, copy=False)
         except zmq.Again:
             return None
         frames: list[zmq.Frame] = []
         count = 0
         while frame.more:
             # The rest of a message is there with its first frame.
-            frame = self._router.recv(zmq.NOBLOCK, copy=False)
+            frame = self._router.recv(_NOBLOCK, copy=False)
             count += 1
             if count <= 3:
                 frames.append(frame)
@@ -334,7 +250,7 @@ class Transport:
             return "malformed"
         if isinstance(envelope, Data) != (len(frames) == 3):
             return "malformed"
-        known = self._known(envelope)
+        known = self._directory.find(envelope)
         if isinstance(known, str):
             return known
         link = known.link
@@ -351,46 +267,23 @@ class Transport:
             if link.owes:
                 self._owing[envelope.node] = link
         else:
-            self._follow(known, envelope)
-            reason = link.take_state(envelope)
+            reason = self._directory.follow(known, envelope) or link.take_state(envelope)
         if link.met != before:
             self._events.append(Met(envelope.node, link.met))
         if content is not None:
             self._events.append(content)
         return reason
 
-    def _known(self, envelope: Data | State) -> _Peer | str:
-        """The peer of that name; one that announces itself is connected to. Or why not."""
-        known = self._peers.get(envelope.node)
-        if known is not None:
-            return known
-        if isinstance(envelope, Data) or envelope.node == self.node:
-            return "unknown sender"
-        if self._forgotten.get(envelope.node) == envelope.incarnation:
-            return "unknown sender"
-        if len(self._peers) >= MAX_PEERS:
-            return "too many peers"
-        try:
-            return self._add(envelope.node, envelope.address, named_by=envelope.incarnation)
-        except PeerError:
-            return "no such address"
-
-    def _follow(self, known: _Peer, state: State) -> None:
-        """A new incarnation says where it is, and the one that we have met corrects what another one has said."""
-        link = known.link
-        if state.address == known.address or state.incarnation in link.retired:
-            return
-        if state.incarnation == link.met and known.named_by in ("", state.incarnation):
-            return
-        if not link.met and not known.named_by and not link.down:
-            return
-        try:
-            self._move(known, state.address, named_by=state.incarnation)
-        except PeerError:
-            self.refused["no such address"] += 1
-
-    def _acknowledge(self) -> None:
-        self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+    def _acknowledge(self, now: float) -> float:
+        """Acknowledge what has waited for more to come with it; seconds until something has."""
+        if not self._owing:
+            self._acknowledge_at = None
+        elif self._acknowledge_at is None:
+            self._acknowledge_at = now + _ACKNOWLEDGE_SECONDS
+        elif now >= self._acknowledge_at:
+            self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+            self._acknowledge_at = now + self._retry_seconds if self._owing else None
+        return math.inf if self._acknowledge_at is None else self._acknowledge_at - now
 
     # Time
 
@@ -406,7 +299,7 @@ class Transport:
         self._now = now
         self._doorkeeper.attend()
         due = now + self._heartbeat_seconds
-        for known in self._peers.values():
+        for known in self._directory.peers.values():
             link = known.link
             if link.heard or known.heard_at is None:
                 known.heard_at, link.heard = now, False
@@ -415,8 +308,7 @@ class Transport:
                 known.tried_at = now
             due = min(due, known.tried_at + self._interval(link))
             link.pump()
-        self._acknowledge()
-        return max(0.0, due - now)
+        return max(0.0, min(due - now, self._acknowledge(now)))
 
     def _interval(self, link: Link) -> float:
         return self._retry_seconds if link.down else self._heartbeat_seconds
@@ -425,6 +317,6 @@ class Transport:
         """Close all sockets and end their threads; what was not sent yet is dropped."""
         for poller in list(self._pollers):
             self.unregister(poller)
-        self._peers.clear()
+        self._directory.peers.clear()
         self._events.clear()
         self._context.destroy(linger=0)

@@ -30,6 +30,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
+        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
     """
 
     owner: tuple[int, ...]
@@ -49,6 +50,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
+    mirror: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -92,11 +94,14 @@ class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
 class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     """Node to leader: the newest record that all holders have of everything it owns.
 
-    `whole`: whether they have all that its state needs; where a holder came back empty, that takes T records.
+    `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
+    a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
+    takes T records.
     """
 
     node: str
     record: int
+    since: int
     whole: bool
 
 
@@ -201,4 +206,7 @@ def encode(message: WireMessage) -> bytes:
 
 def decode(body: bytes) -> WireMessage:
     """Raises ValueError for what is no message."""
-    return _decoder.decode(body)
+    try:
+        return _decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("expected a message, found lists in lists in lists") from error

@@ -10,6 +10,7 @@ from zmq.utils import z85
 from memckpt.peers.keys import Keys
 from memckpt.peers.sockets import Context, Socket
 
+_NOBLOCK = int(zmq.NOBLOCK)
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://monitor"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -70,6 +71,6 @@ def _read(socket: Socket | None) -> list[bytes] | None:
     if socket is None:
         return None
     try:
-        return socket.recv_multipart(zmq.NOBLOCK)
+        return socket.recv_multipart(_NOBLOCK)
     except zmq.Again:
         return None

@@ -71,10 +71,15 @@ def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
     return tuple(sorted(live | {fetch.replica[1] for fetch in fetches if fetch.replica and fetch.replica[0] == node}))
 
 
+def place_of(held: HeldRecords) -> tuple[object, ...]:
+    """What tells things held apart from those that ranks of one node repeat."""
+    return held.node, held.ranks, held.mirror, held.history if held.mirror else ()
+
+
 def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
     """The history of the latest attempt that anybody knows of; empty if nobody knows of any."""
-    known = [held.history for held in inventories if held.history]
-    known += [held.history for held in pieces if held.history]
+    both: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
+    known = [held.history for held in both if held.history]
     return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
 
 
@@ -95,10 +100,11 @@ class _Live:
     steps: dict[int, int]
     shared: _Shared
     reachable: bool
+    mirror: bool
 
     def serves(self, node: str | None) -> bool:
         """Whether `node` can get at it; None: whether any can."""
-        return self.reachable or node in (None, self.node)
+        return self.reachable or (not self.mirror and node in (None, self.node))
 
 
 @dataclass
@@ -187,7 +193,8 @@ class Sources:
         self.units: set[Unit] = set()
         self.held: set[tuple[Unit, int, str]] = set()
         self.newest = 0
-        self._live: dict[Unit, dict[str, _Live]] = defaultdict(dict)
+        #: By unit and place: a node may have it itself and mirrors of it, too.
+        self._live: dict[Unit, dict[tuple[object, ...], _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[Unit, list[_Generation]] = {}
         self._add_live(inventories, without)
@@ -205,9 +212,10 @@ class Sources:
                 continue
             shared = _shared(held.replicas, held.sharding, held.world_size)
             reachable = BadSource(held.node, held.ranks, damaged=False) not in without
-            self._live[held.ranks][held.node] = _Live(held.node, held.ranks, steps, shared, reachable)
-        for by_node in self._live.values():
-            for live in by_node.values():
+            live = _Live(held.node, held.ranks, steps, shared, reachable, held.mirror)
+            self._live[held.ranks][place_of(held)] = live
+        for by_place in self._live.values():
+            for live in by_place.values():
                 self._alike[live.shared].append(live)
 
     def _add_pieces(self, pieces: Iterable[HeldPieces], without: Collection[BadSource]) -> None:
@@ -215,9 +223,10 @@ class Sources:
         found: dict[Unit, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
         for held in pieces:
             steps = self._on_history(held)
-            if held.problem or not steps:
+            if held.problem or not held.history:
                 continue
-            self._know(held.owner, held.world_size, held.sharding, max(steps))
+            if steps:
+                self._know(held.owner, held.world_size, held.sharding, max(steps))
             if (held.node, held.owner, held.generation) in bad:
                 continue
             period = 1 if held.private else held.period
@@ -229,7 +238,8 @@ class Sources:
             )
             found[held.owner].setdefault(said, generation).add(held, steps)
         for unit, generations in found.items():
-            self._coded[unit] = sorted(generations.values(), key=lambda one: one.order, reverse=True)
+            known = [one for one in generations.values() if one.steps]
+            self._coded[unit] = sorted(known, key=lambda one: one.order, reverse=True)
 
     def _know(self, unit: Unit, world_size: int, sharding: str, newest: int) -> None:
         self.units.add(unit)
@@ -292,13 +302,18 @@ class Sources:
         return tuple(
             self._fetch(unit, node, record, load)
             for unit, node in sorted(places.items())
-            if (own := self._live.get(unit, {}).get(node)) is None or record not in own.steps
+            if not self._has_itself(unit, node, record)
         )
+
+    def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
+        """Whether a node only has to go on with what it holds; from a mirror there it has to be fetched."""
+        live = self._live.get(unit, {}).values()
+        return any(one.node == node and not one.mirror and record in one.steps for one in live)
 
     def _fetch(self, unit: Unit, node: str, record: int, load: Counter[str]) -> Fetch:
         live = [one for one in self._live.get(unit, {}).values() if one.serves(node) and record in one.steps]
         if live:
-            chosen = min(live, key=lambda one: (load[one.node], one.node))
+            chosen = min(live, key=lambda one: (one.node != node, load[one.node], one.node))
             load[chosen.node] += 1
             return Fetch(unit, node, record, live=chosen.node)
         for generation in self._coded.get(unit, ()):

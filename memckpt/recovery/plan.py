@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.peers import BadSource, Fetch, Sources, Unit
+from memckpt.recovery.peers import BadSource, Fetch, Sources, Unit, place_of
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
@@ -84,7 +84,7 @@ def make_plan(
         NothingHeldError: something must be restored and nothing can be.
     """
     assert units or not pieces, "pieces are of use only to who knows where the ranks are"
-    nodes = list({(inventory.node, inventory.ranks): inventory for inventory in inventories}.values())
+    nodes = list({place_of(inventory): inventory for inventory in inventories}.values())
     everything: list[HeldRecords | HeldPieces] = [*nodes, *pieces]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
     in_storage = max((one.timeline.number for one in stored), default=0)
@@ -92,7 +92,7 @@ def make_plan(
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something)
-    memory: _OwnMemory | _PeersMemory = _OwnMemory(nodes, world_size, shardings)
+    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_mirrors(nodes), world_size, shardings)
     if units:
         memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings)
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
@@ -137,14 +137,14 @@ def must_reshard(
     """
     if units:
         return bool(_PeersMemory(inventories, pieces, (), units, world_size, shardings).changed)
-    return bool(_OwnMemory(inventories, world_size, shardings).changed)
+    return bool(_OwnMemory(_without_mirrors(inventories), world_size, shardings).changed)
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
     """The record that is written to storage before it is resharded; None if memory cannot produce what is asked for."""
     if resume == "never" or any(held.problem for held in inventories):
         return None
-    chosen = _choose(common_records(inventories), resume)
+    chosen = _choose(common_records(_without_mirrors(inventories)), resume)
     return chosen[0] if chosen is not None else None
 
 
@@ -246,13 +246,19 @@ class _PeersMemory:
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
     def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
-        """What is in pieces cannot go to storage first: an older state there is better than none."""
-        unsaved = _not_stored(self._nodes, Sources(self._nodes).common_of_all(), stored) is not None
+        """What is in pieces, or on a mirror, cannot go to storage first: an older state there is better than none."""
+        own = _without_mirrors(self._nodes)
+        unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
         if unsaved or (not stored and self._sources.common_of_all()):
             raise _changed_error(f"memory holds a run {self.changed}")
 
     def why_nothing(self) -> str:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
+
+
+def _without_mirrors(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
+    """What nodes hold of their own ranks."""
+    return [held for held in inventories if not held.mirror]
 
 
 _OTHER_SHARDS = "of another number of ranks, or cut into other shards"

@@ -25,7 +25,7 @@ from memckpt.agent.peer_messages import (
 )
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
-from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
 from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
@@ -48,19 +48,19 @@ class Peers:
         config: how records are kept in other nodes' memory; None: they are not.
         ranks: of the job.
         link: to this node's agent.
-        budget: the configured limit on its memory.
+        agent: its settings.
 
     Attributes:
         units: by rank, its node and the ranks there that hold the same shards, once :meth:`listen` has asked.
     """
 
     def __init__(
-        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, budget: int | None
+        self, config: ErasureConfig | MirrorConfig | None, ranks: Ranks, link: AgentLink, agent: AgentConfig
     ) -> None:
         self._config = config
         self._ranks = ranks
         self._link = link
-        self._budget = budget
+        self._agent = agent
         self._listen: Listen | None = None
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
@@ -124,7 +124,8 @@ class Peers:
 
     def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | None, alone: bool) -> Listening | None:
         address = _own_address(config.host, alone)
-        self._listen = Listen(self._ranks.nonce, self._ranks.node, address, config.port, keys, self._budget)
+        budget, threads = self._agent.memory_budget_bytes, self._agent.threads
+        self._listen = Listen(self._ranks.nonce, self._ranks.node, address, config.port, keys, budget, threads)
         return self._link.client.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
@@ -206,7 +207,7 @@ class Peers:
             record=plan.record,
             serve=serves(plan.fetches, self._ranks.node),
             fetch=tuple(_source(fetch) for fetch in own),
-            memory_budget_bytes=self._budget,
+            memory_budget_bytes=self._agent.memory_budget_bytes,
             history=plan.history,
         )
         if self._ranks.rank == 0:

@@ -79,7 +79,7 @@ class Session:
         self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
         self._link = AgentLink(AgentAddress.of(run_dir), self._ranks, config)
         self._rank_state = RankState(self._live)
-        self._peers = Peers(config.peers, self._ranks, self._link, config.agent.memory_budget_bytes)
+        self._peers = Peers(config.peers, self._ranks, self._link, config.agent)
         self._resumption = Resumption(
             self._live, self._ranks, self._link, self._staging, config.storage, run_dir, self._peers
         )

@@ -1,0 +1,124 @@
+"""Step time with and without the governor, on a slow link: ``python -m benchmarks.governor``."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import Options, run
+from benchmarks.governor_rank import ARMS
+from benchmarks.report import Report, Table, median_and_spread
+from benchmarks.workloads import scratch_directory
+from tests.netns import Network, problem
+
+TITLE = "What sending records to peers costs training on a slow link, with and without the governor"
+METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that
+a bridge joins; tc's token bucket limits each node's cable in both directions. Every step gathers parameters and reduces
+gradients over the same cables as records. Trainings without peers, with peers but without the governor (nothing is
+marked, so that records go as soon as they are made), and with it follow one another, in another order in each round.
+Of each training the second half of its steps counts. A share is the median step over that of the same round without
+peers, less one."""
+
+NAMES = {"nothing": "no peers", "without": "peers, no governor", "with": "peers, governor"}
+_PATIENCE_SECONDS = 900.0
+_PORT = 29500  # in a network of its own
+
+
+class TrainingFailed(RuntimeError):
+    """A rank has failed."""
+
+
+def train(network: Network, directory: Path, arm: str, size: str, batch: int, steps: int) -> dict[str, Any]:
+    """One training on both nodes; what rank 0 has said.
+
+    Raises:
+        TrainingFailed: a rank failed, or took too long.
+    """
+    ranks = []
+    try:
+        for rank in range(2):
+            environment = os.environ | {
+                "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+                "MASTER_ADDR": network.addresses[0], "MASTER_PORT": str(_PORT),
+                "GLOO_SOCKET_IFNAME": "eth0", "MEMCKPT_NODE": f"node{rank}",
+            }  # fmt: skip
+            command = [
+                sys.executable, "-m", "benchmarks.governor_rank", "--arm", arm, "--size", size,
+                "--batch", str(batch), "--steps", str(steps), "--run-dir", str(directory),
+            ]  # fmt: skip
+            ranks.append(network.popen(rank, command, env=environment, stdout=subprocess.PIPE, text=True))
+        said = [one.communicate(timeout=_PATIENCE_SECONDS)[0] for one in ranks]
+    except subprocess.TimeoutExpired:
+        raise TrainingFailed(f"{NAMES[arm]}: not through within {_PATIENCE_SECONDS:.0f} s") from None
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    if any(one.returncode for one in ranks):
+        raise TrainingFailed(f"{NAMES[arm]}: ranks ended with {[one.returncode for one in ranks]}")
+    found: dict[str, Any] = json.loads(said[0].splitlines()[-1])
+    return found
+
+
+def measure(report: Report, network: Network, size: str, batch: int, steps: int, rounds: int, title: str) -> None:
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    for number in range(rounds):
+        shift = number % len(ARMS)
+        for arm in ARMS[shift:] + ARMS[:shift]:
+            with scratch_directory() as directory:
+                found[arm].append(train(network, directory, arm, size, batch, steps))
+    numel = found["nothing"][0]["numel"]
+    table = report.table(
+        f"{title}, {numel / 1e6:.1f}M parameters",
+        "", "step, ms", "share", "rounds", "stall, ms", "sent per record, MB", "limit, MB/s", "at the end"
+    )  # fmt: skip
+    alone = [_median(one) for one in found["nothing"]]
+    for arm in ARMS:
+        _add(table, arm, found[arm], alone)
+
+
+def _median(training: dict[str, Any]) -> float:
+    seconds: list[float] = training["seconds"]
+    return statistics.median(seconds[len(seconds) // 2 :])
+
+
+def _add(table: Table, arm: str, trainings: list[dict[str, Any]], alone: list[float]) -> None:
+    medians = [_median(one) for one in trainings]
+    step, _ = median_and_spread(medians)
+    share, spread = median_and_spread([mine / base - 1 for mine, base in zip(medians, alone, strict=True)])
+    peers = trainings[-1]["peers"] or {}
+    record, limit = peers.get("bytes_per_record"), peers.get("limit")
+    stall = statistics.median(one.get("stall", 0.0) for one in trainings)
+    table.add(
+        NAMES[arm], f"{step * 1e3:.0f}", f"{share:+.1%} +- {spread:.1%}", str(len(trainings)), f"{stall * 1e3:.1f}",
+        "-" if record is None else f"{record / 1e6:.1f}", "-" if limit is None else f"{limit / 1e6:.1f}",
+        peers.get("pace", "-"),
+        arm=arm, step_seconds=step, share=share, share_spread=spread, stall_seconds=stall, peers=peers,
+        medians=medians,
+    )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("governor", TITLE, METHOD, options.command, options.quick)
+    missing = problem()
+    if missing is not None:
+        report.leave_out("all of it", missing)
+        report.write(options.results)
+        return
+    cases = (("tiny", 16, 60, 1),) if options.quick else (("demo", 16, 400, 3), ("demo", 64, 400, 3))
+    with Network(2) as network:
+        for node in range(2):
+            network.limit(node, 10**9)
+        for size, batch, steps, rounds in cases:
+            title = f"1 Gbit/s, {batch} sequences a rank"
+            measure(report, network, size, batch, steps, rounds, title)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("governor", main)

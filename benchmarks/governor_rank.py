@@ -1,0 +1,115 @@
+"""One rank of a sharded training over two nodes, for the governor's benchmark: says what each step took.
+
+Writes one line of JSON to standard output when it is through, and leaves its agent to whoever reads that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import memckpt
+from benchmarks.workloads import OPTIMIZERS
+from examples.gpt import GPT, SIZES, Corpus
+from memckpt import ErasureConfig, MemckptConfig, Session
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status
+
+#: What is done beside training: nothing; peers without a governor; with it.
+ARMS = ("nothing", "without", "with")
+
+
+class Trainee:
+    """A sharded model and what each step needs. Its batch sets how long steps compute."""
+
+    def __init__(self, size: str, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = GPT(replace(SIZES[size], dropout=0.0))
+        self.numel = self.model.numel
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS["fused"])
+        torch.manual_seed(1 + dist.get_rank())
+        self.batch = Corpus(self.model.config.context).sample(batch)
+
+    def step(self) -> None:
+        self.model.loss(*self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
+    peers = ErasureConfig(data=1, tolerate=1)
+    config = MemckptConfig(redo="lazy", peers=peers, storage=None)
+    session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
+    session.restore()
+    if arm == "without":
+        # Without marks the courier knows of no step, and sends when it likes. Not part of what users may call.
+        session._peers.stop_marking(session._recorder)
+    return session
+
+
+def train(trainee: Trainee, session: Session | None, steps: int) -> list[float]:
+    """Seconds of each step, from commit to commit."""
+    seconds = []
+    dist.barrier()
+    before = time.perf_counter()
+    for _ in range(steps):
+        trainee.step()
+        if session is not None:
+            session.commit()
+        now = time.perf_counter()
+        seconds.append(now - before)
+        before = now
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--batch", type=int, required=True, help="of each rank")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trainee = Trainee(args.size, args.batch)
+    found: dict[str, Any] = {"numel": trainee.numel, "agent": None, "peers": None}
+    with contextlib.ExitStack() as stack:
+        session = None
+        if args.arm != "nothing":
+            session = stack.enter_context(attach(trainee, args.arm, args.run_dir))
+            found["agent"] = session.agent_pid
+        found["seconds"] = train(trainee, session, args.steps)
+        if session is not None:
+            found["stall"] = session.stall.total / args.steps
+            status = ask_status(AgentAddress.of(args.run_dir))
+            if status is not None and status.peers is not None:
+                peers = status.peers
+                found["peers"] = {
+                    "bytes_sent": peers.bytes_sent,
+                    "bytes_per_record": peers.bytes_per_record,
+                    "watermark": peers.watermark,
+                    "limit": peers.rate_limit_bytes_per_second,
+                    "pace": peers.pace,
+                    "protected": peers.protected,
+                }
+    dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

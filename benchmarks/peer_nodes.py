@@ -1,0 +1,151 @@
+"""Training whose ranks are nodes, all on this machine: each a process with its own node name, agent and courier."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, run_rank
+from benchmarks.processes import end_agent
+from benchmarks.turns import TrainingFailed, Worker
+from memckpt.agent.control import ask_status
+from memckpt.agent.peer_messages import PeersStatus
+
+_LOOK_AGAIN_SECONDS = 0.05
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Nodes:
+    """One attempt of a training. Owns the processes of its ranks; :meth:`close` ends their agents, too."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._ranks = [Worker(f"{task.node(rank)} of {task.nodes}", run_rank, task, rank) for rank in range(task.nodes)]
+        self.started: list[Started] = []
+
+    def wait_ready(self) -> list[Started]:
+        """Wait until all stand before their first step; errors as for a worker."""
+        self.started = self._hear()
+        return self.started
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters: over all shards, or of one replica."""
+        each = [started.numel for started in self.started]
+        return sum(each) if self.task.kind == "fsdp" else each[0]
+
+    def _hear(self) -> list[Any]:
+        """What each rank says. Where one has no memory the others fail as well, but that is the reason."""
+        said, failures = [], []
+        for rank in self._ranks:
+            try:
+                said.append(rank.receive())
+            except (MemoryError, TrainingFailed) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, MemoryError)), failures[0])
+        return said
+
+    def _order(self, order: Order) -> list[Any]:
+        for rank in self._ranks:
+            rank.send(order)
+        return self._hear()
+
+    def take(self, steps: int, untimed: int = 1) -> NodesBlock:
+        """Let them go for steps that do not count and for steps that do; the slower rank's block.
+
+        Ends when all records are acknowledged, where there are peers.
+        """
+        couriers = [pid for started in self.started if (pid := _courier(started.agent)) is not None]
+        before = sum(map(_cpu_seconds, couriers))
+        blocks: list[NodesBlock] = self._order(Order(steps, untimed))
+        used = sum(map(_cpu_seconds, couriers)) - before
+        slower = max(blocks, key=lambda block: block.seconds)
+        behind = max(block.behind for block in blocks)
+        return replace(slower, behind=behind, courier_seconds=used / (steps + untimed))
+
+    def save(self) -> None:
+        """Have each rank write a plain checkpoint of what it holds."""
+        self._order(Order(save=True))
+
+    def peers_status(self, record: int) -> list[PeersStatus]:
+        """What each node's agent says of its peers, once it knows that `record` is acknowledged for all nodes.
+
+        Raises:
+            RuntimeError: one does not within minutes.
+        """
+        return [self._peers_status(rank, record) for rank in range(self.task.nodes)]
+
+    def _peers_status(self, rank: int, record: int) -> PeersStatus:
+        patience = time.monotonic() + PATIENCE.total_seconds()
+        while time.monotonic() < patience:
+            status = ask_status(self.task.address(rank))
+            found = None if status is None else status.peers
+            if found is not None and (found.watermark or 0) >= record:
+                return found
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
+
+    def wait_stored(self, step: int) -> None:
+        """Wait until storage has a checkpoint of `step` or later.
+
+        Raises:
+            RuntimeError: it has not within minutes.
+        """
+        patience = time.monotonic() + PATIENCE.total_seconds()
+        while time.monotonic() < patience:
+            statuses = [ask_status(self.task.address(rank)) for rank in range(self.task.nodes)]
+            stored = [None if each is None or each.storage is None else each.storage.step for each in statuses]
+            if all(each is not None and each >= step for each in stored):
+                return
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        raise RuntimeError(f"expected step {step} in storage, found {stored}")
+
+    def kill(self, nodes: Sequence[int]) -> None:
+        """Kill all ranks, as a launcher does when a node is gone, and of these nodes the agents, too."""
+        pids = [started.pid for started in self.started]
+        pids += [agent for node in nodes if (agent := self.started[node].agent) is not None]
+        handles = [os.pidfd_open(pid) for pid in pids]
+        for handle in handles:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in handles:
+            select.select([handle], [], [])
+            os.close(handle)
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for rank in self._ranks:
+            rank.dismiss()  # all of them: they leave together
+        for rank in self._ranks:
+            rank.close()
+        self._ranks.clear()
+
+    def close(self) -> None:
+        """End them, and their agents, so that the memory is free."""
+        self._end_ranks()
+        for started in self.started:
+            if started.agent is not None:
+                end_agent(started.agent)
+
+
+def _courier(agent: int | None) -> int | None:
+    """The courier that an agent has started."""
+    if agent is None:
+        return None
+    for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
+        if b"memckpt.courier" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    return None
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    user, system = stat[stat.rindex(")") + 2 :].split()[11:13]
+    return (int(user) + int(system)) / _TICKS

@@ -1,0 +1,143 @@
+"""What a protected step costs when its record is kept by peers, beside one without peers, and without memckpt."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.command import Options, run
+from benchmarks.peer_nodes import Nodes
+from benchmarks.peer_ranks import NodesBlock, Task
+from benchmarks.report import Ratio, Report
+from benchmarks.turns import start_server, take_turns
+from benchmarks.workloads import redo_config, scratch_directory
+from memckpt import ErasureConfig
+
+NODES = 2
+TITLE = "Training with peers: wall time of a step, and CPU time of couriers"
+METHOD = f"""\
+A GPT with `fully_shard` on each block and on the whole, AdamW (fused), on {NODES} nodes, which is the least that peers
+can be: k=1, m=1, a copy of each record on the other node, T=8. Both nodes are on this machine: a rank of one compute
+thread each (gloo), an agent, and with peers a courier. All trainings run at once and take turns in blocks of steps:
+while one has its turn, the others are blocked in a read. The order changes from round to round, and the first step of a
+block is not timed. Each rank times its own steps, and the slower one counts.
+
+The ratio is the median over rounds of a training's time over that of the first one with nothing, the spread half the
+distance between the quartiles; the null pair is the second one with nothing over the first. What it differs from 1 is
+noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank,
+waiting for peers included. *behind* is how long after a block's last step its records were acknowledged by all; the
+next training has its turn only then. Pauses between blocks are single long steps to the governor, which goes by
+medians. *couriers* is the CPU time of both nodes' couriers for a step's record: each encodes, encrypts, sends, receives,
+decrypts, checks and keeps one shard's.
+
+**Where the ranks leave no core free, as they do on two, couriers and agents take their CPU time from the training.**
+The ratio is then that of a machine without a core to spare, and not what peers cost on nodes of their own. What carries
+over is the CPU time of couriers."""
+
+Side = Literal["nothing", "local", "peers", "plain"]
+_NAMES: dict[Side, str] = {
+    "nothing": "nothing (null pair)",
+    "local": "memckpt, no peers",
+    "peers": "memckpt, peers",
+    "plain": "memckpt, peers, security='plain'",
+}
+_WITH_PEERS: tuple[Side, ...] = ("peers", "plain")
+#: Until every slot of the ring has been written once, and the first window is with its peers.
+_WARM_UP = 12
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured: rounds, and steps in a block."""
+
+    size: str
+    rounds: int
+    steps: int
+
+
+FULL = Scale("30M", rounds=8, steps=6)
+QUICK = Scale("demo", rounds=2, steps=2)
+
+
+def task_of(scale: Scale, side: Side, stack: ExitStack) -> Task:
+    config = None if side == "nothing" else redo_config("lazy T=8")
+    if config is not None and side in _WITH_PEERS:
+        peers = ErasureConfig(data=1, tolerate=1, security="plain" if side == "plain" else "curve")
+        config = replace(config, peers=peers)
+    return Task("fsdp", scale.size, NODES, stack.enter_context(scratch_directory()), config)
+
+
+def measure(report: Report, scale: Scale, sides: tuple[Side, ...]) -> None:
+    """Trainings that take turns.
+
+    Raises:
+        MemoryError: this machine has no memory for all of them.
+    """
+    with ExitStack() as stack:
+        trainings = []
+        for side in sides:
+            nodes = Nodes(task_of(scale, side, stack))
+            stack.callback(nodes.close)
+            trainings.append(nodes)
+        for nodes in trainings:
+            nodes.wait_ready()
+            nodes.take(_WARM_UP)
+        add_ratios(report, scale, sides, trainings[0].numel, take_turns(trainings, scale.rounds, scale.steps))
+        for side, nodes in zip(sides, trainings, strict=True):
+            if side in _WITH_PEERS:
+                pace = " and ".join(sorted({status.pace for status in nodes.peers_status(0)} - {""}))
+                report.notes.append(f"Pace at the end, {_NAMES[side]}: {pace or 'nothing to say'}.")
+
+
+def add_ratios(
+    report: Report, scale: Scale, sides: tuple[Side, ...], numel: int, rounds: list[list[NodesBlock]]
+) -> None:
+    table = report.table(
+        f"{numel / 1e6:.1f}M parameters, sharded over {NODES} nodes", "every step protected by", "ratio", "± spread",
+        "ms with", "ms without", "pairs of blocks", "stall ms", "behind ms", "couriers, CPU ms a record",
+        "ns a parameter",
+    )  # fmt: skip
+    for index, side in enumerate(sides[1:], 1):
+        blocks = [each[index] for each in rounds]
+        pairs = [(each[index].seconds, each[0].seconds) for each in rounds]
+        ratio = Ratio.of(pairs)
+        stall, behind = (
+            statistics.median(values) * 1e3
+            for values in ([sum(block.stall.values()) for block in blocks], [block.behind for block in blocks])
+        )
+        couriers = statistics.mean(block.courier_seconds for block in blocks)
+        ours, peers = side != "nothing", side in _WITH_PEERS
+        table.add(
+            _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
+            f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}", f"{stall:.1f}" if ours else "-",
+            f"{behind:.1f}" if peers else "-", f"{couriers * 1e3:.1f}" if peers else "-",
+            f"{couriers / numel * 1e9:.1f}" if peers else "-",
+            arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
+            without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall if ours else None,
+            behind_ms=behind if peers else None, courier_seconds=couriers if peers else None,
+        )  # fmt: skip
+        print(f"{scale.size}, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
+
+
+def main(options: Options) -> None:
+    report = Report("peers_overhead", TITLE, METHOD, options.command, options.quick)
+    scale = QUICK if options.quick else FULL
+    report.machine["compute_threads"] = f"{NODES} ranks of 1"
+    spare = len(os.sched_getaffinity(0)) - NODES
+    report.notes.append(f"The ranks leave {max(spare, 0)} of the machine's cores for two couriers and two agents.")
+    sides: tuple[Side, ...] = ("nothing", "local", "peers", "nothing")
+    if not options.quick:
+        sides = (*sides, "plain")
+    start_server("benchmarks.peer_ranks")
+    try:
+        measure(report, scale, sides)
+    except MemoryError as error:
+        report.leave_out(f"everything at {scale.size}", str(error))
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("peers_overhead", main)

@@ -1,0 +1,233 @@
+"""How long a lost node's state takes to come back from its peers, beside its own memory, storage and a plain file."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+
+from benchmarks.command import Options, run
+from benchmarks.encode import Source, sides_of
+from benchmarks.peer_nodes import Nodes
+from benchmarks.peer_ranks import Started, Task
+from benchmarks.report import Report, Table
+from benchmarks.turns import start_server
+from benchmarks.workloads import scratch_directory
+from memckpt import ErasureConfig, MemckptConfig, StorageConfig
+from memckpt.peers.code import Code
+
+TITLE = "Restoring lost nodes from their peers"
+METHOD = """\
+A GPT with AdamW in fp32, sharded with FSDP2 over nodes of one rank each (gloo), all on one machine. When all records
+are acknowledged, all ranks are killed, as launchers do, and of the lost nodes the agents, too; then the training is
+started again. Everything restores the same: each rank its shard, of 12 bytes a parameter, all ranks at once. Medians
+over the kills, of the slowest rank that counts, in seconds:
+
+- *fetched*: on a lost node, from the request to its new agent until the window of T=8 records, 4 + 12/T bytes a
+  parameter each, is decoded in its memory. Its peers work for it on the same cores.
+- *into tensors*: from there, or from memory, to the live tensors, with the redo of the window; from storage or a file,
+  reading, too. Storage verifies checksums, the file is `torch.load` with `weights_only=True` and a copy. Both are in
+  the page cache.
+- *restored*: the sum for each rank. The lost nodes' ranks count; from memory, storage and files all do.
+- *attached*: from a barrier of all ranks until memckpt had what there was to be restored at hand: where nodes are lost
+  with the start of an agent and a courier for them, connections, the plan, and *fetched*.
+
+The ratios are those of the medians of *restored*. *decode* is the rate in one thread, with checksums, of the pieces
+that take most work, apart from any network (`benchmarks.encode`); *fetched, MB/s* the rate at which a lost node's
+records came, over all of them where several are lost."""
+NODES = 4
+PERIOD = 8
+#: Steps before a kill: a window, and the slots in flight have been written once more.
+_STEPS = PERIOD + 4
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One kill, and the start after it.
+
+    Attributes:
+        started: by rank.
+        counted: those whose restore counts.
+    """
+
+    started: list[Started]
+    counted: list[Started]
+
+    @property
+    def fetched(self) -> float | None:
+        return max((each.fetching for each in self.counted if each.fetching is not None), default=None)
+
+    @property
+    def fetched_bytes(self) -> int:
+        return sum(each.fetched_bytes for each in self.counted)
+
+    @property
+    def into_tensors(self) -> float:
+        return max(each.restoring for each in self.counted)
+
+    @property
+    def restored(self) -> float:
+        return max((each.fetching or 0.0) + each.restoring for each in self.counted)
+
+    @property
+    def attached(self) -> float:
+        return max(each.attaching for each in self.started)
+
+
+class Training:
+    """A training that is killed and started again. Owns the attempt that runs."""
+
+    def __init__(self, task: Task) -> None:
+        self.nodes = Nodes(task)
+        self.nodes.wait_ready()
+
+    def restart(self, tier: str, lost: Sequence[int] = ()) -> Restart:
+        """Kill all ranks, and the agents of the nodes that are lost; start again.
+
+        Raises:
+            RuntimeError: what it goes on from is not of that tier.
+        """
+        self.nodes.kill(lost)
+        task = self.nodes.task
+        self.nodes = Nodes(replace(task, attempt=task.attempt + 1, load=tier == "file"))
+        started = self.nodes.wait_ready()
+        tiers = sorted({each.tier for each in started})
+        if tiers != [tier]:
+            raise RuntimeError(f"expected a restore from {tier}, found {tiers}; see the logs of ranks and agents")
+        counted = [started[node] for node in lost] if tier == "peers" else started
+        return Restart(started, counted)
+
+    def close(self) -> None:
+        """End it, and its agents."""
+        self.nodes.close()
+
+
+@contextmanager
+def training(size: str, config: MemckptConfig | None) -> Iterator[Training]:
+    with scratch_directory() as directory, closing(Training(Task("fsdp", size, NODES, directory, config))) as begun:
+        yield begun
+
+
+def from_peers(size: str, data: int, losses: Sequence[Sequence[int]], kills: int) -> list[list[Restart]]:
+    """Restarts for each choice of nodes that are lost; for none, from the nodes' own memory."""
+    peers = ErasureConfig(data=data, tolerate=NODES - data)
+    config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=None, peers=peers)
+    found: list[list[Restart]] = [[] for _ in losses]
+    with training(size, config) as begun:
+        for _ in range(kills):
+            for lost, restarts in zip(losses, found, strict=True):
+                begun.nodes.take(_STEPS)
+                restarts.append(begun.restart("peers" if lost else "local memory", lost))
+    return found
+
+
+def from_storage(size: str, kills: int) -> list[Restart]:
+    """Restarts from memckpt's checkpoints: all agents are lost."""
+    storage = StorageConfig(mode="replica", every_steps=PERIOD // 2)
+    config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=storage)
+    found = []
+    with training(size, config) as begun:
+        for _ in range(kills):
+            begun.nodes.take(_STEPS)
+            begun.nodes.wait_stored(begun.nodes.started[0].step + 1)
+            found.append(begun.restart("storage", range(NODES)))
+    return found
+
+
+def from_file(size: str, kills: int) -> list[Restart]:
+    """Starts in which each rank loads what it has saved."""
+    found = []
+    with training(size, None) as begun:
+        begun.nodes.take(2)
+        begun.nodes.save()
+        for _ in range(kills):
+            found.append(begun.restart("file"))
+    return found
+
+
+def decode_rate(data: int) -> float:
+    """Bytes a second that one thread decodes from the pieces that take most work."""
+    source = Source(64 << 20)
+    with closing(Code(data, NODES - data)) as code:
+        decode = sides_of(code, source)["decode"]
+        return source.nbytes / statistics.median(source.time(decode) for _ in range(5))
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Row:
+    """Restarts of one kind; the rate of decoding for those from peers."""
+
+    name: str
+    restarts: list[Restart]
+    decode: float | None = None
+
+
+def add_rows(table: Table, rows: Sequence[Row]) -> None:
+    restored = {row.name: statistics.median(each.restored for each in row.restarts) for row in rows}
+    for row in rows:
+        seconds: dict[str, list[float]] = {
+            "fetched": [each.fetched for each in row.restarts if each.fetched is not None],
+            "into tensors": [each.into_tensors for each in row.restarts],
+            "restored": [each.restored for each in row.restarts],
+            "attached": [each.attached for each in row.restarts if each.attached],
+        }
+        fetched_bytes = [each.fetched_bytes for each in row.restarts]
+        rates = [nbytes / took for nbytes, took in zip(fetched_bytes, seconds["fetched"], strict=False)]
+        ratios = {other: restored[row.name] / restored[other] for other in (_STORAGE, _FILE)}
+        table.add(
+            row.name, *(f"{statistics.median(times):.3f}" if times else "-" for times in seconds.values()),
+            *(f"{ratio:.2f}" for ratio in ratios.values()),
+            f"{statistics.median(rates) / 1e6:.0f}" if rates else "-",
+            "-" if row.decode is None else f"{row.decode / 1e9:.2f}",
+            source=row.name, seconds=seconds, fetched_bytes=fetched_bytes, ratios=ratios,
+            decode_bytes_per_second=row.decode,
+        )  # fmt: skip
+        print(f"{row.name}: restored in {restored[row.name]:.3f} s", flush=True)
+
+
+_STORAGE = "memckpt's storage, warm"
+_FILE = "torch.load, warm"
+_NUMBERS = {1: "a node is", 2: "two nodes are"}
+
+
+def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None:
+    """Fill a table; `codes`: the k of each code that is measured, with as many nodes."""
+    rows = []
+    for data in codes:
+        tolerate = NODES - data
+        losses = [(), *(tuple(range(1, count + 1)) for count in range(1, tolerate + 1))]
+        names = [
+            f"local memory, beside k={data}",
+            *(f"peers, k={data}, m={tolerate}: {_NUMBERS[len(lost)]} lost" for lost in losses[1:]),
+        ]
+        rate = decode_rate(data)
+        found = zip(names, losses, from_peers(size, data, losses, kills), strict=True)
+        rows += [Row(name, restarts, rate if lost else None) for name, lost, restarts in found]
+    numel = sum(started.numel for started in rows[0].restarts[0].started)
+    rows += [Row(_STORAGE, from_storage(size, kills)), Row(_FILE, from_file(size, kills))]
+    table = report.table(
+        f"{numel / 1e6:.1f}M parameters, sharded over {NODES} nodes; medians of {kills}", "state from", "fetched, s",
+        "into tensors, s", "restored, s", "attached, s", "restored / storage's", "restored / torch.load's",
+        "fetched, MB/s", "decode, GB/s",
+    )  # fmt: skip
+    add_rows(table, rows)
+
+
+def main(options: Options) -> None:
+    report = Report("peers_restore", TITLE, METHOD, options.command, options.quick)
+    report.machine["compute_threads"] = f"{NODES} ranks of 1"
+    start_server("benchmarks.peer_ranks")
+    size = "tiny" if options.quick else "30M"
+    try:
+        measure(report, size, kills=1 if options.quick else 5, codes=(2,) if options.quick else (3, 2))
+    except MemoryError as error:
+        report.leave_out(f"everything at {size}", str(error))
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("peers_restore", main)

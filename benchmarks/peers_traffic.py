@@ -1,0 +1,183 @@
+"""What peers send at each step: bytes, beside those of full-state replication and of coding by XOR reductions."""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.command import Options, run
+from benchmarks.peer_nodes import Nodes
+from benchmarks.peer_ranks import Kind, Task
+from benchmarks.report import Report, Table
+from benchmarks.turns import start_server
+from benchmarks.workloads import scratch_directory
+from memckpt import AgentConfig, ErasureConfig, MemckptConfig
+from memckpt.agent.launch import spawn_agent
+from tests import netns
+
+PERIOD = 8
+SIZE = "demo"
+TITLE = "Bytes that peers send at each step"
+METHOD = """\
+A GPT with AdamW in fp32, trained on k + m nodes (one rank each, gloo), every record kept by peers so that any m nodes
+can be lost, T=8. Counted over the steps of an anchor period, after the first window has been sent, and summed over all
+nodes; each step's records are acknowledged before the next step begins. Per step and parameter of the model, which with
+FSDP2 is held once over all nodes:
+
+- *pieces*: what memckpt calls bytes per record: the fragments' payloads.
+- *messages*: what the transports hand over: pieces with their headers, acknowledgements, the job's watermark.
+- *wire*: what the kernel counts as sent by the nodes' network devices. Agents and couriers of each node are in a
+  network namespace of their own, with one virtual cable, and trainers are not, so that nothing else goes over it:
+  messages with envelopes, encryption, the headers of TCP, IP and Ethernet (of large segments, as the kernel hands them
+  to a device that cuts them itself), the transports' acknowledgements, and heartbeats once a second. The ratios are
+  its, or those of *messages* where there is none.
+
+The formulas: *design* (k + m - 1)/k x (4 + 12/T). *full state* M - 1 = m copies of 12 bytes, as with Gemini's
+replication of the state at every step. *XOR reduction* m x 12 bytes, as with ECCheck. All of them tolerate the loss of
+m nodes. With DDP every node has the state, and what travels is what is private to a rank, its generators' states first
+of all; that does not grow with the model, and no formula is for it."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A code, and the training that it protects."""
+
+    kind: Kind
+    data: int
+    tolerate: int
+
+    @property
+    def nodes(self) -> int:
+        return self.data + self.tolerate
+
+    @property
+    def designed(self) -> float:
+        """Bytes for each parameter and step."""
+        return (self.nodes - 1) / self.data * (4 + 12 / PERIOD)
+
+    @property
+    def full_state(self) -> float:
+        """The same of the state at every step, in m copies or XOR reductions."""
+        return 12.0 * self.tolerate
+
+
+FULL = (
+    *(Scheme("fsdp", data, tolerate) for data, tolerate in ((1, 1), (3, 1), (2, 2), (4, 2))),
+    *(Scheme("ddp", data, tolerate) for data, tolerate in ((1, 1), (4, 2))),
+)
+QUICK = (Scheme("fsdp", 2, 2), Scheme("ddp", 1, 1))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """By all nodes at each step, in bytes; `wire` is None where it could not be counted."""
+
+    numel: int
+    pieces: float
+    messages: float
+    wire: float | None
+
+
+def count(scheme: Scheme) -> Sent:
+    """Train, and count.
+
+    Raises:
+        MemoryError: this machine has no memory for it.
+    """
+    peers = ErasureConfig(data=scheme.data, tolerate=scheme.tolerate, overhead=1.0)
+    config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=None, peers=peers)
+    with ExitStack() as stack:
+        directory = stack.enter_context(scratch_directory())
+        task = Task(scheme.kind, SIZE, scheme.nodes, directory, config)
+        if netns.problem(as_root=True) is None:
+            network = stack.enter_context(netns.Network(scheme.nodes))
+            task = Task(scheme.kind, SIZE, scheme.nodes, directory, config, tuple(network.addresses))
+            for node in range(scheme.nodes):
+                with network.inside(node):
+                    process = spawn_agent(task.address(node), AgentConfig(linger_seconds=30.0))
+                    stack.callback(process.wait)
+        nodes = Nodes(task)
+        stack.callback(nodes.close)
+        nodes.wait_ready()
+        return _count(nodes)
+
+
+def _count(nodes: Nodes) -> Sent:
+    before = PERIOD + 4  # a window, and every slot has been written once
+    nodes.take(before, untimed=0)
+    sent, wire = _sent(nodes, before)
+    pieces = []
+    for record in range(before + 1, before + PERIOD + 1):
+        nodes.take(1, untimed=0)
+        pieces.append(sum(status.bytes_per_record or 0.0 for status in nodes.peers_status(record)))
+    sent_now, wire_now = _sent(nodes, before + PERIOD)
+    on_wire = None if wire is None or wire_now is None else (wire_now - wire) / PERIOD
+    return Sent(nodes.numel, statistics.mean(pieces), (sent_now - sent) / PERIOD, on_wire)
+
+
+def _sent(nodes: Nodes, record: int) -> tuple[int, int | None]:
+    """What all nodes have sent since they began: in messages, and over their cables."""
+    messages = sum(status.bytes_sent for status in nodes.peers_status(record))
+    if not nodes.task.hosts:
+        return messages, None
+    return messages, sum(_device_sent(started.agent) for started in nodes.started)
+
+
+def _device_sent(agent: int | None) -> int:
+    """Bytes sent by the network device that an agent and its courier have for themselves."""
+    for line in Path(f"/proc/{agent}/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counters.split()[8])
+    raise RuntimeError(f"expected a device eth0 in the network of agent pid {agent}, found none")
+
+
+def add_row(table: Table, scheme: Scheme, sent: Sent) -> None:
+    def each(nbytes: float | None) -> str:
+        return "-" if nbytes is None else f"{nbytes / sent.numel:.3f}"
+
+    formulas, figures = ["-"] * 4, {}
+    if scheme.kind == "fsdp":
+        most = (sent.messages if sent.wire is None else sent.wire) / sent.numel
+        formulas = [
+            f"{scheme.designed:.3f}", f"{scheme.full_state:.0f}",
+            f"{most / scheme.designed:.3f}", f"{most / scheme.full_state:.3f}",
+        ]  # fmt: skip
+        figures = {
+            "designed_bytes": scheme.designed * sent.numel,
+            "full_state_bytes": scheme.full_state * sent.numel,
+            "xor_reduction_bytes": scheme.full_state * sent.numel,
+        }
+    table.add(
+        "FSDP2" if scheme.kind == "fsdp" else "DDP", f"{scheme.data}, {scheme.tolerate}", str(scheme.nodes),
+        f"{sent.pieces / scheme.nodes / 1e3:.1f}", each(sent.pieces), each(sent.messages), each(sent.wire), *formulas,
+        kind=scheme.kind, data=scheme.data, tolerate=scheme.tolerate, numel=sent.numel, pieces_bytes=sent.pieces,
+        message_bytes=sent.messages, wire_bytes=sent.wire, **figures,
+    )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("peers_traffic", TITLE, METHOD, options.command, options.quick)
+    table = report.table(
+        f"{SIZE}: sent by all nodes together at each step, bytes per parameter",
+        "training", "k, m", "nodes", "pieces, KB a node", "pieces", "messages", "wire", "design",
+        "full state, XOR reduction", "wire / design", "wire / full state",
+    )  # fmt: skip
+    if (problem := netns.problem(as_root=True)) is not None:
+        report.leave_out("wire", problem)
+    start_server("benchmarks.peer_ranks")
+    for scheme in QUICK if options.quick else FULL:
+        try:
+            sent = count(scheme)
+        except MemoryError as error:
+            report.leave_out(f"{scheme.kind}, k={scheme.data}, m={scheme.tolerate}", str(error))
+            continue
+        add_row(table, scheme, sent)
+        print(f"{scheme}: {sent}", flush=True)
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("peers_traffic", main)

@@ -1,0 +1,219 @@
+"""How fast couriers send to each other, beside ZeroMQ without acknowledgements, order and bounds."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Literal, NamedTuple
+
+import zmq
+
+from benchmarks.command import Options, run
+from benchmarks.report import Report, Table, median_and_spread
+from memckpt.peers.keys import Keys
+from memckpt.peers.transport import Delivery, Transport
+
+TITLE = "The transport between couriers"
+METHOD = """\
+One process sends messages with payloads to another one over loopback; the rate is that at which they arrive, between
+the first and the last. Beside `memckpt.peers.transport` a DEALER and a ROUTER with frames of the same sizes, which may
+hold as many bytes on their way and do nothing else: no acknowledgements, no sending again, no envelopes. In turn;
+medians of the repetitions, and of the ratios of pairs. CPU time is that of both processes, all threads."""
+
+PATIENCE_SECONDS = 120.0
+WINDOW_BYTES = 32 << 20
+BODY = bytes(64)
+ENVELOPE = bytes(60)
+
+Side = Literal["transport", "bare"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Messages that are to be sent."""
+
+    side: Side
+    keys: Keys | None
+    count: int
+    payload_bytes: int
+
+
+class Taken(NamedTuple):
+    """From the first to the last message, and the CPU time of one process."""
+
+    seconds: float
+    cpu_seconds: float
+
+
+def bare_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, task: Task) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.linger = 0
+    # Both ends' limits add up.
+    socket.sndhwm = socket.rcvhwm = max(1, WINDOW_BYTES // task.payload_bytes // 2)
+    if task.keys is not None and kind == zmq.ROUTER:
+        socket.curve_server = True
+        socket.curve_secretkey = task.keys.server_secret.encode()
+    elif task.keys is not None:
+        socket.curve_publickey = task.keys.client_public.encode()
+        socket.curve_secretkey = task.keys.client_secret.encode()
+        socket.curve_serverkey = task.keys.server_public.encode()
+    return socket
+
+
+# The receiving process
+
+
+def receive_tasks(link: Connection) -> None:
+    """Receive what is announced, task by task, until there is none."""
+    while (task := link.recv()) is not None:
+        receive = receive_bare if task.side == "bare" else receive_with_transport
+        link.send(receive(task, link.send))
+
+
+def receive_bare(task: Task, tell: Callable[[str], None]) -> Taken:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = bare_socket(context, zmq.ROUTER, task)
+        socket.bind("tcp://127.0.0.1:*")
+        tell(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
+        began = 0.0
+        cpu = time.process_time()
+        for number in range(task.count):
+            socket.recv()
+            socket.recv()
+            socket.recv()
+            payload = socket.recv(copy=False)
+            assert len(payload.buffer) == task.payload_bytes
+            if number == 0:
+                began = time.perf_counter()
+        return Taken(time.perf_counter() - began, time.process_time() - cpu)
+    finally:
+        context.destroy(linger=0)
+
+
+def receive_with_transport(task: Task, tell: Callable[[str], None]) -> Taken:
+    transport = Transport("receiver", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES)
+    try:
+        tell(transport.address)
+        poller = zmq.Poller()
+        transport.register(poller)
+        began = last = 0.0
+        received = 0
+        cpu = time.process_time()
+        while received < task.count:
+            while (event := transport.receive()) is not None:
+                if isinstance(event, Delivery):
+                    assert len(event.payload) == task.payload_bytes
+                    received += 1
+                    last = time.perf_counter()
+                    began = began or last
+            if received < task.count:
+                poller.poll(math.ceil(transport.tend(time.monotonic()) * 1000))
+        taken = Taken(last - began, time.process_time() - cpu)
+        tell("all")
+        return taken
+    finally:
+        transport.close()
+
+
+# The sending process
+
+
+def send_bare(task: Task, address: str, payload: memoryview) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = bare_socket(context, zmq.DEALER, task)
+        socket.linger = -1
+        socket.connect(address)
+        for _ in range(task.count):
+            socket.send(ENVELOPE, zmq.SNDMORE)
+            socket.send(BODY, zmq.SNDMORE)
+            socket.send(payload, 0, len(payload) < 64 << 10)
+        socket.close()
+    finally:
+        context.term()
+
+
+def send_with_transport(task: Task, address: str, payload: memoryview, link: Connection) -> None:
+    transport = Transport("sender", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES)
+    try:
+        transport.connect("receiver", address)
+        poller = zmq.Poller()
+        transport.register(poller)
+        sent = 0
+        while not link.poll():
+            while transport.receive() is not None:
+                pass
+            while sent < task.count and transport.room("receiver") >= len(payload) + len(BODY):
+                transport.send("receiver", BODY, payload)
+                sent += 1
+            poller.poll(math.ceil(min(transport.tend(time.monotonic()), 0.01) * 1000))
+        link.recv()
+    finally:
+        transport.close()
+
+
+def measure(link: Connection, task: Task, payload: memoryview) -> Taken:
+    """Send a task's messages to the receiving process; CPU time of both."""
+    link.send(task)
+    address = link.recv()
+    cpu = time.process_time()
+    if task.side == "bare":
+        send_bare(task, address, payload)
+    else:
+        send_with_transport(task, address, payload, link)
+    if not link.poll(PATIENCE_SECONDS):
+        raise RuntimeError("the receiving process does not answer")
+    taken = link.recv()
+    return Taken(taken.seconds, taken.cpu_seconds + time.process_time() - cpu)
+
+
+def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes: int, repetitions: int) -> None:
+    """Both sides in turn, with payloads of one size."""
+    payload = memoryview(bytes(size))
+    ours: list[Taken] = []
+    bare: list[Taken] = []
+    for _ in range(repetitions):
+        bare.append(measure(link, Task("bare", keys, nbytes // size, size), payload))
+        ours.append(measure(link, Task("transport", keys, nbytes // size, size), payload))
+    ratio, spread = median_and_spread([other.seconds / one.seconds for one, other in zip(ours, bare, strict=True)])
+    rates = [statistics.median(nbytes / one.seconds / 1e9 for one in side) for side in (ours, bare)]
+    cpus = [statistics.median(one.cpu_seconds / nbytes * 1e9 for one in side) for side in (ours, bare)]
+    security = "plain" if keys is None else "curve"
+    table.add(
+        security, f"{size >> 10}", *(f"{rate:.2f}" for rate in rates), f"{ratio:.2f} ± {spread:.2f}",
+        *(f"{cpu:.2f}" for cpu in cpus),
+        security=security, payload_bytes=size, nbytes=nbytes, ratio=ratio, transport=ours, bare=bare,
+    )  # fmt: skip
+
+
+def main(options: Options) -> None:
+    report = Report("transport", TITLE, METHOD, options.command, options.quick)
+    repetitions, nbytes = (2, 64 << 20) if options.quick else (7, 512 << 20)
+    sizes = (128 << 10,) if options.quick else (16 << 10, 128 << 10, 1 << 20)
+    table = report.table(
+        f"{nbytes >> 20} MiB", "security", "payload KiB", "transport GB/s", "bare ZeroMQ GB/s", "ratio",
+        "CPU s a GB, transport", "bare",
+    )  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    link, other = context.Pipe()
+    receiver = context.Process(target=receive_tasks, args=(other,))
+    receiver.start()
+    try:
+        for keys in (None, Keys.make()):
+            for size in sizes:
+                compare(link, table, keys, size, nbytes, repetitions)
+    finally:
+        link.send(None)
+        receiver.join(PATIENCE_SECONDS)
+        link.close()
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("transport", main)

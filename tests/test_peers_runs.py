@@ -1,0 +1,443 @@
+"""Nodes are lost for real, and training goes on from what their peers keep: bit for bit the undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from memckpt.config import StorageConfig
+from tests.engine_harness import Lab
+from tests.peers_lab import (
+    Act,
+    PeersJob,
+    PeersRank,
+    agent_of,
+    bounds,
+    continue_courier,
+    courier_of,
+    damage,
+    fail,
+    finishes,
+    goes_on,
+    kill_agent,
+    kill_courier,
+    kill_nodes,
+    kill_once,
+    peers_config,
+    peers_job,
+    recovers_with,
+    start,
+    stop_courier,
+    stop_here,
+    survives,
+    told,
+)
+from tests.processes import kill_and_wait
+from tests.sharded_cases import Setup, named
+from tests.sharded_lab import Death, fresh_directory, noted, reference
+
+FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
+FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
+PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
+slow = pytest.mark.slow
+
+
+# Nodes die
+
+
+@pytest.mark.parametrize(
+    ("setup", "data", "tolerate", "redo"),
+    [
+        (FSDP, 2, 2, "lazy"),
+        (DDP, 3, 1, "lazy"),
+        pytest.param(FSDP, 1, 1, "eager", marks=slow),
+        pytest.param(FSDP, 3, 1, "eager", marks=slow),
+        pytest.param(DDP, 1, 1, "lazy", marks=slow),
+        pytest.param(DDP, 2, 2, "eager", marks=slow),
+        pytest.param(FSDP6, 1, 1, "lazy", marks=slow),
+        pytest.param(FSDP6, 3, 1, "lazy", marks=slow),
+        pytest.param(FSDP6, 2, 2, "lazy", marks=slow),
+        pytest.param(FSDP6, 4, 2, "lazy", marks=slow),
+        pytest.param(FSDP6, 4, 2, "eager", marks=slow),
+        pytest.param(DDP6, 1, 1, "eager", marks=slow),
+        pytest.param(DDP6, 3, 1, "lazy", marks=slow),
+        pytest.param(DDP6, 2, 2, "lazy", marks=slow),
+        pytest.param(DDP6, 4, 2, "lazy", marks=slow),
+    ],
+    ids=named,
+)
+def test_goes_on_from_peers_when_nodes_are_lost(lab: Lab, setup: Setup, data: int, tolerate: int, redo: str) -> None:
+    """One after the other and neighbours at once, early and late, the same one twice."""
+    both = "node1,node2" if tolerate > 1 else "node3"
+    deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths, acknowledged=True)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("setup", "data", "tolerate", "redo"),
+    [(FSDP, 3, 1, "lazy"), (FSDP, 2, 2, "eager"), (DDP, 1, 1, "eager"), (DDP, 2, 2, "lazy"), (FSDP6, 4, 2, "lazy")],
+    ids=named,
+)
+def test_goes_on_from_peers_wherever_a_node_is_lost(
+    lab: Lab, setup: Setup, data: int, tolerate: int, redo: str
+) -> None:
+    """At each place, with records on their way: no less than what was acknowledged."""
+    last = setup.world_size - 1
+    lost = [f"node{index % setup.world_size}" + f",node{last}" * (tolerate > 1) for index in range(len(PLACES))]
+    deaths = [Death(who, number + 2, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths)
+
+
+@slow
+@pytest.mark.parametrize(
+    "setup",
+    [
+        HSDP,
+        Setup(world_size=4, scaler=True),
+        Setup(world_size=4, accumulate=2),
+        Setup(world_size=4, precision="bf16"),
+        Setup(world_size=4, table=True),
+        Setup("ddp", 4, scaler=True),
+        Setup("ddp", 4, table=True),
+        Setup("fsdp-tp", 4),
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize(("data", "tolerate"), [(1, 1), (2, 2)])
+def test_goes_on_from_peers_in_other_trainings(lab: Lab, setup: Setup, data: int, tolerate: int) -> None:
+    deaths = [Death("node1", 2, "backward"), Death("node2" + ",node3" * (tolerate > 1), 6, "stepped")]
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate)), deaths, acknowledged=True)
+
+
+@slow
+@pytest.mark.parametrize("setup", [Setup(world_size=8), Setup("ddp", 8), Setup("hsdp", 8)], ids=named)
+def test_goes_on_from_peers_with_two_ranks_to_a_node(lab: Lab, setup: Setup) -> None:
+    deaths = [Death("node1", 3, "backward"), Death("node2,node3", 6, "stepped")]
+    survives(lab, peers_job(lab, setup, peers_config(2, 2), nodes=4), deaths, acknowledged=True)
+
+
+@slow
+def test_ranks_that_nobody_ends_notice_that_a_node_is_lost(lab: Lab) -> None:
+    survives(lab, peers_job(lab, FSDP, peers_config(3, 1), launcher=False), [Death("node2", 4, "reduced")])
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Setup) -> None:
+    """The owner is ahead of all the others, who stand in their commits."""
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    stand = [Act(rank, 5, "in commit", stop_here) for rank in (0, 2, 3)]
+    died = fail(lab, replace(job, acts=stand, protected_at=(4,)), Death("node1", 5, "committed"))
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 5, 5)
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize(("step", "place"), [(0, "backward"), pytest.param(1, "stepped", marks=slow)])
+def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
+    lab: Lab, setup: Setup, step: int, place: str
+) -> None:
+    job = peers_job(lab, setup, peers_config(3, 1))
+    expected = reference(lab, job)
+    died = fail(lab, job, Death("node1", step, place))
+    last = died.again(lab, number=0)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+    if step == 0:
+        goes_on(last, 0, 0)
+
+
+# More is lost than can be borne
+
+
+def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
+    """Step 4 is in storage when steps after 5 are trained."""
+    settings = peers_config(data, tolerate, storage=StorageConfig(every_steps=4))
+    return peers_job(lab, setup, settings, wait_at=5)
+
+
+@pytest.mark.parametrize(
+    ("setup", "data", "tolerate", "lost"),
+    [
+        (FSDP, 3, 1, "node1,node2"),
+        pytest.param(FSDP, 2, 2, "node1,node2,node3", marks=slow),
+        pytest.param(DDP, 2, 2, "node0,node1,node3", marks=slow),
+        pytest.param(DDP, 3, 1, "node0,node1,node2,node3", marks=slow),
+        pytest.param(FSDP6, 4, 2, "node0,node2,node4", marks=slow),
+    ],
+    ids=named,
+)
+def test_falls_to_storage_when_more_nodes_are_lost_than_tolerated(
+    lab: Lab, setup: Setup, data: int, tolerate: int, lost: str
+) -> None:
+    job = stored_job(lab, setup, data, tolerate)
+    expected = reference(lab, job)
+    died = fail(lab, job, Death(lost, 7, "backward"))
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
+    assert "resuming from storage" in told(lab)
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup: Setup) -> None:
+    job = peers_job(lab, setup, peers_config(3, 1))
+    expected = reference(lab, job)
+    names = ",".join(job.node_names[1:] if setup is FSDP else job.node_names)
+    died = fail(lab, replace(job, protected_at=(4,)), Death(names, 5, "backward"))
+    last = died.again(lab, number=0)
+    finishes(lab, last, expected)
+    goes_on(last, 0, 0)
+    assert "starting over: " + ("memory cannot produce" if setup is FSDP else "nothing is held") in told(lab)
+
+
+def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[PeersJob, Sequence[object]]:
+    """A node is lost, and another one before the first step behind the recovery; the attempt that follows."""
+    expected = reference(lab, job)
+    first = fail(lab, replace(job, protected_at=(6,)), Death("node1", 7, "backward"))
+    begin = bounds(first)[0]
+    again = fail(lab, first.again(lab), Death(second, begin, "forward"))
+    goes_on(again, begin, begin + 1)
+    return again.again(lab), expected
+
+
+@pytest.mark.parametrize("setup", [FSDP])
+def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab, setup: Setup) -> None:
+    last, expected = lost_again_before_protection(lab, stored_job(lab, setup, 3, 1), "node2")
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
+    assert "2 of 3 pieces needed are left" in told(lab)
+
+
+@slow
+def test_starts_over_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab) -> None:
+    job = peers_job(lab, FSDP, peers_config(3, 1))
+    last, expected = lost_again_before_protection(lab, job, "node2")
+    last = replace(last, number=0)
+    finishes(lab, last, expected)
+    goes_on(last, 0, 0)
+    assert "2 of 3 pieces needed are left" in told(lab)
+
+
+@slow
+@pytest.mark.parametrize(("setup", "data", "tolerate"), [(FSDP, 3, 1), (DDP, 3, 1), (FSDP, 2, 2), (DDP, 2, 2)])
+def test_the_same_node_is_lost_again_before_protection_is_whole(
+    lab: Lab, setup: Setup, data: int, tolerate: int
+) -> None:
+    """Its records are still where they were; so are they when one more is lost than the first time, of two."""
+    job = peers_job(lab, setup, peers_config(data, tolerate))
+    last, expected = lost_again_before_protection(lab, job, "node1" + ",node2" * (tolerate > 1))
+    finishes(lab, last, expected)
+    goes_on(last, 7, 8)
+
+
+# Ranks come back elsewhere
+
+
+@pytest.mark.parametrize(
+    ("setup", "who", "names"),
+    [
+        (FSDP, "node1", ("node2", "fresh", "node3", "node0")),
+        pytest.param(FSDP, 1, ("node1", "node2", "node3", "node0"), marks=slow),
+        pytest.param(DDP, 1, ("node1", "node2", "node3", "node0"), marks=slow),
+        pytest.param(DDP, "node1", ("node2", "fresh", "node3", "node0"), marks=slow),
+        pytest.param(FSDP, "node1", ("node0", "fresh", "node2", "node3"), marks=slow),
+        pytest.param(FSDP, "node1", ("node0", "node2", "node1", "node3"), marks=slow),
+        pytest.param(Setup(world_size=8), "node1", ("node2", "fresh", "node3", "node0"), marks=slow),
+    ],
+    ids=named,
+)
+def test_ranks_come_back_on_other_nodes(lab: Lab, setup: Setup, who: int | str, names: tuple[str, ...]) -> None:
+    job = peers_job(lab, setup, peers_config(3, 1), nodes=4)
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(3,)), Death(who, 4, "backward"))
+    moved = fail(lab, died.again(lab, names=names, protected_at=(6,)), Death(names[0], 7, "stepped"))
+    goes_on(moved, *bounds(died))
+    last = moved.again(lab, directory=fresh_directory(lab))
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(moved))
+
+
+# During recovery
+
+
+def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: str) -> None:
+    """A node is lost, and while others fetch and hand out what it had, one more."""
+    job = peers_job(lab, setup, peers_config(4 - tolerate, tolerate))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death(first, 6, "backward"))
+    attempt = died.again(lab)
+    asked = [rank for rank in range(4) if job.node(rank) == second]
+    codes = start(
+        lab, replace(attempt, prepare=recovers_with(asked, lambda rank: kill_nodes(attempt, [second], itself=True)))
+    )
+    assert all(codes[rank] == -9 for rank in asked)
+    assert 0 not in codes
+    assert not any(noted(attempt, "restored"))
+    last = attempt.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+@pytest.mark.parametrize(
+    ("setup", "tolerate", "second"),
+    [
+        (FSDP, 1, "node1"),
+        pytest.param(FSDP, 2, "node2", marks=slow),
+        pytest.param(FSDP, 2, "node3", marks=slow),
+        pytest.param(DDP, 1, "node1", marks=slow),
+        pytest.param(DDP, 2, "node0", marks=slow),
+    ],
+    ids=named,
+)
+def test_a_node_is_lost_while_it_fetches_or_serves(lab: Lab, setup: Setup, tolerate: int, second: str) -> None:
+    lost_in_recovery(lab, setup, tolerate, "node1", second)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> None:
+    """In the same attempt; it comes to its senses when training has begun."""
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    begin, _ = bounds(died)
+    goes = [Act(2, step, "forward", continue_courier) for step in (begin, begin + 1)]
+    attempt = replace(attempt, acts=goes)
+    silence = recovers_with([2], lambda rank: os.kill(courier_of(attempt, "node2"), signal.SIGSTOP))
+    finishes(lab, replace(attempt, prepare=silence), expected)
+    goes_on(attempt, *bounds(died))
+    assert "has not answered for" in told(lab)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    dies = recovers_with([1], lambda rank: kill_once(attempt, "node1"))
+    finishes(lab, replace(attempt, prepare=dies), expected)
+    goes_on(attempt, *bounds(died))
+
+
+# Records on their way
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize(
+    ("ack", "lost"),
+    [("wait", "node1"), pytest.param("wait", "node2", marks=slow), pytest.param("proceed", "node1", marks=slow)],
+)
+def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
+    lab: Lab, setup: Setup, ack: str, lost: str
+) -> None:
+    """The courier of node1 stands still for the last steps before it, or one that keeps its pieces, is lost."""
+    job = peers_job(lab, setup, peers_config(2, 2, ack=ack))
+    expected = reference(lab, job)
+    stands = Act(1, 5, "forward", stop_courier)
+    died = fail(lab, replace(job, protected_at=(4,), acts=[stands]), Death(lost, 7, "stepped"))
+    os.kill(courier_of(died, "node1"), signal.SIGCONT) if lost != "node1" else None
+    low, high = bounds(died)
+    assert low == 5
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, low, high)
+
+
+# Agents and couriers die, training goes on
+
+
+@pytest.mark.parametrize(
+    ("setup", "ack", "redo", "who", "dies"),
+    [
+        (FSDP, "wait", "lazy", 1, kill_agent),
+        (DDP, "proceed", "lazy", 0, kill_courier),
+        pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
+        pytest.param(DDP, "wait", "lazy", 0, kill_agent, marks=slow),
+        pytest.param(DDP, "proceed", "eager", 2, kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 0, kill_courier, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, kill_courier, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, kill_courier, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, kill_courier, marks=slow),
+        pytest.param(DDP, "wait", "eager", 1, kill_courier, marks=slow),
+    ],
+    ids=named,
+)
+def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
+    lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[PeersRank], None]
+) -> None:
+    """A node that is lost after that, another one or the same, is recovered from peers."""
+    job = peers_job(lab, setup, peers_config(3, 1, redo, ack=ack))
+    expected = reference(lab, job)
+    acts = [Act(who, 3, "forward", dies)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    assert len(noted(died, "acted")[who]) == 1
+    assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
+def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    assert damage(courier_of(died, "node2"), every) > 0
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+    assert "has a damaged piece of record" in told(lab)
+
+
+@pytest.mark.parametrize(
+    ("stored", "setup"),
+    [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
+    ids=named,
+)
+def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
+    lab: Lab, stored: bool, setup: Setup
+) -> None:
+    job = stored_job(lab, setup, 3, 1) if stored else peers_job(lab, setup, peers_config(3, 1))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(6,)), Death("node1", 7, "backward"))
+    assert damage(courier_of(died, "node2")) > 0
+    last = died.again(lab, **({} if stored else {"number": 0}))
+    finishes(lab, last, expected)
+    goes_on(last, 4 * stored, 4 * stored, "storage")
+    said = told(lab)
+    assert "memory cannot produce the states of all ranks (ranks [1]:" in said
+    assert "2 of 3 pieces needed" in said
+
+
+# Nothing is left
+
+
+def test_couriers_end_with_their_agents(lab: Lab) -> None:
+    """Both ways to end: the agent leaves, and the agent is killed."""
+    job = peers_job(lab, FSDP, peers_config(1, 1))
+    died = fail(lab, replace(job, protected_at=(1,)), Death("node1", 2, "backward"))
+    couriers = {name: os.pidfd_open(courier_of(died, name)) for name in ("node0", "node2", "node3")}
+    agent = agent_of(died, "node2")
+    assert agent is not None
+    kill_and_wait(agent)
+    finishes(lab, died.again(lab), reference(lab, job))
+    for name, handle in couriers.items():
+        assert select.select([handle], [], [], 20)[0], f"the courier of {name} lives on"
+        os.close(handle)
