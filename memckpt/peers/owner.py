@@ -329,7 +329,7 @@ class Owner:
     def not_stored(self, holder: str, message: NotStored, now: float) -> None:
         for stream in self._streams:
             known = any(one.generation == message.generation for one in self._generations)
-            if stream.holder == holder and known and not stream.waits:
+            if stream.holder == holder and stream.met and known and not stream.waits:
                 _log.warning(
                     "%s does not keep record %d of ranks %s: %s",
                     holder,
