@@ -8,14 +8,15 @@ import select
 import signal
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from memckpt.agent.address import AgentAddress
+from memckpt.agent.peer_messages import Recover, Recovered
 from memckpt.config import ErasureConfig, MemckptConfig
+from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.processes import command, kill_and_wait
@@ -137,6 +138,25 @@ class PeersRank(Rank):
         self.journal.note("protected", step=self.step, acknowledged=client.passed)
 
 
+def recovers_with(ranks: Collection[int], before: Callable[[int], None]) -> Callable[[int], None]:
+    """For `Job.prepare`: when the plan says that nodes fetch and hand out, these ranks do something first.
+
+    Only the first rank of each node is asked.
+    """
+
+    def prepare(rank: int) -> None:
+        original = Peers._ask
+
+        def ask(peers: Peers, message: Recover) -> Recovered:
+            if rank in ranks:
+                before(rank)
+            return original(peers, message)
+
+        Peers._ask = ask  # type: ignore[method-assign]  # in a forked child
+
+    return prepare
+
+
 def train(job: Job, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
     assert isinstance(job, PeersJob)
@@ -177,22 +197,49 @@ def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
             yield from (each["pid"] for each in map(json.loads, lines) if each["event"] == "started")
 
 
-def kill_nodes(job: PeersJob, names: Sequence[str]) -> None:
-    """All processes of these nodes at once, but for the caller's own; couriers go with their agents."""
+def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
+    """All processes of these nodes at once, but for the caller, if not `itself`; couriers go with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
     for pid in [*_ranks_of(job, names), *agents]:
         if pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
     for pid in agents:
         kill_and_wait(pid)
+    for name in names:  # what it had on its own disk is gone, too
+        AgentAddress.of(job.run_dir or "", name).socket_path.unlink(missing_ok=True)
+    if itself:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_agents(job: PeersJob, *names: str) -> None:
-    """And with them their couriers; their ranks live on."""
-    for name in names:
-        pid = agent_of(job, name)
-        assert pid is not None
-        kill_and_wait(pid)
+def kill_agent(rank: PeersRank) -> None:
+    """That of the rank's node, and with it its courier; the ranks live on."""
+    assert rank.session is not None
+    assert rank.session.agent_pid is not None
+    kill_and_wait(rank.session.agent_pid)
+
+
+def kill_courier(rank: PeersRank) -> None:
+    """That of the rank's node."""
+    kill_and_wait(courier_of(rank.job, rank.job.node(rank.rank)))
+
+
+def kill_once(job: PeersJob, name: str) -> None:
+    """A node's courier, the first time that this process is asked to."""
+    if name not in _killed_once:
+        _killed_once.add(name)
+        kill_and_wait(courier_of(job, name))
+
+
+_killed_once: set[str] = set()
+
+
+def stop_courier(rank: PeersRank) -> None:
+    """That of the rank's node does nothing from now on."""
+    os.kill(courier_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
+
+
+def continue_courier(rank: PeersRank) -> None:
+    os.kill(courier_of(rank.job, rank.job.node(rank.rank)), signal.SIGCONT)
 
 
 def revive_agents(lab: Lab, job: PeersJob) -> None:
@@ -204,28 +251,17 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
                 lab.start_agent(job.run_dir)
 
 
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """A process does nothing for a while."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
-def damage(pid: int, share: slice = slice(None)) -> int:
-    """Flip bits all over the pieces that a courier keeps; how many bytes."""
+def damage(pid: int, every: int = 1) -> int:
+    """Flip bits in each byte, or in each so many bytes one, of all pieces that a courier keeps; in how many."""
+    fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:pieces" in os.readlink(fd)]
     damaged = 0
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:memckpt:pieces" in os.readlink(fd):
-            with open(fd, "r+b", buffering=0) as region:
-                data = region.read()
-                wrong = bytearray(data)
-                wrong[share] = bytes(each ^ 0x55 for each in data[share])
-                region.seek(0)
-                region.write(wrong)
-                damaged += len(data[share])
+    for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own
+        with open(fd, "r+b", buffering=0) as region:
+            data = bytearray(region.read())
+            data[::every] = bytes(each ^ 0x55 for each in data[::every])
+            region.seek(0)
+            region.write(data)
+            damaged += len(data[::every])
     return damaged
 
 

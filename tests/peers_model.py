@@ -17,14 +17,17 @@ import msgspec
 from memckpt.agent.generation import branch_off
 from memckpt.agent.peer_messages import PeerJob, PeerNode, PeerUnit
 from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
 from memckpt.peers.blob import Blob, BlobReader, Extent, RecordTail
 from memckpt.peers.code import Code
 from memckpt.peers.fragments import decode_stripe
 from memckpt.peers.holder import Holder
 from memckpt.peers.owner import Outgoing
+from memckpt.peers.windows import sizes_of
 from memckpt.peers.wire import Window, decode
 from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldPieces, HeldRecords
 from tests.storage_node import spec_of
 
@@ -53,6 +56,12 @@ class Setting:
     @property
     def units(self) -> list[Unit]:
         return [(rank,) for rank in range(self.nodes)]
+
+    def spec(self, unit: Unit) -> StateSpec:
+        """Of a layout that is as these say; the bytes of its records are others."""
+        spec = spec_of(unit, self.nodes)
+        replicas = () if self.private else unit
+        return msgspec.structs.replace(spec, period=self.period, slots=self.slots, replicas=replicas)
 
 
 def bytes_of(unit: Unit, record: int, chain: Chain, virtual: bool) -> bytes:
@@ -157,8 +166,7 @@ class Live:
         if not self.generations:
             return HeldRecords(node, ranks=self.unit)
         records = tuple(sorted(self.reach()))
-        replicas = () if setting.private else self.unit
-        spec = spec_of(self.unit, setting.nodes)
+        spec = setting.spec(self.unit)
         return HeldRecords(
             node,
             records,
@@ -168,7 +176,7 @@ class Live:
             setting.nodes,
             spec.digest(),
             newest=max(self.newest, 0),
-            replicas=replicas,
+            replicas=spec.replicas,
         )
 
 
@@ -411,7 +419,6 @@ class Job:
             self._join(node, record)
 
     def _join(self, node: Node, record: int | None) -> None:
-        node.holder.begin(self.attempt, record)
         port: Any = Port(self.network, node.name, self.room)
 
         def passed(message: Any) -> None:
@@ -420,7 +427,8 @@ class Job:
                 live.let_go(message.record)
 
         job = msgspec.structs.replace(self.job, record=record)
-        self.members[node.name] = Member(node.name, job, node.holder, port, passed)
+        unused: Any = None  # nothing is mirrored
+        self.members[node.name] = Member(node.name, job, Mirroring(node.holder, unused, unused), port, passed)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -478,7 +486,8 @@ class Job:
 
     def _send_generation(self, node: Node, unit: Unit) -> None:
         setting, generation = self.setting, node.live[unit].generations[-1]
-        period = 1 if setting.private else setting.period
+        spec = setting.spec(unit)
+        sizes = sizes_of(spec, setting.private)
         window = Window(
             owner=unit,
             node=node.name,
@@ -488,15 +497,15 @@ class Job:
             data=setting.data,
             tolerate=setting.tolerate,
             base=generation.base,
-            period=period,
-            kept=period + setting.slots,
-            every=1,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
             private=setting.private,
-            replicas=() if setting.private else unit,
-            record_bytes=_ROOM // 2,
-            static=False,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
             history=self.history,
-            spec=msgspec.msgpack.encode(spec_of(unit, setting.nodes)),
+            spec=msgspec.msgpack.encode(spec),
         )
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
@@ -540,11 +549,11 @@ class Job:
     def _handle(self, receiver: str, sender: str, body: bytes, payload: bytes) -> None:
         self.members[receiver].handle(sender, decode(body), payload, self.now)
 
-    def work(self, name: str, limit: int = 200) -> None:
+    def work(self, name: str) -> None:
         """A turn of a courier's loop."""
         self.now += 1.0
         member = self.members[name]
-        member.work(limit, self.now)
+        member.work(self.now)
         while member.loopback:
             self._handle(name, *member.loopback.popleft())
 
@@ -552,7 +561,7 @@ class Job:
         """All that can be sent is sent and delivered."""
         for _ in range(1000):
             for name in self.members:
-                self.work(name, limit=1 << 20)
+                self.work(name)
             ready = self.network.ready()
             if not ready:
                 return

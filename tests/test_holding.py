@@ -18,7 +18,7 @@ from memckpt.errors import AgentError
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
-from tests.storage_node import spec_of
+from tests.storage_node import Filled, spec_of
 
 T1 = Timeline(1, "a")
 
@@ -215,3 +215,16 @@ def test_all_are_told_as_early_as_the_one_that_was_told_too_late() -> None:
         assert [one.saver._snapshots.lead for one in holdings] == [2 * leads[0,]] * 2
     finally:
         holdings.close()
+
+
+def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:
+    """Training that waits for peers has not begun the next one: the watermark may be the oldest that is left."""
+    one = Filled(spec=spec_of((0,), 2))
+    try:
+        for _ in range(6):
+            one.commit()
+        assert one.held.reachable() == [3, 4, 5, 6]
+        one.open(7, 0.0)
+        assert one.held.reachable() == [4, 5, 6]
+    finally:
+        one.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import event, given, note, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from memckpt.peers import blob, fragments, holder
+from memckpt.courier import member
+from memckpt.peers import blob, fragments, holder, windows
+from memckpt.peers.wire import Put
 from memckpt.recovery.plan import RestoreRecord
 from tests.peers_model import Job, Node, Setting, Unit
 
@@ -35,19 +38,31 @@ SETTINGS = [
 def _short_stripes() -> Iterator[None]:
     """So that a record of a few hundred bytes has several, and is sometimes more than was expected."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (blob, fragments, holder):
+        for module in (blob, fragments, holder, windows):
             patch.setattr(module, "STRIPE_BYTES", 128)
-        patch.setattr(holder, "_TAIL_BYTES", 64)
+        patch.setattr(windows, "_TAIL_BYTES", 64)
+        patch.setattr(member, "_PUMP_BYTES", 200)
         yield
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_whatever_is_lost_what_was_promised_is_there_and_nothing_else_is_given_out(
     setting: Setting, data: st.DataObject
 ) -> None:
     play(setting, lambda options: data.draw(st.sampled_from(options)), note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_many_jobs_drawn_at_random(setting: Setting) -> None:
+    for seed in range(600):
+        said: list[str] = []
+        try:
+            play(setting, random.Random(seed).choice, said.append)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}:\n" + "\n".join(said)) from error
 
 
 def play(setting: Setting, choose: Choose, say: Say) -> None:
@@ -67,7 +82,6 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
             if promised:
                 assert isinstance(found, RestoreRecord)
                 assert found.record >= promised
-            event(f"{type(found).__name__}, {'promised' if promised else 'nothing promised'}")
             everybody = [node.name for node in places.values()]
             deaf = choose([[]] * 9 + [everybody[:1]])
             job.begin(found, places, nonce, hear=set(everybody) - set(deaf))
@@ -78,6 +92,8 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
                     job.look()
                 for _ in range(choose([0, 5, 20, 40, 60])):
                     _let_happen(job, choose, say)
+                if choose([True, False, False]):
+                    _go_on(job, say)
             # Nodes are lost, some of them for a while only; others take their places, and units change theirs.
             lost = _some(
                 list(places.values()), choose([*range(setting.tolerate + 1)] * 2 + [setting.tolerate + 1]), choose
@@ -99,6 +115,64 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
 def _some(things: list[Any], count: int, choose: Choose) -> list[Any]:
     left = list(things)
     return [left.pop(choose(range(len(left)))) for _ in range(min(count, len(left)))]
+
+
+def test_the_watermark_comes_to_rest_on_no_record_that_a_unit_has_lost() -> None:
+    """A unit whose agent was lost begins anew, ahead of the watermark, which waits until all have got so far."""
+    job, (ours, theirs) = _job_of_two()
+    try:
+        for unit in (ours, theirs):
+            job.stage(unit)
+        for unit in (ours, theirs):
+            job.commit(unit)
+            job.stage(unit)
+        job.lose_agent(job.places[theirs])
+        job.commit(theirs)
+        job.settle()
+        assert job.made == {ours: 4, theirs: 5}
+        assert set(job.seen.values()) == {3}
+        found = job.plan(job.places, "again")
+        assert found.record == 3
+        job.check_plan(found, job.places)
+        job.commit(ours)
+        job.settle()
+        assert set(job.seen.values()) == {5}
+    finally:
+        job.close()
+
+
+def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more() -> None:
+    """Or its owner would wait for ever."""
+    job, (ours, theirs) = _job_of_two()
+    try:
+        owner, holder = job.places[ours].name, job.places[theirs].name
+        job.lose_courier(job.places[theirs])
+        job.deliver((holder, owner))
+        job.deliver((owner, holder))
+        message = None
+        while not isinstance(message, Put) or message.fragment.stripes == 1:
+            job.work(owner)
+            message = job.deliver((owner, holder))
+        assert message.fragment.stripe == 0
+        job.places[theirs].holder.passed(message.fragment.record + job.setting.period, False)
+        job.settle()
+        assert job.places[theirs].holder.windows()[0].records()[-1] == 3
+        assert all(one.whole for member in job.members.values() for one in member.owners)
+    finally:
+        job.close()
+
+
+def _job_of_two() -> tuple[Job, list[Unit]]:
+    """A job that is protected after record 3."""
+    setting = SETTINGS[0]
+    job = Job(setting, room=50)
+    places = {unit: Node(f"node{unit[0]}") for unit in setting.units}
+    job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+    for _ in range(3):
+        _step(job, lambda words: None)
+        job.settle()
+    assert set(job.seen.values()) == {3}
+    return job, setting.units
 
 
 _HAPPENS = [
@@ -132,6 +206,21 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
             say(f"{node.name} loses its {loss}")
             (job.lose_courier if loss == "courier" else job.lose_agent)(node)
     job.look()
+
+
+def _go_on(job: Job, say: Say) -> None:
+    """Nothing more happens: training goes on, and is as well protected as at first."""
+    before = min(job.made.values())
+    for _ in range(job.setting.period + job.setting.slots + 3):
+        _step(job, say)
+        job.settle()
+        job.look()
+    newest = min(job.made.values())
+    assert newest >= before + job.setting.period + job.setting.slots
+    assert job.whole
+    assert not job.emptied
+    assert set(job.seen.values()) == {newest}
+    assert all(member.watermark.whole for member in job.members.values())
 
 
 def _step(job: Job, say: Say) -> None:

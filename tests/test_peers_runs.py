@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import select
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,18 +15,31 @@ from tests.engine_harness import Lab
 from tests.peers_lab import (
     Act,
     PeersJob,
+    PeersRank,
+    agent_of,
     bounds,
+    continue_courier,
+    courier_of,
+    damage,
     fail,
     finishes,
     goes_on,
+    kill_agent,
+    kill_courier,
+    kill_nodes,
+    kill_once,
     peers_config,
     peers_job,
+    recovers_with,
+    start,
+    stop_courier,
     stop_here,
     survives,
     told,
 )
+from tests.processes import kill_and_wait
 from tests.sharded_cases import Setup, named
-from tests.sharded_lab import Death, fresh_directory, reference
+from tests.sharded_lab import Death, fresh_directory, noted, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
@@ -247,3 +263,181 @@ def test_ranks_come_back_on_other_nodes(lab: Lab, setup: Setup, who: int | str, 
     last = moved.again(lab, directory=fresh_directory(lab))
     finishes(lab, last, expected)
     goes_on(last, *bounds(moved))
+
+
+# During recovery
+
+
+def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: str) -> None:
+    """A node is lost, and while others fetch and hand out what it had, one more."""
+    job = peers_job(lab, setup, peers_config(4 - tolerate, tolerate))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death(first, 6, "backward"))
+    attempt = died.again(lab)
+    asked = [rank for rank in range(4) if job.node(rank) == second]
+    codes = start(
+        lab, replace(attempt, prepare=recovers_with(asked, lambda rank: kill_nodes(attempt, [second], itself=True)))
+    )
+    assert all(codes[rank] == -9 for rank in asked)
+    assert 0 not in codes
+    assert not any(noted(attempt, "restored"))
+    last = attempt.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+@pytest.mark.parametrize(
+    ("setup", "tolerate", "second"),
+    [
+        (FSDP, 1, "node1"),
+        pytest.param(FSDP, 2, "node2", marks=slow),
+        pytest.param(FSDP, 2, "node3", marks=slow),
+        pytest.param(DDP, 1, "node1", marks=slow),
+        pytest.param(DDP, 2, "node0", marks=slow),
+    ],
+    ids=named,
+)
+def test_a_node_is_lost_while_it_fetches_or_serves(lab: Lab, setup: Setup, tolerate: int, second: str) -> None:
+    lost_in_recovery(lab, setup, tolerate, "node1", second)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> None:
+    """In the same attempt; it comes to its senses when training has begun."""
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    begin, _ = bounds(died)
+    goes = [Act(2, step, "forward", continue_courier) for step in (begin, begin + 1)]
+    attempt = replace(attempt, acts=goes)
+    silence = recovers_with([2], lambda rank: os.kill(courier_of(attempt, "node2"), signal.SIGSTOP))
+    finishes(lab, replace(attempt, prepare=silence), expected)
+    goes_on(attempt, *bounds(died))
+    assert "has not answered for" in told(lab)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    dies = recovers_with([1], lambda rank: kill_once(attempt, "node1"))
+    finishes(lab, replace(attempt, prepare=dies), expected)
+    goes_on(attempt, *bounds(died))
+
+
+# Records on their way
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize(
+    ("ack", "lost"),
+    [("wait", "node1"), pytest.param("wait", "node2", marks=slow), pytest.param("proceed", "node1", marks=slow)],
+)
+def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
+    lab: Lab, setup: Setup, ack: str, lost: str
+) -> None:
+    """The courier of node1 stands still for the last steps before it, or one that keeps its pieces, is lost."""
+    job = peers_job(lab, setup, peers_config(2, 2, ack=ack))
+    expected = reference(lab, job)
+    stands = Act(1, 5, "forward", stop_courier)
+    died = fail(lab, replace(job, protected_at=(4,), acts=[stands]), Death(lost, 7, "stepped"))
+    os.kill(courier_of(died, "node1"), signal.SIGCONT) if lost != "node1" else None
+    low, high = bounds(died)
+    assert low == 5
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, low, high)
+
+
+# Agents and couriers die, training goes on
+
+
+@pytest.mark.parametrize(
+    ("setup", "ack", "redo", "who", "dies"),
+    [
+        (FSDP, "wait", "lazy", 1, kill_agent),
+        (DDP, "proceed", "lazy", 0, kill_courier),
+        pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
+        pytest.param(DDP, "wait", "lazy", 0, kill_agent, marks=slow),
+        pytest.param(DDP, "proceed", "eager", 2, kill_agent, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 0, kill_courier, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, kill_courier, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, kill_courier, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, kill_courier, marks=slow),
+        pytest.param(DDP, "wait", "eager", 1, kill_courier, marks=slow),
+    ],
+    ids=named,
+)
+def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
+    lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[PeersRank], None]
+) -> None:
+    """A node that is lost after that, another one or the same, is recovered from peers."""
+    job = peers_job(lab, setup, peers_config(3, 1, redo, ack=ack))
+    expected = reference(lab, job)
+    acts = [Act(who, 3, "forward", dies)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    assert len(noted(died, "acted")[who]) == 1
+    assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
+def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
+    job = peers_job(lab, setup, peers_config(2, 2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    assert damage(courier_of(died, "node2"), every) > 0
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+    assert "has a damaged piece of record" in told(lab)
+
+
+@pytest.mark.parametrize(
+    ("stored", "setup"),
+    [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
+    ids=named,
+)
+def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
+    lab: Lab, stored: bool, setup: Setup
+) -> None:
+    job = stored_job(lab, setup, 3, 1) if stored else peers_job(lab, setup, peers_config(3, 1))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(6,)), Death("node1", 7, "backward"))
+    assert damage(courier_of(died, "node2")) > 0
+    last = died.again(lab, **({} if stored else {"number": 0}))
+    finishes(lab, last, expected)
+    goes_on(last, 4 * stored, 4 * stored, "storage")
+    said = told(lab)
+    assert "memory cannot produce the states of all ranks (ranks [1]:" in said
+    assert "2 of 3 pieces needed" in said
+
+
+# Nothing is left
+
+
+def test_couriers_end_with_their_agents(lab: Lab) -> None:
+    """Both ways to end: the agent leaves, and the agent is killed."""
+    job = peers_job(lab, FSDP, peers_config(1, 1))
+    died = fail(lab, replace(job, protected_at=(1,)), Death("node1", 2, "backward"))
+    couriers = {name: os.pidfd_open(courier_of(died, name)) for name in ("node0", "node2", "node3")}
+    agent = agent_of(died, "node2")
+    assert agent is not None
+    kill_and_wait(agent)
+    finishes(lab, died.again(lab), reference(lab, job))
+    for name, handle in couriers.items():
+        assert select.select([handle], [], [], 20)[0], f"the courier of {name} lives on"
+        os.close(handle)

@@ -184,11 +184,12 @@ class Generation:
         newest, common = max(self.committed.values()), min(self.committed.values())
         if self.spec.mode == "capture":
             return [record for record in self._captured() if record <= common and self._is_whole(record)]
+        # The slot of newest + 1 had this record. While training waits for peers it still has, and then the watermark
+        # may be as old as that.
+        filling = not self._is_sealed(newest + 1 - self.layout.ring)
+        oldest = newest - self.spec.slots + filling
         if self.replica is not None:
-            # The slot being filled for newest + 1 is the one that newest + 1 - slots had.
-            oldest = max(self.replica.applied, newest + 2 - self.spec.slots)
-        else:
-            oldest = newest + 1 - self.spec.slots
+            oldest = max(self.replica.applied, oldest + 1)
         ranks = set(self.spec.local_ranks)
         return [
             record
@@ -198,12 +199,14 @@ class Generation:
 
     def _is_whole(self, record: int) -> bool:
         """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
-        if not self.knows(record) or record not in self._metas:
-            return False
+        return self.knows(record) and record in self._metas and self._is_sealed(record)
+
+    def _is_sealed(self, record: int) -> bool:
+        """Whether the slot of a record holds it, and is not being filled with a later one."""
         try:
             self.ring.check(record, self.spec.local_ranks)
         except DamagedStateError:
-            return False  # it is being filled with a later one
+            return False
         return True
 
     def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:

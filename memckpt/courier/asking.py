@@ -85,8 +85,9 @@ class Asking:
             node, others = self._replica
             self.result = Described(ranks, None, problem, (BadSourceSeen(node, others, ""),))
             return
-        others_say = {one for one in self._nodes if self._said.get(one) != chosen}
-        self.result = Described(ranks, spec, "", self._bad(others_say))
+        self.result = Described(
+            ranks, spec, "", self._bad({one for one in self._nodes if self._said.get(one) != chosen})
+        )
 
     def _differs(self, spec: StateSpec) -> str:
         """Why the bytes of the replica do not fit where they are to go, in words; empty if they do."""

@@ -122,7 +122,7 @@ class Member:
         #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
         self._ahead: dict[tuple[int, ...], int] = {}
         self._waiting_since: float | None = None
-        self._told = Acknowledged(node, start, False)
+        self._told = Acknowledged(node, start, start, False)
         self.watermark = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
@@ -342,7 +342,8 @@ class Member:
                 self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
         whole = all(owner.whole for owner in self._owners.values())
-        told = Acknowledged(self._node, record, whole)
+        since = max((owner.since for owner in self._owners.values()), default=record)
+        told = Acknowledged(self._node, record, since, whole)
         if told != self._told:
             self._told = told
             if self._leader is not None:

@@ -181,9 +181,12 @@ class Reader:
         """Give up sources that say nothing. To be called every second or so."""
         for peer in self._waiting_for():
             if now - self._heard[peer] > PATIENCE_SECONDS:
-                for part in list(self._parts):
-                    if peer in part.sources:
-                        self._lose(part, peer, f"it has not answered for {PATIENCE_SECONDS:.0f} s", now)
+                reason = f"it has not answered for {PATIENCE_SECONDS:.0f} s"
+                parts = [part for part in self._parts if peer in part.sources]
+                for part in parts:
+                    self._note_bad(part, peer, reason)
+                for part in parts:
+                    self._lose(part, peer, reason, now)
 
     def _waiting_for(self) -> set[str]:
         if not self._parts or self.result is not None:
@@ -279,7 +282,7 @@ class Reader:
             self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
             return
         # In turns, so that all survivors' links carry their share.
-        first = number % len(others)
+        first = (part.record + number) % len(others)
         for node, piece in (others[first:] + others[:first])[:missing]:
             if part.open[node] <= 0:
                 self._heard[node] = now

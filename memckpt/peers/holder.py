@@ -148,8 +148,8 @@ class KeptWindow:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more."""
-        for number in [one for one in self._records if STATIC < one <= record]:
+        """Nobody can need these records any more. One that is still coming is acknowledged first: its owner waits."""
+        for number in [one for one, kept in self._records.items() if STATIC < one <= record and kept.complete]:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:

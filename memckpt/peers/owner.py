@@ -106,6 +106,8 @@ class _Stream:
         #: The next one of the record at the head of the queue.
         self.stripe = 0
         self.acknowledged = start
+        #: The holder has all records from this one to that.
+        self.since = start
         self.met = False
         #: Why it did not take something, until it takes what follows; and whether it is not tried just now.
         self.problem = ""
@@ -122,6 +124,7 @@ class _Stream:
         self._pending.clear()
         self.stripe = 0
         if outgoing is not None:
+            self.since = max(self.since, outgoing.window.base)
             self.begin(outgoing)
 
     def empty(self) -> None:
@@ -183,6 +186,8 @@ class _Stream:
         while self._pending and (self._pending[0][0].generation, self._pending[0][1]) in self._stored:
             outgoing, record = self._pending.popleft()
             if record >= outgoing.window.base:
+                if record > self.acknowledged + outgoing.window.every:
+                    self.since = record
                 self.acknowledged = max(self.acknowledged, record)
                 self.problem, self._backoff = "", _FIRST_RETRY_SECONDS
                 oldest = record - outgoing.window.kept * outgoing.window.every
@@ -333,6 +338,11 @@ class Owner:
     def acknowledged(self) -> int:
         """The newest record that all holders have."""
         return min((stream.acknowledged for stream in self._streams), default=self._start)
+
+    @property
+    def since(self) -> int:
+        """All holders have all records from this one on, up to :attr:`acknowledged`."""
+        return max((stream.since for stream in self._streams), default=self._start)
 
     @property
     def whole(self) -> bool:

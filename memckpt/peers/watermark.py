@@ -32,8 +32,11 @@ class Leader:
         self._said[message.node] = message
         if set(self._said) != self._nodes:
             return None
-        record = max(min(one.record for one in self._said.values()), self._told.record)
-        now = Watermark(record, all(one.whole for one in self._said.values()))
+        record = min(one.record for one in self._said.values())
+        if any(one.since > record for one in self._said.values()):
+            record = self._told.record  # some node has no such record: wait until all have got past its gap
+        record = max(record, self._told.record)
+        now = Watermark(record, all(one.whole and one.since <= record for one in self._said.values()))
         if now == self._told:
             return None
         self._told = now

@@ -94,11 +94,14 @@ class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
 class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     """Node to leader: the newest record that all holders have of everything it owns.
 
-    `whole`: whether they have all that its state needs; where a holder came back empty, that takes T records.
+    `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
+    a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
+    takes T records.
     """
 
     node: str
     record: int
+    since: int
     whole: bool
 
 

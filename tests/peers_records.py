@@ -1,0 +1,325 @@
+"""A unit's records in real regions, its pieces at real holders, and a network that a test can bend."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from memckpt.agent.peer_messages import Filled, SendGeneration, UnitSource
+from memckpt.courier.reader import PATIENCE_SECONDS, Reader
+from memckpt.courier.serving import Serving
+from memckpt.courier.source import Part, RegionSource
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.peers.blob import Blob
+from memckpt.peers.code import Code
+from memckpt.peers.holder import Holder
+from memckpt.peers.owner import Outgoing, Owner
+from memckpt.peers.windows import sizes_of
+from memckpt.peers.wire import (
+    AskManifest,
+    AskWindow,
+    Get,
+    Got,
+    GotNone,
+    Manifest,
+    NotStored,
+    Open,
+    Put,
+    Stored,
+    Window,
+    WireMessage,
+    decode,
+    encode,
+)
+from memckpt.state.layout import Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+
+Bytes = bytes | memoryview
+#: What a node says to a question; a test may say something else.
+Answers = list[tuple[str, WireMessage, Bytes]]
+T1 = Timeline(1, "a")
+RANKS = (0, 1)
+STRIPED = 36_000
+
+
+def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other: object) -> StateSpec:
+    """Records of several stripes, or with few elements of one: gradients, anchors, what is by value, and static."""
+    momentum = StateTensorSpec("momentum", (elements,), "float32", True, False)
+    spec = StateSpec(
+        params=(
+            ParamSpec(TensorSpec("w", (elements,), "float32"), (OwnerSpec(0, 0, (momentum,)),), False, 0),
+            ParamSpec(TensorSpec("b", (100,), "float32"), (OwnerSpec(0, 0, ()),), False, 0),
+        ),
+        optimizers=(OptimizerSpec("torch.optim", "SGD", b"", (2,), 1, False),),
+        static=(TensorSpec("frozen", (elements,), "float32"),),
+        by_value=(TensorSpec("buffer", (50,), "float32"),),
+        mode="lazy",
+        period=2,
+        slots=3,
+        local_ranks=ranks,
+        world_size=4,
+    )
+    return msgspec.structs.replace(spec, **other)
+
+
+class MemoryRoom:
+    """Memory for pieces, of this process."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = bytearray(nbytes)
+        self.closed = False
+
+    @property
+    def view(self) -> memoryview:
+        assert not self.closed
+        return memoryview(self._bytes)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Records:
+    """What a unit has in memory after some steps: random bytes, each record with other ones. :meth:`close` it."""
+
+    def __init__(self, spec: StateSpec, base: int = 2, newest: int = 5, seed: int = 0) -> None:
+        self.spec, self.layout = spec, Layout(spec)
+        self.base, self.newest = base, newest
+        numbers = random.Random(seed)
+        sizes = [self.layout.slots_bytes, *([self.layout.static_bytes] if spec.static else [])]
+        self.regions = [Region.create("test", nbytes) for nbytes in sizes]
+        for region in self.regions:
+            region.map[:] = numbers.randbytes(region.nbytes)
+        self.ring = SlotRing(self.regions[0], self.layout, 1)
+        self.held: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+        for record in range(base - spec.period + 1, newest + 1):
+            self.fill(record)
+
+    def fill(self, record: int) -> None:
+        virtual = record <= self.base
+        steps = () if virtual else tuple(SubStep(i, 0, b"") for i in range(len(self.spec.optimizers)))
+        meta = encode_meta(RecordMeta(record, self.base if virtual else record - 1, virtual, steps))
+        states = {rank: f"{rank} after {record}".encode() for rank in self.spec.local_ranks}
+        for rank in self.spec.local_ranks:
+            self.ring.seal(record, rank)
+        self.held[record] = (100 + record, meta, states if record >= self.base else {})
+
+    def source(self) -> RegionSource:
+        """As a courier reads them: regions of its own on the same memory."""
+        spec = self.spec
+        source = RegionSource(spec, 1, self.base, self.duplicates(), (), b"")
+        for record, each in self.held.items():
+            source.note(record, *each)
+        return source
+
+    def duplicates(self) -> list[Region]:
+
+        return [Region.open(os.dup(region.fd)) for region in self.regions]
+
+    def serve(self, record: int) -> SendGeneration:
+        """What the agent says where a state is to be handed out."""
+        window = range(record - self.spec.period + 1, record + 1)
+        records = {one: self.held[one] if one == record else (*self.held[one][:2], {}) for one in window}
+        return SendGeneration(self.spec.local_ranks, "", 1, self.spec, self.base, records, (), b"", (), serve=True)
+
+    def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> Window:
+        sizes = sizes_of(self.spec, private)
+        return Window(
+            owner=self.spec.local_ranks,
+            node=node,
+            generation=generation,
+            attempt="a1",
+            piece=0,
+            data=code.data,
+            tolerate=code.tolerate,
+            base=self.base,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
+            private=private,
+            replicas=self.spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
+            history=(Branch(T1, None),),
+            spec=msgspec.msgpack.encode(self.spec),
+        )
+
+    def shared_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
+        """Of a record's slot, what every replica has, as it lies in some regions."""
+        areas = [self.layout.anchor_area(record)]
+        if record > self.base:
+            areas += [self.layout.gradient_area(index, 0) for index in range(len(self.spec.optimizers))]
+        return self._bytes(record, regions, areas)
+
+    def own_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
+        """Of a record's slot, what is its ranks' own."""
+        return self._bytes(record, regions, [self.layout.by_value_area()])
+
+    def _bytes(self, record: int, regions: Sequence[Region], areas: Sequence[tuple[int, int]]) -> bytes:
+        start = self.layout.slot_offset(record)
+        return b"".join(regions[0].map[start + offset : start + offset + nbytes] for offset, nbytes in areas)
+
+    def close(self) -> None:
+        for region in self.regions:
+            region.close()
+
+
+class PartSource:
+    """Of a unit's records, what its holders get."""
+
+    def __init__(self, source: RegionSource, part: Part) -> None:
+        self._source, self._part = source, part
+
+    def open(self, record: int) -> Blob | None:
+        return self._source.open(record, self._part)
+
+    def intact(self, record: int) -> bool:
+        return self._source.intact(record)
+
+    def step(self, record: int) -> int:
+        return self._source.step(record)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+@dataclass
+class Node:
+    """A courier, as far as it answers questions."""
+
+    name: str
+    holder: Holder = field(init=False)
+    serving: Serving = field(default_factory=Serving)
+
+    def __post_init__(self) -> None:
+        self.holder = Holder(self.name, MemoryRoom)
+
+    def take(self, message: WireMessage, payload: Bytes) -> Stored | NotStored | None:
+        """What an owner sends."""
+        match message:
+            case Open(window):
+                return self.holder.open(window)
+            case Put(fragment, step):
+                return self.holder.put(fragment, step, payload)
+        raise AssertionError(message)
+
+    def answer(self, question: WireMessage) -> tuple[WireMessage, Bytes]:
+        assert isinstance(question, AskManifest | Get | AskWindow)
+        answer, payload = self.serving.answer(question)
+        return (answer, payload) if answer is not None else self.serving.answer_from(self.holder, question)
+
+    def close(self) -> None:
+        self.serving.close()
+        self.holder.close()
+
+
+def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
+    """Send all records to the holders of their pieces, as generation ``g``."""
+    told: deque[tuple[str, WireMessage | None]] = deque()
+    by_name = {node.name: node for node in nodes}
+    for node in nodes:
+        node.holder.begin("a1", 0, code)
+
+    def send(peer: str, message: WireMessage, payload: Bytes) -> None:
+        told.append((peer, by_name[peer].take(message, payload)))
+
+    owner = Owner(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
+    window = records.window("g", code, private=private)
+    source = PartSource(records.source(), "private" if private else "all")
+    first = records.base if private else records.base - records.spec.period + 1
+    owner.begin(Outgoing(window, source, range(first, records.newest + 1)))
+    for node in nodes:
+        owner.met(node.name)
+    while owner.pump(1 << 30):
+        pass
+    for peer, answer in told:
+        if answer is not None:
+            assert isinstance(answer, Stored), answer
+            owner.stored(peer, answer)
+    assert owner.acknowledged == records.newest
+    assert owner.whole
+    owner.close()
+
+
+#: Changes what a node answers: the node, the question, and what it would say.
+Bend = Callable[[Node, WireMessage, WireMessage, Bytes], Answers]
+
+
+def straight(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
+    return [(node.name, answer, payload)]
+
+
+class Network:
+    """Between a reader and nodes; what they say arrives in the order in which it was said, or in any other one."""
+
+    def __init__(self, nodes: Sequence[Node], bend: Bend = straight, order: random.Random | None = None) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self._bend = bend
+        self._order = order
+        self._questions: deque[tuple[str, bytes]] = deque()
+        self._numbers = itertools.count(1)
+        self.now = 1000.0
+        self.progress = 0
+
+    def send(self, peer: str, message: WireMessage) -> None:
+        self._questions.append((peer, encode(message)))
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def advance(self, nbytes: int) -> None:
+        self.progress += nbytes
+
+    def answers(self) -> Answers:
+        """To what was asked, and not looked at."""
+        said: Answers = []
+        while self._questions:
+            peer, body = self._questions.popleft()
+            if peer in self._nodes:
+                node, question = self._nodes[peer], decode(body)
+                said += self._bend(node, question, *node.answer(question))
+        if self._order is not None:
+            self._order.shuffle(said)
+        return [(peer, decode(encode(answer)), bytes(payload)) for peer, answer, payload in said]
+
+    def read(self, source: UnitSource, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
+        """Have a state read; the regions with it are the caller's."""
+        layout = Layout(spec)
+        sizes = [layout.slots_bytes, *([layout.static_bytes] if spec.static else [])]
+        regions = [Region.create("test", nbytes) for nbytes in sizes]
+
+        own = [Region.open(os.dup(region.fd)) for region in regions]
+        reader = Reader(source, spec, own, code, self.send, self.number, self.advance, self.now)
+        for _ in range(200):
+            while reader.result is None and (answers := self.answers()):
+                for peer, answer, payload in answers:
+                    deliver(reader, peer, answer, bytes(payload), self.now)
+            if reader.result is not None:
+                break
+            self.now += PATIENCE_SECONDS / 4
+            reader.tend(self.now)
+        reader.close()
+        assert reader.result is not None, "it waits for nobody, and is not through"
+        assert not [region for region in own if region.fd >= 0]
+        return reader.result, regions
+
+
+def deliver(reader: Reader, peer: str, answer: WireMessage, payload: bytes, now: float) -> None:
+    """As a courier does."""
+
+    assert isinstance(answer, Manifest | Got | GotNone)
+    if answer.request not in reader.requests:
+        return
+    match answer:
+        case Manifest():
+            reader.got_manifest(peer, answer, now)
+        case Got():
+            reader.got(peer, answer, payload, now)
+        case GotNone():
+            reader.got_none(peer, answer, now)

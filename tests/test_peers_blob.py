@@ -1,0 +1,147 @@
+"""A record as bytes: cut into stripes and put together again, whatever lies where; and the leader's watermark."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memckpt.errors import DamagedStateError
+from memckpt.peers.blob import Blob, BlobReader, Extent, RecordTail
+from memckpt.peers.code import STRIPE_BYTES
+from memckpt.peers.watermark import Leader
+from memckpt.peers.wire import Acknowledged, Watermark
+
+SIZES = [0, 1, 7, 4096, STRIPE_BYTES - 60, STRIPE_BYTES - 1, STRIPE_BYTES, STRIPE_BYTES + 1, 2 * STRIPE_BYTES + 5]
+
+
+@st.composite
+def placed(draw: st.DrawFn) -> tuple[list[Extent], int]:
+    """Extents that do not overlap, in any order, and the room that they lie in."""
+    offset, extents = 0, []
+    for size in draw(st.lists(st.sampled_from(SIZES), max_size=6)):
+        offset += draw(st.integers(0, 3))
+        extents.append(Extent(offset, size))
+        offset += size
+    return draw(st.permutations(extents)), offset
+
+
+def blob_of(extents: list[Extent], room: bytes, states: dict[int, bytes]) -> tuple[Blob, RecordTail]:
+    tail = RecordTail(7, b"meta", states, tuple(extents))
+    views = [memoryview(room)[one.offset : one.offset + one.nbytes] for one in extents]
+    return Blob(tail, views), tail
+
+
+@given(placed(), st.sampled_from([0, 10, STRIPE_BYTES, 2 * STRIPE_BYTES + 1]), st.integers(0, 1 << 30))
+@settings(max_examples=60, deadline=None)
+def test_a_record_is_what_it_was(where: tuple[list[Extent], int], state_bytes: int, seed: int) -> None:
+    extents, size = where
+    numbers = random.Random(seed)
+    room = numbers.randbytes(size)
+    blob, tail = blob_of(extents, room, {0: numbers.randbytes(state_bytes)})
+    stripes = [bytes(blob.stripe(index)) for index in range(blob.stripes)]
+    assert {len(stripe) for stripe in stripes[:-1]} <= {STRIPE_BYTES}
+    assert sum(map(len, stripes)) == blob.nbytes
+    filled = bytearray(size)
+    reader = BlobReader(memoryview(filled))
+    for stripe in stripes:
+        reader.take(stripe)
+    assert reader.finish() == tail
+    for one in extents:
+        assert filled[one.offset : one.offset + one.nbytes] == room[one.offset : one.offset + one.nbytes]
+    blob.release()
+
+
+@given(placed(), st.integers(0, 1 << 30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_other_bytes_are_refused_or_stay_in_their_room(
+    where: tuple[list[Extent], int], seed: int, data: st.DataObject
+) -> None:
+    extents, size = where
+    room = random.Random(seed).randbytes(size)
+    blob, _ = blob_of(extents, room, {})
+    whole = bytearray(b"".join(bytes(blob.stripe(index)) for index in range(blob.stripes)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, min(len(whole), 60) - 1))] = data.draw(st.integers(0, 255))
+    del whole[data.draw(st.integers(0, len(whole))) :]
+    reader = BlobReader(memoryview(bytearray(size)))
+    try:
+        for start in range(0, len(whole), STRIPE_BYTES):
+            reader.take(bytes(whole[start : start + STRIPE_BYTES]))
+        reader.finish()
+    except DamagedStateError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("extents", "body"),
+    [
+        ((Extent(0, 9),), bytes(9)),
+        ((Extent(8, 1),), bytes(1)),
+        ((Extent(-1, 1),), bytes(1)),
+        ((Extent(0, -1),), b""),
+        ((Extent(1 << 62, 1 << 62),), bytes(1)),
+        ((Extent(0, 4),), bytes(5)),
+        ((Extent(0, 4),), bytes(3)),
+        ((), bytes(1)),
+    ],
+)
+def test_what_does_not_fit_is_refused(extents: tuple[Extent, ...], body: bytes) -> None:
+    tail = msgspec.msgpack.encode(RecordTail(1, b"", {}, extents))
+    reader = BlobReader(memoryview(bytearray(8)))
+    with pytest.raises(DamagedStateError, match="a record of pieces"):  # noqa: PT012  either of them finds it
+        reader.take(len(tail).to_bytes(8, "little") + tail + body)
+        reader.finish()
+
+
+def test_a_tail_that_is_too_long_or_none_is_refused() -> None:
+    with pytest.raises(DamagedStateError, match="at most 100 bytes"):
+        BlobReader(memoryview(bytearray(8)), limit=100).take((101).to_bytes(8, "little"))
+    with pytest.raises(DamagedStateError, match="cannot be read"):
+        BlobReader(memoryview(bytearray(8))).take((2).to_bytes(8, "little") + b"\xff\xff")
+    with pytest.raises(DamagedStateError, match="ends before"):
+        BlobReader(memoryview(bytearray(8))).finish()
+
+
+# The leader
+
+
+def test_the_watermark_is_what_all_have() -> None:
+    leader = Leader(["a", "b"], 10)
+    assert leader.watermark == Watermark(10, False)
+    assert leader.acknowledged(Acknowledged("a", 12, True)) is None
+    assert leader.missing() == ("b",)
+    assert leader.acknowledged(Acknowledged("b", 11, False)) == Watermark(11, False)
+    assert leader.missing() == ("b",)
+    assert leader.acknowledged(Acknowledged("b", 12, True)) == Watermark(12, True)
+    assert leader.acknowledged(Acknowledged("b", 12, True)) is None
+    assert leader.watermark == Watermark(12, True)
+
+
+def test_the_watermark_never_goes_back_and_strangers_do_not_count() -> None:
+    leader = Leader(["a", "b"], 0)
+    leader.acknowledged(Acknowledged("a", 5, True))
+    leader.acknowledged(Acknowledged("b", 5, True))
+    assert leader.acknowledged(Acknowledged("stranger", 9, True)) is None
+    assert leader.acknowledged(Acknowledged("b", 1 << 62, True)) is None
+    assert leader.acknowledged(Acknowledged("b", -(1 << 62), False)) == Watermark(5, False)
+    assert leader.missing() == ("a", "b")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.booleans()), max_size=40))
+def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]]) -> None:
+    leader = Leader("abc", 3)
+    newest: dict[str, int] = {}
+    told = leader.watermark
+    for node, record, whole in said:
+        newest[node] = max(newest.get(node, 0), record)
+        now = leader.acknowledged(Acknowledged(node, record, whole))
+        if now is not None:
+            assert now != told
+            assert now.record >= told.record
+            told = now
+        assert told == leader.watermark
+        assert told.record == 3 or all(newest.get(one, 0) >= told.record for one in "abc")
