@@ -154,7 +154,7 @@ class Peers:
             self._join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
-            found = self._fetch(plan) - bad
+            found = self._fetch(plan, bad)
             if not found:
                 return plan
             bad |= found
@@ -200,8 +200,8 @@ class Peers:
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 
-    def _fetch(self, plan: RestoreRecord) -> set[BadSource]:
-        """Have all nodes fetch what they lack; sources that proved to be bad where something could not be had."""
+    def _fetch(self, plan: RestoreRecord, known: Collection[BadSource]) -> set[BadSource]:
+        """Have all nodes fetch what they lack; what proved to be bad beside what is known, where that was not had."""
         own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
         message = Recover(
             record=plan.record,
@@ -221,6 +221,7 @@ class Peers:
             if answer.problem:
                 _log.warning("memckpt: %s", answer.problem)
                 bad |= {BadSource(one.node, one.ranks, one.generation, bool(one.generation)) for one in answer.bad}
+        bad -= set(known)
         if not bad:
             # Nothing to do without: whatever the fetches of this plan use is left alone.
             bad = {bad_one for fetch in plan.fetches for bad_one in _sources_of(fetch)}
