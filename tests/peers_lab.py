@@ -15,7 +15,7 @@ from typing import Any
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.peer_messages import Recover, Recovered
-from memckpt.config import ErasureConfig, MemckptConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab
@@ -84,6 +84,12 @@ def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) 
     """Peers on the loopback."""
     ours = {name: settings.pop(name) for name in ("ack", "rate_bytes_per_second") if name in settings}
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
+
+
+def mirror_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+    """Replicas on other nodes of the loopback."""
+    ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
+    return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
 
 
 def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
@@ -270,7 +276,7 @@ def damage(pid: int, every: int = 1) -> int:
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; the exit codes of its ranks."""
-    if job.config is not None and job.config.redo == "eager":
+    if job.config is not None and (job.config.redo == "eager" or isinstance(job.config.peers, MirrorConfig)):
         revive_agents(lab, job)
     return run(lab, job, train)
 

@@ -26,6 +26,7 @@ from memckpt.agent.mirror_messages import (
     MirrorOpened,
     MirrorRecord,
     MirrorRefused,
+    MirrorSkip,
     OpenMirror,
 )
 from memckpt.errors import AgentError, MemckptError
@@ -92,6 +93,13 @@ class Mirror:
             meta = message.meta if rank == first else b""
             commit = Commit(self.generation.number, record, message.step, message.rank_states[rank], meta)
             self.generation.commit(rank, commit)
+
+    def skip(self, record: int) -> None:
+        """Nothing more comes up to a record."""
+        if self.generation.complete and (self._newest is None or record > self._newest):
+            assert self.generation.replica is not None
+            self._newest, self._first = record, record + 1
+            self.generation.replica.skip_to(record)
 
     def _begin(self, record: int, step: int, rank_states: dict[int, bytes]) -> None:
         """The replica is that after `record`, as far as virtual records have come."""
@@ -334,6 +342,12 @@ class Mirrors:
             return MirrorFailed(*key, f"record {message.record}: {error}")
         mirror.let_go_on(self._gate(mirror))
         return None
+
+    def skip(self, message: MirrorSkip) -> None:
+        """Nothing more comes up to a record."""
+        mirror = self._all.get((message.ranks, message.generation))
+        if mirror is not None and mirror.opened.attempt == self.attempt:
+            mirror.skip(message.record)
 
     def close_one(self, message: CloseMirror) -> None:
         """Nobody needs this one any more."""

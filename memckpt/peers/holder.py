@@ -10,7 +10,7 @@ from memckpt.errors import MemckptError
 from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import Fragment, check
-from memckpt.peers.windows import differing, sizes_of
+from memckpt.peers.windows import differing, misfit, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window
 from memckpt.state.layout import first_difference
 from memckpt.state.received import read_spec
@@ -18,7 +18,7 @@ from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
 #: Generations of one owner that are kept while the watermark stands still.
-_MOST_WINDOWS = 8
+MOST_WINDOWS = 8
 _STATIC_SLOT = -1
 
 
@@ -82,17 +82,7 @@ class KeptWindow:
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
-        told, one = self.window, fragment
-        if (one.piece, one.data, one.tolerate) != (told.piece, told.data, told.tolerate):
-            return f"it is piece {one.piece} of a ({one.data}, {one.tolerate}) code"
-        if one.record != STATIC and one.record <= told.base - told.period * told.every:
-            return f"record {one.record} lies before the generation, which begins after {told.base}"
-        most = self._sizes.most_static_stripes if one.record == STATIC else self._sizes.most_stripes
-        if one.stripes > most:
-            return f"expected a record of at most {most} stripes, found {one.stripes}"
-        if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
-            return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
-        return ""
+        return misfit(self.window, self._sizes, fragment)
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
         """Keep a fragment that fits; True when that makes its piece of the record complete.
@@ -285,19 +275,19 @@ class Holder:
         """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
         if window.attempt != self._attempt or self._code is None:
-            return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here")
+            return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here", True)
         known = self._windows.get(key)
         if known is not None and known.window == window:
             return None  # the owner has lost sight of what is here, and sends it once more
         if known is not None:
             self._forget(known)
         count = sum(one.window.owner == window.owner and one.window.attempt == self._attempt for one in self.windows())
-        if count >= _MOST_WINDOWS:
-            return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows")
+        if count >= MOST_WINDOWS:
+            return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows", True)
         try:
             self._windows[key] = KeptWindow(window, self._code.fragment_bytes(STRIPE_BYTES), self._reserve)
         except (MemckptError, ValueError) as error:
-            return NotStored(*key, window.base, str(error))
+            return NotStored(*key, window.base, str(error), True)
         return None
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
@@ -305,7 +295,7 @@ class Holder:
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
         if window is None or window.window.attempt != self._attempt or self._code is None:
-            return NotStored(*key, fragment.record, "no window of this generation is open here")
+            return NotStored(*key, fragment.record, "no window of this generation is open here", True)
         problem = check(fragment, payload) or window.misfit(fragment)
         if not problem and len(payload) != (size := self._code.fragment_bytes(fragment.length)):
             problem = f"expected {size} bytes, found {len(payload)}"
