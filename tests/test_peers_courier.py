@@ -311,7 +311,9 @@ def test_a_node_speaks_for_itself_to_the_leader() -> None:
     with closing(Node("a")) as node:
         node.send_own()
         node.all_store(1, 2, 3, 4, 5)
-        node.says("b", Acknowledged("c", 9, 0, True), Acknowledged("b", 9, 0, True), Acknowledged("stranger", 9, 0, True))
+        node.says(
+            "b", Acknowledged("c", 9, 0, True), Acknowledged("b", 9, 0, True), Acknowledged("stranger", 9, 0, True)
+        )
         assert (node.refused, node.member.watermark.record) == (2, 0)
         node.says("b", Watermark(4, True))
         node.says("c", Acknowledged("c", 4, 0, True))
