@@ -209,10 +209,8 @@ class Pair:
         self._source: RegionSource | None = None
         self._told_agent: deque[Message] = deque()
         self._said: deque[Any] = deque()
-        self.mirrors = Mirrors("m", lambda key, message: self._said.append((key, message)), lambda: 0)
-        self.mirrors.begin("a", base, wait, None, 1)
-        self.mirroring = Mirroring(Holder("m", _Room), self._ask, self._told_agent.append)
-        self.mirroring.begin("a", base, self._code)
+        self._watermark_known = True
+        self.mirrors, self.mirroring = self._make_node(base)
         self._given_up: set[str] = set()
         self.send_generation()
         self.owner.met("m")
@@ -303,6 +301,23 @@ class Pair:
 
     # The mirror's node
 
+    def _make_node(self, record: int | None) -> tuple[Mirrors, Mirroring]:
+        mirrors = Mirrors("m", lambda key, message: self._said.append((key, message)), lambda: 0)
+        mirrors.begin("a", record, None, 1)
+        mirroring = Mirroring(Holder("m", _Room), self._ask, self._told_agent.append)
+        mirroring.begin("a", record, self._code)
+        return mirrors, mirroring
+
+    def replace_agent(self) -> None:
+        """It dies, and with it its courier. Another one is told of a watermark when this training has got past it."""
+        self.mirroring.close()
+        self.mirrors.close()
+        self._told_agent.clear()
+        self._said.clear()
+        self._watermark_known = False
+        self.mirrors, self.mirroring = self._make_node(None)
+        self.lose()
+
     def deliver(self, count: int = 1 << 30) -> int:
         """The network brings so many messages; how many there were."""
         brought = 0
@@ -373,8 +388,10 @@ class Pair:
         if self.owner.acknowledged > self.watermark:
             self.watermark = self.owner.acknowledged
         self.owner.passed(self.watermark)
-        self.mirroring.passed(self.watermark, self.owner.whole)
-        self.mirrors.passed(self.watermark, self.owner.whole)
+        self._watermark_known |= self.owner.acknowledged == self.training.record
+        if self._watermark_known:
+            self.mirroring.passed(self.watermark, self.owner.whole)
+            self.mirrors.passed(self.watermark, self.owner.whole)
         self._open_gate()
 
     def settle(self) -> None:

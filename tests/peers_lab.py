@@ -144,10 +144,12 @@ class PeersRank(Rank):
         self.journal.note("protected", step=self.step, acknowledged=client.passed)
 
 
-def recovers_with(ranks: Collection[int], before: Callable[[int], None]) -> Callable[[int], None]:
-    """For `Job.prepare`: when the plan says that nodes fetch and hand out, these ranks do something first.
+def recovers_with(
+    ranks: Collection[int], before: Callable[[int], None], after: Callable[[int], None] = lambda rank: None
+) -> Callable[[int], None]:
+    """For `Job.prepare`: what these ranks do before their nodes fetch or hand out, and what all others do after it.
 
-    Only the first rank of each node is asked.
+    Only the first rank of each node does anything.
     """
 
     def prepare(rank: int) -> None:
@@ -156,7 +158,10 @@ def recovers_with(ranks: Collection[int], before: Callable[[int], None]) -> Call
         def ask(peers: Peers, message: Recover) -> Recovered:
             if rank in ranks:
                 before(rank)
-            return original(peers, message)
+            recovered = original(peers, message)
+            if rank not in ranks:
+                after(rank)
+            return recovered
 
         Peers._ask = ask  # type: ignore[method-assign]  # in a forked child
 

@@ -81,7 +81,19 @@ def test_its_memory_is_a_replica_and_slots() -> None:
         assert one.mirrors.nbytes == expected
 
 
-OPERATIONS = ("train", "send", "send a little", "deliver", "deliver one", "agent", "redo", "watermark", "lose", "retry")
+OPERATIONS = (
+    "train",
+    "send",
+    "send a little",
+    "deliver",
+    "deliver one",
+    "agent",
+    "redo",
+    "watermark",
+    "lose",
+    "retry",
+    "new agent",
+)
 
 
 def carry_out(one: Pair, operation: str) -> None:
@@ -106,6 +118,8 @@ def carry_out(one: Pair, operation: str) -> None:
             one.lose()
         case "retry":
             one.retry()
+        case "new agent":
+            one.replace_agent()
         case "generation":
             if one.training.record == one.watermark:
                 one.training.begin()
@@ -244,9 +258,30 @@ def test_it_offers_nothing_while_its_state_is_not_exact(count: int) -> None:
         assert one.deliver(count) == count
         one.agent()
         one.redo()
-        assert not one.owner.whole
+        assert one.owner.whole == (count == PERIOD)
         records = check_all(one, one.end())
         assert records == [one.training.record] * (count == PERIOD)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("behind", range(SLOTS))
+def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int) -> None:
+    """Its agent may be the one that would lead: training waits for this very mirror."""
+    with pair(mode, OPTIMIZERS["adam"]) as one:
+        for _ in range(5):
+            one.settle()
+            assert one.train()
+        one.settle()
+        for _ in range(behind):
+            one.train()
+        one.replace_agent()
+        for _ in range(3):
+            one.settle()
+        assert one.owner.acknowledged == one.training.record
+        while not one.owner.whole:
+            assert one.train()
+            one.settle()
+        assert check_all(one, one.end())[-1] == one.training.record
 
 
 # What there is no replica for
@@ -306,7 +341,7 @@ def test_mirrors_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch
         one.settle()
         needed = one.mirrors.nbytes
         one.end()
-        one.mirrors.begin("b", 1, True, needed + 4096, 1)
+        one.mirrors.begin("b", 1, needed + 4096, 1)
         [mirror] = one.mirrors._all.values()
         message = type(mirror.opened)((1,), "h1", "b", 1, mirror.opened.spec, HISTORY)
         answer, _ = one.mirrors.open(message)
@@ -324,10 +359,12 @@ def test_mirrors_stay_until_the_next_attempt_is_protected() -> None:
             one.train()
         one.send()
         one.deliver()
+        one.agent()
+        one.redo()
         [held] = one.end()
         assert held.records == (4, 5)
-        one.mirrors.begin("b", 4, True, None, 1)
-        one.mirrors.begin("b", 4, True, None, 1)  # the plan was made once more
+        one.mirrors.begin("b", 4, None, 1)
+        one.mirrors.begin("b", 4, None, 1)  # the plan was made once more
         [held] = one.mirrors.inventory(lambda ranks: None)
         assert held.records == (4,), "what lies beyond the record that was resumed is not gone on with"
         one.mirrors.passed(4, False)
@@ -341,7 +378,7 @@ def test_an_attempt_that_starts_over_uses_nothing() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
         one.end()
-        one.mirrors.begin("b", None, True, None, 1)
+        one.mirrors.begin("b", None, None, 1)
         assert len(one.mirrors) == 0
 
 

@@ -177,7 +177,7 @@ class Peers:
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
             listen = self._listening[0]
-            self._mirrors.begin(job.attempt, job.record, job.wait, listen.memory_budget_bytes, listen.threads)
+            self._mirrors.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._sent.clear()
@@ -328,8 +328,20 @@ class Peers:
                 bad = BadSourceSeen(self._listening[0].node, ranks, "")
                 done(Recovered(problem, (bad,)))
                 return
+        if self._courier is None or (message.serve and not self._listens_to_us()):
+            done(Recovered("the courier is gone"))
+            return
         self._recovery = Recovery(message, self._holding, self._send, done)
         self._end_recovery()
+
+    def _listens_to_us(self) -> bool:
+        """Whether the courier is alive, and has taken all that was sent to it until now."""
+        try:
+            self._pieces()
+        except AgentGoneError as error:
+            self._ended(str(error))
+            return False
+        return True
 
     def _end_recovery(self) -> None:
         if self._recovery is not None and self._recovery.over:

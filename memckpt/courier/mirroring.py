@@ -50,6 +50,10 @@ class MirrorWindow:
         opened: what the agent has made for it.
         regions: slots, then static where present, and replica.
         tell: a record is whole, or records are lost.
+
+    Attributes:
+        newest: the last record that has come; None before the first.
+        watermark: up to which record redo may go, at least.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class MirrorWindow:
     ) -> None:
         self.window = window
         self.newest: int | None = None
+        self.watermark = 0
         owners = read_spec(window.spec)
         self._sizes = sizes_of(owners, private=False)
         self._layout = Layout(opened.spec)
@@ -72,6 +77,7 @@ class MirrorWindow:
         self._tell = tell
         #: How many records may be stored and not yet applied when one is acknowledged.
         self._ahead = opened.spec.slots - owners.slots
+        self._slots_of_owner = owners.slots
         self._applied: int | None = None
         self._static_here = False
         #: Records that are here, and not applied as far as is known; and those that are not acknowledged.
@@ -147,8 +153,10 @@ class MirrorWindow:
         return Stored(*self.key, record)
 
     def _may_acknowledge(self, record: int) -> bool:
+        """Whether redo keeps up: all is applied but a few records, and what it may not apply yet."""
         assert self._applied is not None
-        return self._applied >= record - self._ahead
+        may_apply = max(self.watermark, record - self._slots_of_owner)
+        return self._applied >= min(record - self._ahead, may_apply)
 
     def _begin(self, record: int) -> None:
         """The first stripe of a record has come: where it goes to.
@@ -337,7 +345,8 @@ class Mirroring:
             _log.warning("plain copies are kept of the records of ranks %s: %s", list(window.owner), answer.reason)
             self._refused[key] = answer.reason
             return self._holder.open(window)
-        self._mirrors[key] = MirrorWindow(window, *answer, self._tell)
+        self._mirrors[key] = mirror = MirrorWindow(window, *answer, self._tell)
+        mirror.watermark = self.watermark
         return None
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
@@ -357,6 +366,8 @@ class Mirroring:
     def passed(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self._holder.passed(watermark, whole)
+        for mirror in self._mirrors.values():
+            mirror.watermark = self.watermark
         newest: dict[tuple[int, ...], int] = {}
         begun = [one.window for one in self._mirrors.values()] + [one.window for one in self.windows()]
         for window in begun:

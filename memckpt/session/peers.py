@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Collection
+from functools import partial
 
 import msgspec
 
@@ -218,8 +219,14 @@ class Peers:
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
-        answers = self._ranks.together(lambda: self._ask(message) if self._leads else Recovered())
-        if not any(answer.problem for answer in answers):
+        # Nobody is asked for a state before it is handed out.
+        phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
+        answers: list[Recovered] = []
+        for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
+            answers = self._ranks.together(partial(self._ask, phase) if self._leads else Recovered)
+            if any(answer.problem for answer in answers):
+                break
+        else:
             return None
         bad: set[BadSource] = set()
         for answer in answers:
