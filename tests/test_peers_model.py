@@ -15,7 +15,8 @@ from memckpt.courier import member
 from memckpt.peers import blob, fragments, holder, windows
 from memckpt.peers.wire import Put
 from memckpt.recovery.plan import RestoreRecord
-from tests.peers_model import Job, Node, Setting, Unit
+from tests.peers_model import Node, Setting, Unit
+from tests.peers_model_job import Job
 
 #: Picks one of several.
 Choose = Callable[[Sequence[Any]], Any]
