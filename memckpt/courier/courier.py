@@ -103,8 +103,7 @@ class Courier:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
             self._poller.poll(math.ceil(self._patience() * 1000))
-            while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
-                self._handle(*received)
+            self._hear()
             self._take_deliveries()
             now = time.monotonic()
             if self._member is not None:
@@ -118,6 +117,11 @@ class Courier:
             for asking in self._asking:
                 asking.tend(now)
             self._finish_readers()
+
+    def _hear(self) -> None:
+        """Do all that the agent has said."""
+        while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
+            self._handle(*received)
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -304,10 +308,10 @@ class Courier:
     # What peers say
 
     def _take_deliveries(self) -> None:
-        if self._transport is None or self._member is None:
-            return  # before the attempt has its plan nothing is taken; it waits where it is
         now = time.monotonic()
         for _ in range(_MOST_DELIVERIES):
+            if self._transport is None or self._member is None:
+                return  # before the attempt has its plan nothing is taken; it waits where it is
             loopback = self._member.loopback
             event = loopback.popleft() if loopback else self._transport.receive()
             if event is None:
@@ -340,6 +344,12 @@ class Courier:
         assert self._member is not None
         assert self._holder is not None
         answer, payload = self._serving.answer(question)
+        if isinstance(answer, wire.GotNone):
+            # The agent has handed it over before the peer was told to ask; it may not have been heard yet.
+            self._hear()
+            if self._member is None:
+                return
+            answer, payload = self._serving.answer(question)
         if answer is None:
             answer, payload = self._serving.answer_from(self._holder.holder, question)
         self._member.send(peer, answer, payload)
