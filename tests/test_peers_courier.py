@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memckpt.agent.mirror_messages import MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
     Describe,
@@ -29,6 +30,7 @@ from memckpt.agent.peer_messages import (
 from memckpt.courier.asking import Asking
 from memckpt.courier.courier import Courier
 from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code
@@ -92,6 +94,9 @@ class Line:
     def close(self) -> None:
         pass
 
+    def register(self, poller: object) -> None:
+        pass
+
     def unregister(self, poller: object) -> None:
         pass
 
@@ -114,6 +119,10 @@ class Wire:
             os.close(end)
 
 
+def refuse_mirror(message: OpenMirror) -> MirrorRefused:
+    raise AssertionError("no mirror was planned")
+
+
 class Node:
     """The courier of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both others."""
 
@@ -121,7 +130,8 @@ class Node:
         self.name = name
         self.line, self.wire = Line(), Wire()
         self.courier = Courier(self.wire)  # type: ignore[arg-type]
-        self.holder = self.courier._holder = Holder(name, MemoryRoom)
+        self.holder = Holder(name, MemoryRoom)
+        self.courier._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
         self.courier._node = name
         self.courier._transport = self.line  # type: ignore[assignment]
         self.job = PeerJob(
@@ -227,7 +237,8 @@ def test_what_a_peer_may_say_is_done(node: Node) -> None:
     assert node.says("a", AskManifest(1, (0,), "ga", 3))[0] == Manifest(1, 3, 9, node.put("a", 3)[0].fragment.digest)
     node.send_own()
     node.all_store(1, 2, 3, 4, 5)
-    assert Acknowledged("b", 5, True) in node.line.sent["a"]
+    told = [one for one in node.line.sent["a"] if isinstance(one, Acknowledged)]
+    assert (told[-1].node, told[-1].record, told[-1].whole) == ("b", 5, True)
     node.says("a", Watermark(4, True))
     assert node.member.watermark == Watermark(4, True)
     assert node.refused == 0
@@ -245,6 +256,7 @@ WRONG_WINDOWS: dict[str, dict[str, Any]] = {
     "no tolerance": {"tolerate": 0},
     "much tolerance": {"tolerate": FAR},
     "private": {"private": True},
+    "for a mirror": {"mirror": True},
 }
 
 
@@ -291,7 +303,7 @@ def test_the_watermark_is_the_leaders_and_not_beyond_what_this_node_has(node: No
     assert node.holder.windows()[0].records() == [2, 3, 4, 5]
     node.says("a", Watermark(-FAR, True))
     assert node.member.watermark.record == 3
-    node.says("a", Acknowledged("a", 9, True))
+    node.says("a", Acknowledged("a", 9, 0, True))
     assert node.refused == 2
 
 
@@ -299,10 +311,12 @@ def test_a_node_speaks_for_itself_to_the_leader() -> None:
     with closing(Node("a")) as node:
         node.send_own()
         node.all_store(1, 2, 3, 4, 5)
-        node.says("b", Acknowledged("c", 9, True), Acknowledged("b", 9, True), Acknowledged("stranger", 9, True))
+        node.says(
+            "b", Acknowledged("c", 9, 0, True), Acknowledged("b", 9, 0, True), Acknowledged("stranger", 9, 0, True)
+        )
         assert (node.refused, node.member.watermark.record) == (2, 0)
         node.says("b", Watermark(4, True))
-        node.says("c", Acknowledged("c", 4, True))
+        node.says("c", Acknowledged("c", 4, 0, True))
         assert (node.refused, node.member.watermark) == (3, Watermark(4, True))
         assert node.line.sent["b"][-1] == Watermark(4, True)
 
@@ -370,8 +384,8 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(Put, FRAGMENTS, NUMBERS),
     st.builds(Abandon, OWNERS, GENERATIONS, NUMBERS),
     st.builds(Stored, OWNERS, GENERATIONS, NUMBERS),
-    st.builds(NotStored, OWNERS, GENERATIONS, NUMBERS, st.just("because")),
-    st.builds(Acknowledged, PEERS, NUMBERS, st.booleans()),
+    st.builds(NotStored, OWNERS, GENERATIONS, NUMBERS, st.just("because"), st.booleans()),
+    st.builds(Acknowledged, PEERS, NUMBERS, NUMBERS, st.booleans()),
     st.builds(Watermark, NUMBERS, st.booleans()),
     st.builds(AskManifest, NUMBERS, OWNERS, GENERATIONS, NUMBERS),
     st.builds(Manifest, NUMBERS, NUMBERS, NUMBERS, DIGESTS),
@@ -382,7 +396,9 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
     st.builds(GotNone, NUMBERS, st.just("because")),
 )
 CHANGES = st.dictionaries(
-    st.sampled_from(["owner", "node", "piece", "data", "tolerate", "base", "period", "kept", "every", "record_bytes"]),
+    st.sampled_from(
+        ["owner", "node", "piece", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "mirror"]
+    ),
     NUMBERS,
     min_size=1,
     max_size=2,
@@ -407,6 +423,8 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
                     message["owner"] = (message["owner"],)
+                if "mirror" in message:
+                    message["mirror"] = True
                 if "node" in message:
                     message["node"] = str(message["node"])
                 message = Open(node.window("c", **message))

@@ -328,8 +328,20 @@ class Peers:
                 bad = BadSourceSeen(self._listening[0].node, ranks, "")
                 done(Recovered(problem, (bad,)))
                 return
+        if self._courier is None or (message.serve and not self._listens_to_us()):
+            done(Recovered("the courier is gone"))
+            return
         self._recovery = Recovery(message, self._holding, self._send, done)
         self._end_recovery()
+
+    def _listens_to_us(self) -> bool:
+        """Whether the courier is alive, and has taken all that was sent to it until now."""
+        try:
+            self._pieces()
+        except AgentGoneError as error:
+            self._ended(str(error))
+            return False
+        return True
 
     def _end_recovery(self) -> None:
         if self._recovery is not None and self._recovery.over:

@@ -103,13 +103,16 @@ class Courier:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
             self._poller.poll(math.ceil(self._patience() * 1000))
-            self._hear()
+            while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
+                self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
             if self._member is not None:
                 if self._marks is not None:
                     for mark in self._marks.read():
                         self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                if self._transport is not None:
+                    self._member.unheard = self._transport.silent
                 self._member.work(now)
                 self._report(now)
             for reader in self._readers:
@@ -117,11 +120,6 @@ class Courier:
             for asking in self._asking:
                 asking.tend(now)
             self._finish_readers()
-
-    def _hear(self) -> None:
-        """Do all that the agent has said."""
-        while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
-            self._handle(*received)
 
     def _patience(self) -> float:
         now = time.monotonic()
@@ -308,10 +306,10 @@ class Courier:
     # What peers say
 
     def _take_deliveries(self) -> None:
+        if self._transport is None or self._member is None:
+            return  # before the attempt has its plan nothing is taken; it waits where it is
         now = time.monotonic()
         for _ in range(_MOST_DELIVERIES):
-            if self._transport is None or self._member is None:
-                return  # before the attempt has its plan nothing is taken; it waits where it is
             loopback = self._member.loopback
             event = loopback.popleft() if loopback else self._transport.receive()
             if event is None:
@@ -344,12 +342,6 @@ class Courier:
         assert self._member is not None
         assert self._holder is not None
         answer, payload = self._serving.answer(question)
-        if isinstance(answer, wire.GotNone):
-            # The agent has handed it over before the peer was told to ask; it may not have been heard yet.
-            self._hear()
-            if self._member is None:
-                return
-            answer, payload = self._serving.answer(question)
         if answer is None:
             answer, payload = self._serving.answer_from(self._holder.holder, question)
         self._member.send(peer, answer, payload)

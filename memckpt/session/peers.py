@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Collection
+from functools import partial
 
 import msgspec
 
@@ -21,7 +22,6 @@ from memckpt.agent.peer_messages import (
     PeerUnit,
     Recover,
     Recovered,
-    RecoveryProgress,
     UnitSource,
 )
 from memckpt.capture.phases import PhaseMarks
@@ -209,20 +209,24 @@ class Peers:
     def _fetch(self, plan: RestoreRecord) -> set[BadSource] | None:
         """Have all nodes fetch what they lack; None: they have it. Otherwise what proved to be bad, as far as known."""
         own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
-        nothing = Recover(plan.record, (), (), self._agent.memory_budget_bytes, plan.history)
-        serve = msgspec.structs.replace(nothing, serve=serves(plan.fetches, self._ranks.node))
-        fetch = msgspec.structs.replace(nothing, fetch=tuple(_source(fetch) for fetch in own))
+        message = Recover(
+            record=plan.record,
+            serve=serves(plan.fetches, self._ranks.node),
+            fetch=tuple(_source(fetch) for fetch in own),
+            memory_budget_bytes=self._agent.memory_budget_bytes,
+            history=plan.history,
+        )
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
+        # Nobody is asked for a state before it is handed out.
+        phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
         answers: list[Recovered] = []
-        if any(serves(plan.fetches, node.name) for node in self._nodes):
-            # A replica has to get to the record first, which takes it a while.
-            client = self._link.client
-            answers = self._ranks.together(lambda: client.recover(serve, _ignore) if self._leads else Recovered())
-        if not any(answer.problem for answer in answers):
-            answers = self._ranks.together(lambda: self._ask(fetch) if self._leads else Recovered())
-        if not any(answer.problem for answer in answers):
+        for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
+            answers = self._ranks.together(partial(self._ask, phase) if self._leads else Recovered)
+            if any(answer.problem for answer in answers):
+                break
+        else:
             return None
         bad: set[BadSource] = set()
         for answer in answers:
@@ -270,10 +274,6 @@ class Peers:
             self._link.client.listen(self._listen)
             # What is acknowledged for every node the others know: it starts from nothing.
             self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
-
-
-def _ignore(news: RecoveryProgress) -> None:
-    """Of what is handed out none is told."""
 
 
 def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:
