@@ -18,7 +18,7 @@ from typing import Any
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.peer_messages import Recover, Recovered
-from memckpt.config import ErasureConfig, MemckptConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab
@@ -97,6 +97,12 @@ def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) 
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
 
 
+def mirror_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+    """Replicas on other nodes of the loopback."""
+    ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
+    return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
+
+
 def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
     """The first attempt, one rank to a node; the launcher ends all ranks when one has died."""
     settings.setdefault("nodes", setup.world_size)
@@ -155,10 +161,12 @@ class PeersRank(Rank):
         return said
 
 
-def recovers_with(ranks: Collection[int], before: Callable[[int], None]) -> Callable[[int], None]:
-    """For `Job.prepare`: when the plan says that nodes fetch and hand out, these ranks do something first.
+def recovers_with(
+    ranks: Collection[int], before: Callable[[int], None], after: Callable[[int], None] = lambda rank: None
+) -> Callable[[int], None]:
+    """For `Job.prepare`: what these ranks do before their nodes fetch or hand out, and what all others do after it.
 
-    Only the first rank of each node is asked.
+    Only the first rank of each node does anything.
     """
 
     def prepare(rank: int) -> None:
@@ -167,7 +175,10 @@ def recovers_with(ranks: Collection[int], before: Callable[[int], None]) -> Call
         def ask(peers: Peers, message: Recover) -> Recovered:
             if rank in ranks:
                 before(rank)
-            return original(peers, message)
+            recovered = original(peers, message)
+            if rank not in ranks:
+                after(rank)
+            return recovered
 
         Peers._ask = ask  # type: ignore[method-assign]  # in a forked child
 
@@ -305,7 +316,8 @@ def damage(pid: int, every: int = 1) -> int:
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; the exit codes of its ranks."""
-    if job.config is not None and (job.config.redo == "eager" or job.network is not None):
+    mirrors = job.config is not None and isinstance(job.config.peers, MirrorConfig)
+    if job.config is not None and (job.config.redo == "eager" or mirrors or job.network is not None):
         revive_agents(lab, job)
     return run(lab, job, train)
 

@@ -14,7 +14,7 @@ from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
-from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, OpenMirror
+from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, MirrorSkip, OpenMirror
 from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
@@ -189,7 +189,7 @@ class Peers:
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
             listen = self._listening[0]
-            self._mirrors.begin(job.attempt, job.record, job.wait, listen.memory_budget_bytes, listen.threads)
+            self._mirrors.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._sent.clear()
@@ -261,8 +261,11 @@ class Peers:
         )
         self._send(message, [region.fd for region in held.regions])
 
-    def _serve(self, ranks: tuple[int, ...], message: Recover) -> None:
+    def _serve(self, ranks: tuple[int, ...], message: Recover) -> str:
         """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
+
+        Returns:
+            Why their mirror cannot get there, in words; empty if it can.
 
         Raises:
             AgentError: it is not here.
@@ -270,11 +273,17 @@ class Peers:
         record, mirror = message.record, self._mirrors.find(ranks, message.record, message.history)
         holding = self._holding(ranks)
         if mirror is not None:
-            self._hand_out(ranks, mirror.stand_at(record), record, mirror.opened.history)
+            try:
+                held = mirror.stand_at(record)
+            except AgentError as error:
+                self._mirrors.close_one(CloseMirror(ranks, mirror.opened.generation))
+                return f"the replica of ranks {list(ranks)}: {error}"
+            self._hand_out(ranks, held, record, mirror.opened.history)
         elif holding is not None:
             self._hand_out(ranks, holding.stand_at(record), record, holding.history)
         else:
             raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+        return ""
 
     def _hand_out(self, ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> None:
         window = range(record - held.spec.period + 1, record + 1)
@@ -325,9 +334,26 @@ class Peers:
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
         for ranks in message.serve:
-            self._serve(ranks, message)
+            problem = self._serve(ranks, message)
+            if problem:
+                assert self._listening is not None
+                bad = BadSourceSeen(self._listening[0].node, ranks, "")
+                done(Recovered(problem, (bad,)))
+                return
+        if self._courier is None or (message.serve and not self._listens_to_us()):
+            done(Recovered("the courier is gone"))
+            return
         self._recovery = Recovery(message, self._holding, self._send, done)
         self._end_recovery()
+
+    def _listens_to_us(self) -> bool:
+        """Whether the courier is alive, and has taken all that was sent to it until now."""
+        try:
+            self._pieces()
+        except AgentGoneError as error:
+            self._ended(str(error))
+            return False
+        return True
 
     def _end_recovery(self) -> None:
         if self._recovery is not None and self._recovery.over:
@@ -361,6 +387,8 @@ class Peers:
                 failed = self._mirrors.record(message)
                 if failed is not None:
                     self._send(failed)
+            case MirrorSkip():
+                self._mirrors.skip(message)
             case CloseMirror():
                 self._mirrors.close_one(message)
             case Described() | Filled() | RecoveryProgress():

@@ -236,6 +236,8 @@ class Member:
                     return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self._private):
                     return f"private={window.private} is not as planned"
+                if window.mirror and (window.private or self.job.scheme != "mirror"):
+                    return "no mirror of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
@@ -461,7 +463,8 @@ class Member:
     def _problem(self) -> str:
         """Why not every node can be lost, in words; empty if each can."""
         if self.watermark.whole:
-            return ""
+            problem = self._holder.problem
+            return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
         for owner in self._owners.values():
             for holder, problem in owner.problems.items():
                 return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"

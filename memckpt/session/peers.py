@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 from collections.abc import Callable, Collection
+from functools import partial
 
 import msgspec
 
@@ -147,6 +148,7 @@ class Peers:
         layout = Layout(spec)
         self._window_bytes = layout.slot_bytes * spec.period
         bad: set[BadSource] = set()
+        tried_again = False
         while True:
             plan = plan_without(bad)
             if self._config is None:
@@ -154,10 +156,14 @@ class Peers:
             self._join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
-            found = self._fetch(plan) - bad
-            if not found:
+            found = self._fetch(plan)
+            if found is None:
                 return plan
-            bad |= found
+            if not found and not tried_again:
+                tried_again = True  # nobody is to blame: a courier that died has been replaced by now
+                continue
+            # Nothing to do without: whatever the fetches of this plan use is left alone.
+            bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -200,8 +206,8 @@ class Peers:
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 
-    def _fetch(self, plan: RestoreRecord) -> set[BadSource]:
-        """Have all nodes fetch what they lack; sources that proved to be bad where something could not be had."""
+    def _fetch(self, plan: RestoreRecord) -> set[BadSource] | None:
+        """Have all nodes fetch what they lack; None: they have it. Otherwise what proved to be bad, as far as known."""
         own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
         message = Recover(
             record=plan.record,
@@ -213,17 +219,20 @@ class Peers:
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
-        answers = self._ranks.together(lambda: self._ask(message) if self._leads else Recovered())
-        if not any(answer.problem for answer in answers):
-            return set()
+        # Nobody is asked for a state before it is handed out.
+        phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
+        answers: list[Recovered] = []
+        for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
+            answers = self._ranks.together(partial(self._ask, phase) if self._leads else Recovered)
+            if any(answer.problem for answer in answers):
+                break
+        else:
+            return None
         bad: set[BadSource] = set()
         for answer in answers:
             if answer.problem:
                 _log.warning("memckpt: %s", answer.problem)
                 bad |= {BadSource(one.node, one.ranks, one.generation, bool(one.generation)) for one in answer.bad}
-        if not bad:
-            # Nothing to do without: whatever the fetches of this plan use is left alone.
-            bad = {bad_one for fetch in plan.fetches for bad_one in _sources_of(fetch)}
         return bad
 
     def _ask(self, message: Recover) -> Recovered:
