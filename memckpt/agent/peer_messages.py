@@ -277,6 +277,14 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
     pieces: tuple[HeldPieces, ...]
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """To the courier: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """Answer to Drain: peers have all of it, or do not take it."""
+
+
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
 

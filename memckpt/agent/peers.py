@@ -20,6 +20,8 @@ from memckpt.agent.peer_messages import (
     BadSourceSeen,
     Describe,
     Described,
+    Drain,
+    Drained,
     Fill,
     Filled,
     GivenUp,
@@ -99,6 +101,15 @@ class Peers:
         self._newest = Passed(0, False)
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
+
+    def finish(self) -> None:
+        """Training has ended as it should: peers get what they still wait for, before the courier goes."""
+        if self._courier is None or self._job is None:
+            return
+        try:
+            self._courier.ask(Drain(), Drained, _ANSWER_SECONDS)
+        except AgentGoneError as error:
+            _log.warning("whether peers have got the last words is not known: %s", error)
 
     def close(self) -> None:
         self._listening = self._job = self._recovery = self.watermark = None

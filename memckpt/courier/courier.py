@@ -19,6 +19,8 @@ from memckpt.agent.messages import Message
 from memckpt.agent.mirror_messages import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     Describe,
+    Drain,
+    Drained,
     Fill,
     GivenUp,
     GiveUp,
@@ -54,6 +56,8 @@ from memckpt.state.records import HeldPieces
 _log = logging.getLogger("memckpt.courier")
 #: How often the agent is told how things are.
 _REPORT_SECONDS = 1.0
+#: How long peers may take to get the last words of a training that is over.
+_DRAIN_SECONDS = 5.0
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
 
@@ -98,6 +102,7 @@ class Courier:
         self._reported = 0.0
         self._security = ""
         self._budget: int | None = None
+        self._draining_until: float | None = None
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
@@ -107,7 +112,9 @@ class Courier:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
-            if self._member is not None:
+            if self._draining_until is not None:
+                self._drain(now)
+            elif self._member is not None:
                 if self._marks is not None:
                     for mark in self._marks.read():
                         self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
@@ -121,6 +128,15 @@ class Courier:
                 asking.tend(now)
             self._finish_readers()
 
+    def _drain(self, now: float) -> None:
+        """See what is on its way to peers arrive; then say so."""
+        assert self._draining_until is not None
+        states = [] if self._transport is None else list(self._transport.peers().values())
+        if now >= self._draining_until or not any(one.unacknowledged_messages for one in states):
+            self._draining_until = None
+            self._leave()
+            self._channel.send(Drained())
+
     def _patience(self) -> float:
         now = time.monotonic()
         limits = [0.0 if self._unheard else 60.0]
@@ -130,6 +146,8 @@ class Courier:
             limits += [self._member.patience(now), self._reported + _REPORT_SECONDS - now]
         if self._readers or self._asking:
             limits.append(1.0)
+        if self._draining_until is not None:
+            limits.append(0.05)  # what arrives wakes us, but not that a peer is gone
         return max(0.0, min(limits))
 
     def close(self) -> None:
@@ -186,6 +204,10 @@ class Courier:
                 if self._member is not None:
                     self._member.give_up(message)
                 self._channel.send(GivenUp(message.ranks, message.generation))
+            case Drain():
+                self._draining_until = time.monotonic() + _DRAIN_SECONDS
+                if self._member is not None:
+                    self._member.leave(time.monotonic())
             case Describe():
                 self._describe(message)
             case Fill():

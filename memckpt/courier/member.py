@@ -95,6 +95,7 @@ class Member:
         rejoined: bool = False,
     ) -> None:
         self._rejoined = rejoined
+        self._leaving = False
         self._node = node
         self.job = job
         self._holder = holder
@@ -383,7 +384,8 @@ class Member:
             for ranks, owner in self._owners.items()
         )
         since = max((owner.since for owner in self._owners.values()), default=record)
-        lost = self._rejoined and any(owner.newest is None for owner in self._owners.values())
+        anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
+        lost = anew or self._leaving
         told = Acknowledged(self._node, record, since, whole, lost)
         if told != self._told:
             self._told = told
@@ -395,6 +397,11 @@ class Member:
             self._announce(self._leader.unheard(self.unheard))
         else:
             self._pass_led()
+
+    def leave(self, now: float) -> None:
+        """Training is over on this node, and soon on all: nobody is to wait for what it keeps or leads any more."""
+        self._leaving = True
+        self.work(now)
 
     def _late(self, ranks: tuple[int, ...]) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
