@@ -88,6 +88,7 @@ class Peers:
         self._job: PeerJob | None = None
         self._fingerprints: dict[int, tuple[str, ...]] = {}
         self._recovery: Recovery | None = None
+        self._recoveries = 0
         #: By unit: the name of the generation that is sent, and the newest record that has been given to the courier.
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
@@ -343,7 +344,9 @@ class Peers:
         if self._courier is None or (message.serve and not self._listens_to_us()):
             done(Recovered("the courier is gone"))
             return
-        self._recovery = Recovery(message, self._holding, self._send, done)
+        self._recoveries += 1
+        self._recovery = recovery = Recovery(self._recoveries, message, self._holding, self._send, done)
+        recovery.start()
         self._end_recovery()
 
     def _listens_to_us(self) -> bool:
@@ -440,6 +443,7 @@ class Recovery:
     """Fetches the states that this node lacks, all at once.
 
     Args:
+        number: no other recovery of this agent has it. What the courier answers to another one is ignored.
         message: what is asked for.
         holding: of the ranks that share shards.
         send: to the courier.
@@ -448,11 +452,13 @@ class Recovery:
 
     def __init__(
         self,
+        number: int,
         message: Recover,
         holding: Callable[[tuple[int, ...]], Holding | None],
         send: Callable[[Message, list[int]], None],
         done: Callable[[Message], None],
     ) -> None:
+        self._number = number
         self._message = message
         self._holding = holding
         self._send = send
@@ -463,15 +469,24 @@ class Recovery:
         self._nbytes = 0
         self._bad: list[BadSourceSeen] = []
         self.over = False
+
+    def start(self) -> None:
+        """Ask for all of them. The courier may turn out to be dead at that, which fails the recovery."""
         if not self._sources:
             self._finish()
-        for source in self._sources.values():
-            send(Describe(source), [])
+        for source in list(self._sources.values()):
+            if not self.over:
+                self._send(Describe(source, self._number), [])
 
     def answered(self, message: Described | Filled | RecoveryProgress) -> None:
         """What the courier says of one of them."""
         if isinstance(message, RecoveryProgress):
             self._done(message)
+            return
+        known = message.ranks in self._sources
+        expected = known and (message.ranks in self._generations) == isinstance(message, Filled)
+        if message.recovery != self._number or not expected:
+            _log.info("%s of ranks %s is of a former recovery", type(message).__name__, list(message.ranks))
             return
         self._bad += message.bad
         if message.problem:
@@ -494,7 +509,7 @@ class Recovery:
             return
         self._generations[message.ranks] = generation
         fds = [region.fd for region in generation.regions]
-        self._send(Fill(self._sources[message.ranks], spec), fds)
+        self._send(Fill(self._sources[message.ranks], spec, self._number), fds)
 
     def _take(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)

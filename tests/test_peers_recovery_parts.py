@@ -1,0 +1,167 @@
+"""Recoveries that are given up, cut off or slow, and couriers that die at a bad moment: in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt.agent.peer_messages import (
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    Join,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    UnitSource,
+)
+from memckpt.agent.peers import Recovery
+from memckpt.peers.wire import WindowIs
+from tests.peers_records import layout_spec
+from tests.test_peers_courier import Node
+
+SPEC = layout_spec((0,), elements=64)
+
+
+def source(*ranks: int) -> UnitSource:
+    return UnitSource(ranks, 5, "g", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+
+
+class Room:
+    """Stands for a generation that is filled."""
+
+    regions = ()
+
+    def __init__(self) -> None:
+        self.closed = self.filled = False
+
+    def refill(self, *arguments: object) -> None:
+        assert not self.closed
+        self.filled = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Place:
+    """Stands for the holding of the ranks that get what is fetched."""
+
+    def __init__(self) -> None:
+        self.rooms: list[Room] = []
+        self.held: Room | None = None
+
+    def make_room_for(self, spec: object, budget: object) -> Room:
+        self.rooms.append(Room())
+        return self.rooms[-1]
+
+    def take_over(self, room: Room, history: object) -> None:
+        self.held = room
+
+
+class Fetching:
+    """A recovery of two units, and what it says to the courier and the trainer."""
+
+    def __init__(self, number: int) -> None:
+        self.places = {(0,): Place(), (1,): Place()}
+        self.sent: list[Any] = []
+        self.done: list[Any] = []
+        message = Recover(5, (), (source(0), source(1)), None)
+        places: Any = self.places.get
+        self.recovery = Recovery(
+            number, message, places, lambda message, fds: self.sent.append(message), self.done.append
+        )
+        self.recovery.start()
+
+
+# The agent's side
+
+
+def test_what_a_courier_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
+    now = Fetching(2)
+    assert [(one.source.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
+    now.recovery.answered(Described((0,), SPEC, recovery=1))
+    now.recovery.answered(Described((0,), None, "nobody says", recovery=1))
+    assert not now.places[(0,)].rooms
+    assert not now.done
+    now.recovery.answered(Described((0,), SPEC, recovery=2))
+    now.recovery.answered(Filled((0,), recovery=1))
+    [room] = now.places[(0,)].rooms
+    assert not room.filled
+    now.recovery.answered(Filled((0,), recovery=2))
+    assert now.places[(0,)].held is room
+    assert room.filled
+
+
+@pytest.mark.parametrize(
+    "said", [Filled((7,), recovery=1), Described((7,), SPEC, recovery=1), Filled((1,), recovery=1)]
+)
+def test_an_answer_to_what_was_not_asked_is_ignored(said: Described | Filled) -> None:
+    now = Fetching(1)
+    now.recovery.answered(said)
+    assert not now.done
+    for ranks in ((0,), (1,)):
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+    assert [len(place.rooms) for place in now.places.values()] == [1, 1]
+    assert [type(one) for one in now.done] == [Recovered]
+    assert not now.done[0].problem
+
+
+def test_a_courier_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
+    done: list[Any] = []
+
+    def send(message: object, fds: object) -> None:
+        recovery.fail("the courier is gone")
+
+    recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
+    recovery.start()
+    assert [one.problem for one in done] == ["the courier is gone"]
+
+
+# The courier's side
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with closing(Node()) as node:
+        yield node
+
+
+def read_two(node: Node, recovery: int) -> list[Any]:
+    """Have the courier ask of one unit, and fill another; the regions that it fills."""
+    regions = node.records[0].duplicates()
+    node.courier._handle(Describe(source(2), recovery), [])
+    node.courier._fill(Fill(source(0), node.records[0].spec, recovery), regions)
+    return regions
+
+
+def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None:
+    first = read_two(node, 1)
+    [former] = node.courier._asking
+    second = read_two(node, 2)
+    assert {region.fd for region in first} == {-1}
+    assert all(region.fd >= 0 for region in second)
+    assert len(node.courier._readers) == len(node.courier._asking) == 1
+    [asking] = node.courier._asking
+    spec = msgspec.msgpack.encode(node.records[2].spec)
+    for one in (former, asking):
+        for peer in ("a", "c"):
+            node.says(peer, WindowIs(min(one.requests), (2,), spec))
+    node.courier._finish_readers()
+    assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
+
+
+def test_a_plan_that_is_made_once_more_ends_what_is_read_by_the_former_code(node: Node) -> None:
+    regions = read_two(node, 1)
+    node.courier._join(Join(node.job))
+    assert {region.fd for region in regions} == {-1}
+    assert not node.courier._readers
+    assert not node.courier._asking
+    assert not [one for one in node.wire.told if isinstance(one, (Filled, RecoveryProgress))]
