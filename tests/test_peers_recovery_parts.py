@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
 
+from memckpt.agent import peers
+from memckpt.agent.mirrors import Mirrors
 from memckpt.agent.peer_messages import (
     Describe,
     Described,
     Fill,
     Filled,
+    Halted,
     Join,
+    Listen,
+    Listening,
+    ListPieces,
+    PeerJob,
+    PeerNode,
+    Pieces,
     Recover,
     Recovered,
     RecoveryProgress,
     UnitSource,
 )
-from memckpt.agent.peers import Recovery
+from memckpt.agent.peers import Peers, Recovery
 from memckpt.peers.wire import WindowIs
 from tests.peers_records import layout_spec
 from tests.test_peers_courier import Node
@@ -123,6 +132,89 @@ def test_a_courier_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
     recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
     recovery.start()
     assert [one.problem for one in done] == ["the courier is gone"]
+
+
+class Desk:
+    """An agent's part in the tier. Its couriers are what a test makes of them.
+
+    Attributes:
+        started: those that it has started, all of them.
+        make: makes the next one.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeCourier] = []
+        self.make: Callable[[Desk, Callable[[str], None]], FakeCourier] = FakeCourier
+        self.lost: list[str] = []
+        self.places = {(0,): Place(), (1,): Place()}
+        monkeypatch.setattr(peers, "HelperProcess", self._start)
+        mirrors = Mirrors("a", lambda key, message: None, lambda: 0)
+        find: Any = self.places.get
+        nothing: Any = None
+        self.peers = Peers(nothing, find, lambda passed: None, self.lost.append, mirrors)
+
+    def _start(self, module: str, arguments: object, selector: object, received: Any, ended: Any) -> FakeCourier:
+        courier = self.make(self, ended)
+        self.started.append(courier)
+        return courier
+
+    def join(self, **other: Any) -> None:
+        self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
+
+
+class FakeCourier:
+    """Stands for the process."""
+
+    address = "tcp://127.0.0.1:4321"
+
+    def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
+        self.ended = ended
+        self.sent: list[Any] = []
+        self.asked: list[Any] = []
+        self.closed = False
+
+    def send(self, message: object, fds: object) -> None:
+        assert not self.closed
+        self.sent.append(message)
+
+    def ask(self, message: object, expected: type, timeout: float, patience: float | None = None) -> Any:
+        assert not self.closed
+        self.asked.append(message)
+        if isinstance(message, Listen):
+            return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
+        return Pieces(()) if isinstance(message, ListPieces) else Halted()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
+JOB = PeerJob("a1", (PeerNode("a", FakeCourier.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    desk = Desk(monkeypatch)
+    with closing(desk.peers):
+        yield desk
+
+
+@pytest.mark.parametrize(
+    "end", [lambda desk: desk.peers.begin_attempt(), lambda desk: desk.peers.close(), lambda desk: desk.join()]
+)
+def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Callable[[Desk], None]) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers.recover(Recover(5, (), (source(0), source(1)), None), answers.append)
+    desk.peers._received(Described((0,), SPEC, recovery=1))
+    [room] = desk.places[(0,)].rooms
+    assert not room.closed
+    end(desk)
+    assert room.closed
+    assert [bool(one.problem) for one in answers] == [True]
+    desk.peers._received(Filled((0,), recovery=1))
+    assert not room.filled
 
 
 # The courier's side

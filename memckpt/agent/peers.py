@@ -101,7 +101,8 @@ class Peers:
         self.watermark: int | None = None
 
     def close(self) -> None:
-        self._listening = self._job = self._recovery = self.watermark = None
+        self._give_up_recovery("the agent leaves")
+        self._listening = self._job = self.watermark = None
         self._sent.clear()
         courier, self._courier = self._courier, None
         if courier is not None:
@@ -141,9 +142,10 @@ class Peers:
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
+        self._give_up_recovery("its attempt is over")
         self._halt()
         self._reported = None
-        self._listening = self._job = self._recovery = self.watermark = None
+        self._listening = self._job = self.watermark = None
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
@@ -186,6 +188,7 @@ class Peers:
         """The plan is made: take part."""
         if self._courier is None or (message.rejoin and self._job is not None):
             return
+        self._give_up_recovery("the plan is made once more")
         self._job = job = message.job
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
@@ -358,6 +361,12 @@ class Peers:
             return False
         return True
 
+    def _give_up_recovery(self, reason: str) -> None:
+        """Let go of what it has fetched so far, if one is under way."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery.fail(reason)
+
     def _end_recovery(self) -> None:
         if self._recovery is not None and self._recovery.over:
             self._recovery = None
@@ -414,9 +423,7 @@ class Peers:
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()
-        if self._recovery is not None:
-            self._recovery.fail("the courier is gone")
-            self._recovery = None
+        self._give_up_recovery("the courier is gone")
         listening, job = self._listening, self._job
         self._listening = self._job = None
         self._sent.clear()
