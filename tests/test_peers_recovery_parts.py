@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
+import selectors
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
@@ -9,18 +14,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent import peers
+from memckpt.agent import helper_process, peers
+from memckpt.agent.channel import Channel
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.mirrors import Mirrors
 from memckpt.agent.peer_messages import (
     Describe,
     Described,
     Fill,
     Filled,
+    Halt,
     Halted,
     Join,
     Listen,
     Listening,
     ListPieces,
+    Passed,
     PeerJob,
     PeerNode,
     Pieces,
@@ -30,6 +39,7 @@ from memckpt.agent.peer_messages import (
     UnitSource,
 )
 from memckpt.agent.peers import Peers, Recovery
+from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.peers.wire import WindowIs
 from tests.peers_records import layout_spec
 from tests.test_peers_courier import Node
@@ -215,6 +225,152 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
     assert [bool(one.problem) for one in answers] == [True]
     desk.peers._received(Filled((0,), recovery=1))
     assert not room.filled
+
+
+# Couriers that die
+
+
+def broken(desk: Desk, ended: Callable[[str], None]) -> FakeCourier:
+    """One that dies as it is asked."""
+
+    class Broken(FakeCourier):
+        def ask(self, message: object, *arguments: object) -> Any:
+            raise AgentGoneError("the port is taken")
+
+    return Broken(desk, ended)
+
+
+def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
+    before = desk.peers.listen(LISTEN)
+    desk.started[0].ended("killed")
+    assert desk.started[0].closed
+    assert not desk.started[1].closed
+    assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
+    assert desk.peers.listen(LISTEN) == before
+    desk.join()
+    assert [type(one) for one in desk.started[1].sent] == [Join]
+    # From now on peers are told where another one listens.
+    desk.started[1].ended("killed")
+    assert desk.started[2].asked[0] == LISTEN
+    assert [type(one) for one in desk.started[2].sent] == [Join]
+    assert not desk.lost
+
+
+def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.make = broken
+    desk.started[0].ended("killed")
+    assert all(one.closed for one in desk.started)
+    assert len(desk.lost) == 1
+    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (source(0),), None), desk.lost.append)):
+        with pytest.raises(PeerError, match=r"killed.*the port is taken"):
+            ask()
+    desk.peers.join(Join(JOB, rejoin=True))
+    desk.make = FakeCourier
+    desk.peers.begin_attempt()
+    desk.peers.listen(LISTEN)
+    desk.join()
+    assert [type(one) for one in desk.started[-1].sent] == [Join]
+
+
+def test_what_was_handed_out_to_a_courier_that_has_died_is_not_taken_for_handed_out(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: desk.started[0].ended("killed") or "")
+    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    assert [one.problem for one in answers] == ["the courier is gone"]
+
+
+def test_a_courier_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
+    class Dies(FakeCourier):
+        def ask(self, message: Any, *arguments: Any) -> Any:
+            if isinstance(message, Halt):
+                self.ended("it was not in its right mind")
+                raise AgentGoneError("what it said has led to its end")
+            return super().ask(message, *arguments)
+
+    desk.make = Dies
+    for _ in range(2):
+        desk.peers.listen(LISTEN)
+        desk.peers.begin_attempt()
+        assert all(one.closed for one in desk.started)
+
+
+class Started:
+    """Stands for a process that was started; `channel` is its end. What it does once it is looked at is `looked`."""
+
+    pid = 1
+
+    def __init__(self, arguments: object, pass_fds: list[int], **other: object) -> None:
+        self.channel = Channel(socket.socket(fileno=os.dup(pass_fds[0])))
+        self.looked: Callable[[], int | None] = lambda: None
+
+    def poll(self) -> int | None:
+        return self.looked()
+
+    def kill(self) -> None:
+        self.channel.close()
+
+    def wait(self, timeout: float) -> int:
+        return 0
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any, list[Any]]]:
+    received: list[Any] = []
+    monkeypatch.setattr(helper_process.subprocess, "Popen", Started)
+
+    def take(message: Any) -> None:
+        received.append(message)
+        if isinstance(message, Passed):
+            process.close()
+
+    with selectors.DefaultSelector() as selector:
+        process = HelperProcess("memckpt.courier", [], selector, take, received.append)
+        with closing(process):
+            yield process, process._process, received
+
+
+def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: Any) -> None:
+    process, started, received = helper
+    started.channel.send(RecoveryProgress(1))
+    started.channel.send(Passed(1, True))
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+    assert [type(one) for one in received] == [RecoveryProgress, Passed]
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+
+
+def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    process, started, _ = helper
+    started.looked = lambda: started.channel.send(Halted())
+    with caplog.at_level(logging.WARNING):
+        assert process.ask(Halt(), Halted, 0.01, patience=20.0) == Halted()
+    assert "it lives" in caplog.text
+    started.looked = lambda: -9
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=20.0)
+    started.looked = lambda: None
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=0.02)
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no more"), OSError(errno.ENOMEM, "no memory")])
+def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **other: object) -> None:
+        raise error
+
+    monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
+        HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None)
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 # The courier's side

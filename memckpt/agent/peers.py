@@ -43,13 +43,16 @@ from memckpt.agent.peer_messages import (
     SendRecord,
     UnitSource,
 )
-from memckpt.errors import AgentError, AgentGoneError, MemckptError
+from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.phases import PhasesPage
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
+#: What a courier keeps dies with it: one that lives, and does not halt at once, gets longer. Less than the 60 s that
+#: trainers wait for the agent.
+_HALT_SECONDS = 50.0
 #: A courier that dies again and again in one attempt is not started any more.
 _MOST_RESTARTS = 5
 #: It says every second how things are.
@@ -97,6 +100,8 @@ class Peers:
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._restarts = 0
+        #: Why there is no courier, where it was lost and not replaced.
+        self._problem = ""
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
@@ -150,17 +155,22 @@ class Peers:
         self._sent.clear()
         self._given_up.clear()
         self._restarts = 0
+        self._problem = ""
         self._close_phases()
 
     def _halt(self) -> None:
         """Have all that the courier has received, and nothing more: what was acknowledged has to be found here."""
-        if self._courier is not None:
+        courier = self._courier
+        if courier is not None:
             try:
-                self._courier.ask(Halt(), Halted, _ANSWER_SECONDS)
+                courier.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
                 _log.error("the courier is gone, and with it what it kept for other nodes: %s", error)
-                self._courier.close()
-                self._courier = None
+                courier.close()
+                # Had it died meanwhile, then another one is here, or none: nobody needs that one either.
+                replaced, self._courier = self._courier, None
+                if replaced is not None:
+                    replaced.close()
         self._mirrors.halt()
 
     # Start of an attempt
@@ -185,9 +195,14 @@ class Peers:
         return self._courier.ask(ListPieces(self._fingerprints), Pieces, _ANSWER_SECONDS).pieces
 
     def join(self, message: Join) -> None:
-        """The plan is made: take part."""
-        if self._courier is None or (message.rejoin and self._job is not None):
+        """The plan is made: take part.
+
+        Raises:
+            PeerError: the courier is gone, and there is no other one where peers look for it.
+        """
+        if message.rejoin and (self._courier is None or self._listening is None or self._job is not None):
             return
+        self._check_courier()
         self._give_up_recovery("the plan is made once more")
         self._job = job = message.job
         if not message.rejoin or self._mirrors.attempt != job.attempt:
@@ -198,6 +213,13 @@ class Peers:
             self.watermark = message.job.record or 0
         self._sent.clear()
         self._send(message)
+
+    def _check_courier(self) -> None:
+        if self._courier is None or self._listening is None:
+            raise PeerError(
+                "expected a courier through which this node reaches its peers, found that it is gone "
+                f"({self._problem or 'it was never started'}); see the agent's log, and start the attempt again"
+            )
 
     def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
         """Where a rank of this node marks its phases: the answer, and the descriptor that goes with it.
@@ -334,9 +356,15 @@ class Peers:
     # Recovery
 
     def recover(self, message: Recover, done: Callable[[Message], None]) -> None:
-        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before."""
+        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before.
+
+        Raises:
+            PeerError: the courier is gone for good.
+        """
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
+        self._check_courier()
+        courier = self._courier
         for ranks in message.serve:
             problem = self._serve(ranks, message)
             if problem:
@@ -344,7 +372,8 @@ class Peers:
                 bad = BadSourceSeen(self._listening[0].node, ranks, "")
                 done(Recovered(problem, (bad,)))
                 return
-        if self._courier is None or (message.serve and not self._listens_to_us()):
+        # One that has taken the place of another knows nothing of what that one was told to hand out.
+        if self._courier is not courier or (message.serve and not self._listens_to_us()):
             done(Recovered("the courier is gone"))
             return
         self._recoveries += 1
@@ -428,14 +457,16 @@ class Peers:
         self._listening = self._job = None
         self._sent.clear()
         self._restarts += 1
-        if listening is None or job is None or self._restarts > _MOST_RESTARTS:
-            self._told_lost(reason)
+        if listening is None or self._restarts > _MOST_RESTARTS:
+            self._lose_courier(reason)
             return
         # Another one takes its place. What it kept is lost; its owners see that, and send anew what they have.
         try:
-            self.listen(listening[0])
+            self._replace(*listening, planned=job is not None)
         except MemckptError as error:
-            self._told_lost(f"{reason}; {error}")
+            self._lose_courier(f"{reason}; no other one takes its place: {error}")
+            return
+        if job is None:
             return
         self.join(Join(msgspec.structs.replace(job, record=None), rejoin=True))
         if self._phases is not None:
@@ -444,6 +475,24 @@ class Peers:
             holding = self._holding(unit.ranks)
             if holding is not None and job.nodes[unit.node].name == listening[0].node:
                 self.sync(holding)
+
+    def _replace(self, listen: Listen, listening: Listening, planned: bool) -> None:
+        """Start another courier; `planned`: peers know the job, and the new one tells them where it listens."""
+        where = listen
+        if not planned:
+            # All that others know of this node yet is the address that was told to the trainers: it has to stay.
+            where = msgspec.structs.replace(listen, port=int(listening.address.rpartition(":")[2]))
+        self.listen(where)
+        if self._listening is not None:
+            self._listening = listen, self._listening[1]
+
+    def _lose_courier(self, reason: str) -> None:
+        """There is none any more in this attempt."""
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.close()
+        self._problem = reason
+        self._told_lost(reason)
 
 
 class Recovery:
