@@ -7,7 +7,7 @@ import logging
 import os
 import selectors
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -19,6 +19,7 @@ from memckpt.agent.channel import Channel
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.mirrors import Mirrors
 from memckpt.agent.peer_messages import (
+    BadSourceSeen,
     Describe,
     Described,
     Fill,
@@ -39,8 +40,13 @@ from memckpt.agent.peer_messages import (
     UnitSource,
 )
 from memckpt.agent.peers import Peers, Recovery
+from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.peers.wire import WindowIs
+from memckpt.recovery.peers import BadSource, Fetch
+from memckpt.recovery.plan import RestoreRecord, StartOver
+from memckpt.session import peers as session_peers
+from memckpt.state.records import Timeline
 from tests.peers_records import layout_spec
 from tests.test_peers_courier import Node
 
@@ -371,6 +377,81 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
     with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
         HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> None:
+    now = Fetching(1)
+    bad = BadSourceSeen("c", (0,), "g")
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.fail("no room")
+    assert now.done[-1].bad == ()
+    now = Fetching(1)
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.answered(Described((1,), None, "too few", (bad,), recovery=1))
+    assert now.done[-1].bad == (bad, bad)
+
+
+# The trainer's side
+
+
+class Alone:
+    """Stands for the ranks of a job of which this is the only one."""
+
+    rank, node, nonce, groups, local_ranks = 0, "a", "a1", ((0,),), (0,)
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        return [work()]
+
+
+class Answering:
+    """Stands for the link to an agent whose answers to Recover are known before."""
+
+    def __init__(self, *answers: Recovered) -> None:
+        self.client = self
+        self.answers = list(answers)
+        self.passed = 0
+
+    def send(self, message: object) -> None:
+        pass
+
+    def recover(self, message: Recover, progress: object) -> Recovered:
+        return self.answers.pop(0)
+
+
+FETCH = Fetch((0,), "a", 5, generation="g", pieces=(("c", 0),), data=1, period=2)
+RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
+NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
+
+
+def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
+    """The plan that is carried out in the end, and without what each of the plans was made."""
+    link, asked = Answering(*answers), []
+
+    def plan_without(bad: Collection[BadSource]) -> RestoreRecord | StartOver:
+        asked.append(set(bad))
+        return StartOver(Timeline(2, "n"), "lost", False) if bad else RESTORE
+
+    ranks: Any = Alone()
+    ours: Any = link
+    tier = session_peers.Peers(ErasureConfig(data=1, tolerate=1), ranks, ours, AgentConfig())
+    tier._nodes = tuple(PeerNode(name, FakeCourier.address, (name,)) for name in "ab")
+    tier.units = [("a", (0,))]
+    try:
+        return tier.carry_out(plan_without, SPEC), asked
+    finally:
+        assert not link.answers
+
+
+def test_a_node_that_cannot_fetch_for_a_reason_of_its_own_ends_the_start_and_drops_nothing() -> None:
+    assert carry_out(NO_ROOM, Recovered()) == (RESTORE, [set(), set()])
+    with pytest.raises(AgentError, match="no room"):
+        carry_out(NO_ROOM, NO_ROOM)
+
+
+def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
+    plan, asked = carry_out(NO_ROOM, BAD)
+    assert isinstance(plan, StartOver)
+    assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
 
 
 # The courier's side

@@ -148,7 +148,10 @@ class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
-    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again."""
+    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again.
+
+    With a problem and nothing bad the reason lies in the node itself, and no source is to blame.
+    """
 
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()

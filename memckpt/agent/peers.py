@@ -546,7 +546,7 @@ class Recovery:
             return
         self._bad += message.bad
         if message.problem:
-            self.fail(message.problem)
+            self.fail(message.problem, tuple(self._bad) if message.bad else ())
         elif isinstance(message, Described):
             self._allocate(message)
         else:
@@ -588,15 +588,15 @@ class Recovery:
         seconds = time.monotonic() - self._started
         self._done(Recovered("", tuple(self._bad), self._nbytes, seconds))
 
-    def fail(self, problem: str) -> None:
-        """It cannot be done."""
+    def fail(self, problem: str, bad: tuple[BadSourceSeen, ...] = ()) -> None:
+        """It cannot be done; `bad`: sources to be left out next time, none where the reason lies in this node."""
         if self.over:
             return
         self.over = True
         for generation in self._generations.values():
             generation.close()
         self._generations.clear()
-        self._done(Recovered(problem, tuple(self._bad), self._nbytes, time.monotonic() - self._started))
+        self._done(Recovered(problem, bad, self._nbytes, time.monotonic() - self._started))
 
 
 def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
