@@ -96,6 +96,8 @@ class Courier:
         self._serving = Serving()
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
+        #: Of the agent's recoveries, the one for which these read.
+        self._recovery = 0
         self._questions = 0
         self._phases: PhasesPage | None = None
         self._marks: PhaseReader | None = None
@@ -163,10 +165,7 @@ class Courier:
 
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
-        for reader in self._readers:
-            reader.close()
-        self._readers.clear()
-        self._asking.clear()
+        self._stop_reading()
         self._serving.close()
         self._close_phases()
         if self._member is not None:
@@ -178,6 +177,13 @@ class Courier:
             self._transport = None
         if self._holder is not None:
             self._holder.halt()
+
+    def _stop_reading(self) -> None:
+        """Nobody waits any more for what is being read."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+        self._asking.clear()
 
     # What the agent says
 
@@ -243,6 +249,7 @@ class Courier:
         assert self._transport is not None
         assert self._holder is not None
         if self._member is not None:
+            self._stop_reading()  # with the member goes its code, by which readers decode
             self._member.close()
         self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed, message.rejoin)
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
@@ -300,11 +307,18 @@ class Courier:
         assert self._member is not None
         self._member.send(peer, message, b"")
 
+    def _read_for(self, recovery: int) -> None:
+        if recovery != self._recovery:
+            self._stop_reading()
+            self._recovery = recovery
+
     def _describe(self, message: Describe) -> None:
+        self._read_for(message.recovery)
         self._asking.append(Asking(message.source, self._number, self._send, time.monotonic()))
 
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
+        self._read_for(message.recovery)
         source = message.source
         # What is handed out live is not encoded: any code does.
         code = self._member.code_for(source.data or self._member.job.data)
@@ -319,11 +333,11 @@ class Courier:
             self._readers.remove(reader)
             reader.close()
             assert reader.result is not None
-            self._channel.send(reader.result)
+            self._channel.send(msgspec.structs.replace(reader.result, recovery=self._recovery))
         for asking in [one for one in self._asking if one.result is not None]:
             self._asking.remove(asking)
             assert asking.result is not None
-            self._channel.send(asking.result)
+            self._channel.send(msgspec.structs.replace(asking.result, recovery=self._recovery))
 
     # What peers say
 
