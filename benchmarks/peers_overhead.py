@@ -30,8 +30,8 @@ distance between the quartiles; the null pair is the second one with nothing ove
 noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank,
 waiting for peers included. *behind* is how long after a block's last step its records were acknowledged by all; the
 next training has its turn only then. Pauses between blocks are single long steps to the governor, which goes by
-medians. *couriers* is the CPU time of both nodes' couriers for a step's record: each encodes, encrypts, sends, receives,
-decrypts, checks and keeps one shard's.
+medians. *couriers* is the CPU time of both nodes' couriers for a step's record: each encodes, encrypts, sends,
+receives, decrypts, checks and keeps one shard's.
 
 **Where the ranks leave no core free, as they do on two, couriers and agents take their CPU time from the training.**
 The ratio is then that of a machine without a core to spare, and not what peers cost on nodes of their own. What carries

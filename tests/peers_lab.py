@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import select
 import signal
 import socket
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,10 +18,11 @@ from typing import Any
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.peer_messages import Recover, Recovered
-from memckpt.config import ErasureConfig, MemckptConfig
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab
+from tests.netns import Network
 from tests.processes import command, kill_and_wait
 from tests.sharded_cases import Setup
 from tests.sharded_lab import (
@@ -35,6 +39,11 @@ from tests.sharded_lab import (
     results,
     run,
 )
+
+#: On which couriers listen that have a network namespace to themselves.
+_PORT = 4077
+#: How long a rank may live whose node is on a network of its own.
+_NETWORK_SECONDS = 150
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,13 @@ class PeersJob(Job):
         names: of the nodes, in the order of the ranks on them; empty: node0, node1, ...
         acts: what ranks do where.
         protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
+        network: over which agents and couriers of node0, node1, ... speak; ranks share the loopback. None: all do.
     """
 
     names: tuple[str, ...] = ()
     acts: Sequence[Act] = ()
     protected_at: Sequence[int] = ()
+    network: Network | None = None
 
     def node(self, rank: int) -> str:
         index = rank * self.nodes // self.world_size
@@ -84,6 +95,12 @@ def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) 
     """Peers on the loopback."""
     ours = {name: settings.pop(name) for name in ("ack", "rate_bytes_per_second") if name in settings}
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
+
+
+def mirror_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+    """Replicas on other nodes of the loopback."""
+    ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
+    return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
 
 
 def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
@@ -134,9 +151,15 @@ class PeersRank(Rank):
         assert self.session is not None
         client = self.session._link.client
         while not client.whole or client.passed < self.step + 1:
-            assert select.select([client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0], "not protected for long"
-            self.session._listen()
+            assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
         self.journal.note("protected", step=self.step, acknowledged=client.passed)
+
+    def listen(self, seconds: float) -> bool:
+        """Wait until the agent says something, and hear it; whether it has."""
+        assert self.session is not None
+        said = bool(select.select([self.session._link.client.channel], [], [], seconds)[0])
+        self.session._listen()
+        return said
 
 
 def recovers_with(
@@ -166,7 +189,24 @@ def recovers_with(
 def train(job: Job, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
     assert isinstance(job, PeersJob)
-    PeersRank(job, rank).train()
+    if job.network is not None:  # what goes on there takes its time
+        faulthandler.dump_traceback_later(_NETWORK_SECONDS, exit=True, file=sys.stderr)
+    PeersRank(_on_network(job, rank), rank).train()
+
+
+def _on_network(job: PeersJob, rank: int) -> PeersJob:
+    """The attempt as a rank's node is configured: with its own address."""
+    if job.network is None or job.config is None:
+        return job
+    assert job.config.peers is not None
+    # The port is the same in each attempt, so that who comes late knocks at the right door; nobody else is there.
+    host = job.network.addresses[place_of(job.node(rank))]
+    return replace(job, config=replace(job.config, peers=replace(job.config.peers, host=host, port=_PORT)))
+
+
+def place_of(name: str) -> int:
+    """The number of a node on the network."""
+    return int(name.removeprefix("node"))
 
 
 def stop_here(rank: PeersRank) -> None:
@@ -195,7 +235,7 @@ def courier_of(job: PeersJob, name: str) -> int:
     return found
 
 
-def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
+def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
     """The pids of ranks on these nodes."""
     for rank in range(job.world_size):
         if job.node(rank) in names:
@@ -206,7 +246,7 @@ def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
     """All processes of these nodes at once, but for the caller, if not `itself`; couriers go with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
-    for pid in [*_ranks_of(job, names), *agents]:
+    for pid in [*ranks_of(job, names), *agents]:
         if pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
     for pid in agents:
@@ -252,7 +292,8 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
     """Fork an agent, with torch, for each node that has none."""
     assert job.run_dir is not None
     for name in job.node_names:
-        with node(name):
+        there = contextlib.nullcontext() if job.network is None else job.network.inside(place_of(name))
+        with node(name), there:
             if not lab.agent_answers(job.run_dir):
                 lab.start_agent(job.run_dir)
 
@@ -276,7 +317,8 @@ def damage(pid: int, every: int = 1) -> int:
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; the exit codes of its ranks."""
-    if job.config is not None and job.config.redo == "eager":
+    mirrors = job.config is not None and isinstance(job.config.peers, MirrorConfig)
+    if job.config is not None and (job.config.redo == "eager" or mirrors or job.network is not None):
         revive_agents(lab, job)
     return run(lab, job, train)
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.agent.messages import Save
+from memckpt.agent.writer_messages import (
+    Save,
+)
 from memckpt.memory.region import Region
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state import codec, rng

@@ -16,7 +16,15 @@ from typing import Any
 
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Append, Commit, GenerationCommit, Message, OpenLog
+from memckpt.agent.messages import (
+    Commit,
+    GenerationCommit,
+    Message,
+)
+from memckpt.agent.writer_messages import (
+    Append,
+    OpenLog,
+)
 from memckpt.errors import AgentGoneError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing

@@ -112,22 +112,22 @@ def test_a_tail_that_is_too_long_or_none_is_refused() -> None:
 def test_the_watermark_is_what_all_have() -> None:
     leader = Leader(["a", "b"], 10)
     assert leader.watermark == Watermark(10, False)
-    assert leader.acknowledged(Acknowledged("a", 12, True)) is None
+    assert leader.acknowledged(Acknowledged("a", 12, 0, True)) is None
     assert leader.missing() == ("b",)
-    assert leader.acknowledged(Acknowledged("b", 11, False)) == Watermark(11, False)
+    assert leader.acknowledged(Acknowledged("b", 11, 0, False)) == Watermark(11, False)
     assert leader.missing() == ("b",)
-    assert leader.acknowledged(Acknowledged("b", 12, True)) == Watermark(12, True)
-    assert leader.acknowledged(Acknowledged("b", 12, True)) is None
+    assert leader.acknowledged(Acknowledged("b", 12, 0, True)) == Watermark(12, True)
+    assert leader.acknowledged(Acknowledged("b", 12, 0, True)) is None
     assert leader.watermark == Watermark(12, True)
 
 
 def test_the_watermark_never_goes_back_and_strangers_do_not_count() -> None:
     leader = Leader(["a", "b"], 0)
-    leader.acknowledged(Acknowledged("a", 5, True))
-    leader.acknowledged(Acknowledged("b", 5, True))
-    assert leader.acknowledged(Acknowledged("stranger", 9, True)) is None
-    assert leader.acknowledged(Acknowledged("b", 1 << 62, True)) is None
-    assert leader.acknowledged(Acknowledged("b", -(1 << 62), False)) == Watermark(5, False)
+    leader.acknowledged(Acknowledged("a", 5, 0, True))
+    leader.acknowledged(Acknowledged("b", 5, 0, True))
+    assert leader.acknowledged(Acknowledged("stranger", 9, 0, True)) is None
+    assert leader.acknowledged(Acknowledged("b", 1 << 62, 0, True)) is None
+    assert leader.acknowledged(Acknowledged("b", -(1 << 62), 0, False)) == Watermark(5, False)
     assert leader.missing() == ("a", "b")
 
 
@@ -138,7 +138,7 @@ def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]
     told = leader.watermark
     for node, record, whole in said:
         newest[node] = max(newest.get(node, 0), record)
-        now = leader.acknowledged(Acknowledged(node, record, whole))
+        now = leader.acknowledged(Acknowledged(node, record, 0, whole))
         if now is not None:
             assert now != told
             assert now.record >= told.record

@@ -452,7 +452,7 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))
-    assert "has a damaged piece of record" in told(lab)
+    assert "cannot be read from node2" in told(lab)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,15 @@ import pytest
 
 from memckpt.agent.channel import Channel
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Append, Appended, Message, OpenLog
+from memckpt.agent.messages import (
+    Message,
+)
 from memckpt.agent.record_log import RecordLog
+from memckpt.agent.writer_messages import (
+    Append,
+    Appended,
+    OpenLog,
+)
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

@@ -12,8 +12,18 @@ import pytest
 from memckpt.agent import record_log, schedule, writer_jobs
 from memckpt.agent import saver as saver_module
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Appended, Message, Save, Saved, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.agent.messages import (
+    Message,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    TakeSnapshot,
+)
 from memckpt.agent.saver import Saver
+from memckpt.agent.writer_messages import (
+    Appended,
+    Save,
+)
 from memckpt.config import StorageConfig
 from memckpt.state.records import Timeline
 from tests.storage_node import Clock, Filled, Process, RecordsProcess, Steps, spec_of

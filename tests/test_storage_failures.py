@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.messages import Save
+from memckpt.agent.writer_messages import (
+    Save,
+)
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
 from memckpt.storage.catalog import read_catalog, verify

@@ -8,8 +8,14 @@ from typing import Any, cast
 import pytest
 
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Save, Saved, SaveFailed
+from memckpt.agent.messages import (
+    Saved,
+    SaveFailed,
+)
 from memckpt.agent.writer_jobs import Job, WriterJobs
+from memckpt.agent.writer_messages import (
+    Save,
+)
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part

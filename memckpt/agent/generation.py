@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from memckpt.agent.messages import Commit, GenerationCommit, LogRecord, Message
+from memckpt.agent.messages import (
+    Commit,
+    GenerationCommit,
+    Message,
+)
+from memckpt.agent.writer_messages import (
+    LogRecord,
+)
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region

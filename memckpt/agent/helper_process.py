@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from memckpt.agent.channel import Channel
+from memckpt.agent.channel import Channel, encode
 from memckpt.agent.messages import Message
 from memckpt.errors import AgentError, AgentGoneError
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
+_TAKE_SECONDS = 5.0
+#: Of messages that the process has not taken yet.
+_MOST_WAITING_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -39,6 +45,8 @@ def _signals_held_back() -> Iterator[None]:
 
 class HelperProcess:
     """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
+
+    The agent never waits for it: what it does not take at once, as it is busy or stands still, is sent when it does.
 
     Args:
         module: that it runs, with these arguments and those for the connection.
@@ -76,12 +84,16 @@ class HelperProcess:
         finally:
             theirs.close()
         self._channel = Channel(ours)
-        selector.register(ours, selectors.EVENT_READ, self._read)
+        #: Messages that wait to be taken, with descriptors that are ours.
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
+        self._waiting_bytes = 0
+        selector.register(ours, selectors.EVENT_READ, self._attend)
 
-    def _read(self) -> None:
+    def _attend(self) -> None:
         if self._channel.fileno() < 0:
             return  # closed while this event was on its way
         try:
+            self._send_waiting()
             answer = self._channel.poll()
             if answer is not None:
                 self._received(answer[0])
@@ -91,8 +103,27 @@ class HelperProcess:
             self._ended(str(error))
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
-        """Hand over a job. Raises AgentGoneError if the process is gone."""
-        self._channel.send(message, fds, timeout=5.0)
+        """Hand over a job. Raises AgentGoneError if the process is gone, or has not taken anything for too long."""
+        body = encode(message)
+        if not self._waiting and self._channel.offer(body, fds):
+            return
+        if self._waiting_bytes + len(body) > _MOST_WAITING_BYTES:
+            raise AgentGoneError(f"the process takes nothing, and {self._waiting_bytes} bytes wait for it")
+        self._waiting.append((body, [os.dup(fd) for fd in fds]))
+        self._waiting_bytes += len(body)
+        self._selector.modify(self._channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self._attend)
+
+    def _send_waiting(self) -> None:
+        while self._waiting and self._channel.offer(*self._waiting[0]):
+            self._drop_first()
+            if not self._waiting:
+                self._selector.modify(self._channel.sock, selectors.EVENT_READ, self._attend)
+
+    def _drop_first(self) -> None:
+        body, fds = self._waiting.popleft()
+        self._waiting_bytes -= len(body)
+        for fd in fds:
+            os.close(fd)
 
     def ask(self, message: Message, expected: type[T], timeout: float) -> T:
         """Hand over a job that is done at once, and wait for its answer; what comes before that is received as ever.
@@ -100,7 +131,13 @@ class HelperProcess:
         Raises:
             AgentGoneError: the process is gone, or has not answered in time.
         """
-        self._channel.send(message, (), timeout=5.0)
+        deadline = time.monotonic() + _TAKE_SECONDS
+        self.send(message, ())
+        self._send_waiting()
+        while self._waiting:
+            if not select.select([], [self._channel.sock], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise AgentGoneError(f"the process took no message for {_TAKE_SECONDS:.0f} s (stopped or overloaded?)")
+            self._send_waiting()
         while True:
             answer, _ = self._channel.receive(timeout)
             if isinstance(answer, expected):
@@ -119,3 +156,5 @@ class HelperProcess:
             # In a system call that the storage does not let end. It dies when that does, and does nothing more.
             _log.warning("pid %d is killed but hangs in the kernel", self._process.pid)
         self._channel.close()
+        while self._waiting:
+            self._drop_first()

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from typing import Literal
 
 from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Save, SaveFailed
+from memckpt.agent.messages import (
+    SaveFailed,
+)
 from memckpt.agent.snapshots import Snapshot
 from memckpt.agent.writer_jobs import Done
+from memckpt.agent.writer_messages import (
+    Save,
+)
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region

@@ -6,7 +6,7 @@ GenerationCommit where a new generation begins), with Credit and Notice coming b
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Union
 
 import msgspec
 
@@ -17,6 +17,7 @@ from memckpt.agent.mirror_messages import (
     MirrorOpened,
     MirrorRecord,
     MirrorRefused,
+    MirrorSkip,
     OpenMirror,
 )
 from memckpt.agent.peer_messages import (
@@ -44,13 +45,21 @@ from memckpt.agent.peer_messages import (
     SendGeneration,
     SendRecord,
 )
+from memckpt.agent.writer_messages import (
+    Announce,
+    Announced,
+    Append,
+    Appended,
+    LookForAnnounced,
+    OpenLog,
+    Save,
+)
 from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
-from memckpt.storage.format import Part
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -229,30 +238,6 @@ class ReplicaCopied(msgspec.Struct, frozen=True, tag="copied"):
     problem: str = ""
 
 
-class Save(msgspec.Struct, frozen=True, tag="save"):
-    """To the writer process: make a checkpoint of what comes along as descriptors.
-
-    Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
-    present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`. What is there of
-    `abandoned`, parts whose writer was killed, is deleted first.
-    """
-
-    url: str
-    part: Part
-    spec: StateSpec
-    source: Literal["snapshot", "ring"]
-    generation: int
-    rank_states: dict[int, bytes]
-    keep_last: int
-    keep_every_steps: int | None
-    by_value_base: int = 0
-    missing: tuple[tuple[int, int, str], ...] = ()
-    plain: bytes = b""
-    metas: tuple[bytes, ...] = ()
-    threads: int = 1
-    abandoned: tuple[Part, ...] = ()
-
-
 class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
     """From the command line: write the newest record as a checkpoint to another place. Answer: Saved or SaveFailed."""
 
@@ -285,80 +270,6 @@ class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
 
     step: int
     reason: str
-
-
-class Announce(msgspec.Struct, frozen=True, tag="announce"):
-    """To the writer process: note in the store that a checkpoint will be taken after `record`; other nodes look."""
-
-    url: str
-    timeline: Timeline
-    record: int
-
-
-class LookForAnnounced(msgspec.Struct, frozen=True, tag="look"):
-    """To the writer process: read what the first rank's node has announced for this timeline."""
-
-    url: str
-    timeline: Timeline
-
-
-class Announced(msgspec.Struct, frozen=True, tag="announced"):
-    """Answer to LookForAnnounced; None: nothing."""
-
-    timeline: Timeline
-    record: int | None
-
-
-class LogRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What belongs to a record beside what lies in its slot: its scalars (RecordMeta) and the rank states, encoded."""
-
-    record: int
-    step: int
-    meta: bytes
-    rank_states: dict[int, bytes]
-
-
-class OpenLog(msgspec.Struct, frozen=True, tag="log"):
-    """To the process that writes records: take them from the slots whose descriptor comes along.
-
-    What it has of another timeline or generation is written first. `follows`: as for a batch. A batch is written when
-    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
-    """
-
-    url: str
-    node: str
-    spec: StateSpec
-    generation: int
-    timeline: Timeline
-    follows: Timeline | None
-    batch_steps: int
-    batch_bytes: int
-    batch_seconds: float
-
-
-class Append(msgspec.Struct, frozen=True, tag="append"):
-    """To the same: copy these records out of their slots; `flush`: write also a batch that is not full."""
-
-    records: tuple[LogRecord, ...]
-    flush: bool
-
-
-class Appended(msgspec.Struct, frozen=True, tag="appended"):
-    """Answer to Append.
-
-    Attributes:
-        taken: the newest record that has been copied out of its slot; None before the first.
-        written: the newest record that is in storage, with its step; None before the first.
-        nbytes, seconds: what this call has written, and how long it took.
-        hole: why a record could not be taken or written; the log goes on behind it.
-    """
-
-    taken: int | None
-    written: int | None
-    step: int
-    nbytes: int
-    seconds: float
-    hole: str = ""
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
@@ -584,6 +495,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     OpenMirror,
     MirrorOpened,
     MirrorRefused,
+    MirrorSkip,
     MirrorRecord,
     MirrorApplied,
     MirrorFailed,

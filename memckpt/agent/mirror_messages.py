@@ -53,6 +53,14 @@ class MirrorRecord(msgspec.Struct, frozen=True, tag="mirror record"):
     rank_states: dict[int, bytes]
 
 
+class MirrorSkip(msgspec.Struct, frozen=True, tag="mirror skip"):
+    """From the courier: what is missing up to `record` does not come any more, and its slots are needed."""
+
+    ranks: tuple[int, ...]
+    generation: str
+    record: int
+
+
 class MirrorApplied(msgspec.Struct, frozen=True, tag="mirror applied"):
     """To the courier: a mirror's replica has got to record `applied`: the slots up to that one are free."""
 

@@ -2,8 +2,8 @@
 
 A mirror is an ordinary generation that is redone eagerly, with slots for R = D + 2 records; it takes
 (12 + R (4 + 12/T)) bytes per parameter and copy (fp32, Adam). Its regions are filled by the courier, which is told how
-far redo has got: a record is acknowledged once the one two before it is applied. So the owner, which is at most D
-records ahead of what is acknowledged, never overwrites a slot that is still needed.
+far redo has got: a record is acknowledged once the one two before it is applied, if it may be. So the owner, which is
+at most D records ahead of what is acknowledged, finds the slots free; one that is not is not overwritten.
 
 Where an owner has not waited and has skipped records, its mirror skips them, too. It can produce nothing then until it
 has had T records in a row: their anchors overwrite all of its state by value, and it is exact again.
@@ -26,6 +26,7 @@ from memckpt.agent.mirror_messages import (
     MirrorOpened,
     MirrorRecord,
     MirrorRefused,
+    MirrorSkip,
     OpenMirror,
 )
 from memckpt.errors import AgentError, MemckptError
@@ -92,6 +93,13 @@ class Mirror:
             meta = message.meta if rank == first else b""
             commit = Commit(self.generation.number, record, message.step, message.rank_states[rank], meta)
             self.generation.commit(rank, commit)
+
+    def skip(self, record: int) -> None:
+        """Nothing more comes up to a record."""
+        if self.generation.complete and (self._newest is None or record > self._newest):
+            assert self.generation.replica is not None
+            self._newest, self._first = record, record + 1
+            self.generation.replica.skip_to(record)
 
     def _begin(self, record: int, step: int, rank_states: dict[int, bytes]) -> None:
         """The replica is that after `record`, as far as virtual records have come."""
@@ -206,7 +214,6 @@ class Mirrors:
         self._all: dict[MirrorKey, Mirror] = {}
         self._number = 0
         self.attempt: str | None = None
-        self._wait = True
         self._watermark = 0
         self._budget: int | None = None
         self._threads = 1
@@ -228,15 +235,14 @@ class Mirrors:
 
     # Attempts
 
-    def begin(self, attempt: str, record: int | None, wait: bool, budget: int | None, threads: int) -> None:
+    def begin(self, attempt: str, record: int | None, budget: int | None, threads: int) -> None:
         """An attempt begins; it goes on behind `record`, or uses nothing of what is here (None).
 
         Args:
-            wait: whether it waits for what is acknowledged.
             budget: the configured limit on the node's memory, in bytes.
             threads: for redo.
         """
-        self.attempt, self._wait, self._watermark = attempt, wait, record or 0
+        self.attempt, self._watermark = attempt, record or 0
         self._budget, self._threads = budget, threads
         for key, mirror in list(self._all.items()):
             if mirror.opened.attempt == attempt:
@@ -260,11 +266,12 @@ class Mirrors:
                 self._drop(key)
 
     def _gate(self, mirror: Mirror) -> int:
-        """Up to which record redo may go."""
+        """Up to which record redo may go.
+
+        An owner has a record only once the one D before it was acknowledged for every node, known here or not: an
+        agent that is new in its attempt has yet to hear of it. One that does not wait goes back no further itself.
+        """
         newest = max(mirror.generation.committed.values(), default=0)
-        if self._wait:
-            return self._watermark
-        # Training does not wait for what is acknowledged, and neither does its replica.
         return max(self._watermark, newest - mirror.opened.spec.slots)
 
     # What the courier says
@@ -279,6 +286,7 @@ class Mirrors:
             return MirrorRefused(*key, str(error)), []
         self._all[key] = mirror
         generation = mirror.generation
+        _log.info("ranks %s of another node are mirrored from record %d on", list(message.ranks), message.base)
         return MirrorOpened(*key, generation.number, generation.spec), [one.fd for one in generation.regions]
 
     def _make(self, message: OpenMirror) -> Mirror:
@@ -334,6 +342,12 @@ class Mirrors:
             return MirrorFailed(*key, f"record {message.record}: {error}")
         mirror.let_go_on(self._gate(mirror))
         return None
+
+    def skip(self, message: MirrorSkip) -> None:
+        """Nothing more comes up to a record."""
+        mirror = self._all.get((message.ranks, message.generation))
+        if mirror is not None and mirror.opened.attempt == self.attempt:
+            mirror.skip(message.record)
 
     def close_one(self, message: CloseMirror) -> None:
         """Nobody needs this one any more."""

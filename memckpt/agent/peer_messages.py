@@ -316,7 +316,7 @@ class PeersStatus(msgspec.Struct, frozen=True):
         watermark: the newest record that is acknowledged for every node; None before the first.
         acknowledged: ranks of a set of shards, and its newest acknowledged record.
         protected: whether the tolerated number of nodes can be lost now.
-        problem: why not, in words.
+        problem: why not, or what else is not as it was configured, in words.
         held_bytes: of other nodes' records here.
         kept: node, ranks, and the newest record that is kept of them here.
         links: to the other nodes.

@@ -14,7 +14,7 @@ from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
-from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, OpenMirror
+from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, MirrorSkip, OpenMirror
 from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
@@ -52,6 +52,8 @@ _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
 #: A courier that dies again and again in one attempt is not started any more.
 _MOST_RESTARTS = 5
+#: It says every second how things are.
+_QUIET_SECONDS = 5.0
 
 
 class Peers:
@@ -90,6 +92,8 @@ class Peers:
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
         self._report: PeersStatus | None = None
+        #: When, of this attempt.
+        self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._restarts = 0
         self._token = secrets.token_hex(4)
@@ -120,8 +124,15 @@ class Peers:
 
     @property
     def status(self) -> PeersStatus | None:
-        """As the courier has said it last."""
-        return self._report if self._job is not None else None
+        """As the courier has said it last; if that was long ago, it stands still, and nothing is protected."""
+        if self._job is None or self._report is None or self._reported is None:
+            return None
+        quiet = time.monotonic() - self._reported
+        if quiet < _QUIET_SECONDS:
+            return self._report
+        return msgspec.structs.replace(
+            self._report, protected=False, problem=f"the courier of this node has said nothing for {quiet:.0f} s"
+        )
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
@@ -130,6 +141,7 @@ class Peers:
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
         self._halt()
+        self._reported = None
         self._listening = self._job = self._recovery = self.watermark = None
         self._fingerprints.clear()
         self._sent.clear()
@@ -177,7 +189,7 @@ class Peers:
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
             listen = self._listening[0]
-            self._mirrors.begin(job.attempt, job.record, job.wait, listen.memory_budget_bytes, listen.threads)
+            self._mirrors.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._sent.clear()
@@ -249,8 +261,11 @@ class Peers:
         )
         self._send(message, [region.fd for region in held.regions])
 
-    def _serve(self, ranks: tuple[int, ...], message: Recover) -> None:
+    def _serve(self, ranks: tuple[int, ...], message: Recover) -> str:
         """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
+
+        Returns:
+            Why their mirror cannot get there, in words; empty if it can.
 
         Raises:
             AgentError: it is not here.
@@ -258,11 +273,17 @@ class Peers:
         record, mirror = message.record, self._mirrors.find(ranks, message.record, message.history)
         holding = self._holding(ranks)
         if mirror is not None:
-            self._hand_out(ranks, mirror.stand_at(record), record, mirror.opened.history)
+            try:
+                held = mirror.stand_at(record)
+            except AgentError as error:
+                self._mirrors.close_one(CloseMirror(ranks, mirror.opened.generation))
+                return f"the replica of ranks {list(ranks)}: {error}"
+            self._hand_out(ranks, held, record, mirror.opened.history)
         elif holding is not None:
             self._hand_out(ranks, holding.stand_at(record), record, holding.history)
         else:
             raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+        return ""
 
     def _hand_out(self, ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> None:
         window = range(record - held.spec.period + 1, record + 1)
@@ -313,7 +334,12 @@ class Peers:
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
         for ranks in message.serve:
-            self._serve(ranks, message)
+            problem = self._serve(ranks, message)
+            if problem:
+                assert self._listening is not None
+                bad = BadSourceSeen(self._listening[0].node, ranks, "")
+                done(Recovered(problem, (bad,)))
+                return
         if self._courier is None or (message.serve and not self._listens_to_us()):
             done(Recovered("the courier is gone"))
             return
@@ -350,7 +376,7 @@ class Peers:
                 self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
             case PeersReport():
-                self._report = message.status
+                self._report, self._reported = message.status, time.monotonic()
             case GivenUp():
                 self._given_up.add(message.generation)
                 self._told_passed(Passed(self.watermark or 0, False))
@@ -361,6 +387,8 @@ class Peers:
                 failed = self._mirrors.record(message)
                 if failed is not None:
                     self._send(failed)
+            case MirrorSkip():
+                self._mirrors.skip(message)
             case CloseMirror():
                 self._mirrors.close_one(message)
             case Described() | Filled() | RecoveryProgress():

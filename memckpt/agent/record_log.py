@@ -14,7 +14,12 @@ from dataclasses import dataclass
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Append, Appended, LogRecord, OpenLog
+from memckpt.agent.writer_messages import (
+    Append,
+    Appended,
+    LogRecord,
+    OpenLog,
+)
 from memckpt.errors import AgentError
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline

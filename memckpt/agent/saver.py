@@ -19,12 +19,9 @@ from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.job_maker import JobMaker, standing_still
 from memckpt.agent.messages import (
-    Announced,
-    Appended,
     Logged,
     Message,
     ReplicaCopied,
-    Save,
     Saved,
     SaveFailed,
     SnapshotTaken,
@@ -35,6 +32,11 @@ from memckpt.agent.schedule import Schedule, alone
 from memckpt.agent.snapshots import Snapshot, Snapshots
 from memckpt.agent.storage_mode import Measured, choose_mode
 from memckpt.agent.writer_jobs import Done, Job, WriterJobs
+from memckpt.agent.writer_messages import (
+    Announced,
+    Appended,
+    Save,
+)
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.region import Region

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import msgspec
 
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Announce, LookForAnnounced, Save, Saved, SaveFailed
+from memckpt.agent.messages import (
+    Saved,
+    SaveFailed,
+)
+from memckpt.agent.writer_messages import (
+    Announce,
+    LookForAnnounced,
+    Save,
+)
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline

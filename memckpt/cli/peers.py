@@ -41,7 +41,7 @@ def show_peers(table: Table, peers: PeersStatus) -> None:
 def _protection_text(peers: PeersStatus) -> str:
     newest = "nothing is acknowledged yet" if peers.watermark is None else f"record {peers.watermark} on every node"
     if peers.protected:
-        return f"[bold]protected[/], {newest}"
+        return f"[bold]protected[/], {newest}" + (f"; [yellow]{escape(peers.problem)}[/]" if peers.problem else "")
     why = f": {escape(peers.problem)}" if peers.problem else ""
     return f"[red]not protected{why}[/]; {newest}"
 

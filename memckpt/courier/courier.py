@@ -111,6 +111,8 @@ class Courier:
                 if self._marks is not None:
                     for mark in self._marks.read():
                         self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
+                if self._transport is not None:
+                    self._member.unheard = self._transport.silent
                 self._member.work(now)
                 self._report(now)
             for reader in self._readers:

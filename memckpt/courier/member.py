@@ -81,6 +81,7 @@ class Member:
     Attributes:
         loopback: messages of this node to itself.
         refused: what could not be understood, by reason.
+        unheard: peers of which nothing is heard, as the transport says.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Member:
         self._connected: set[str] = set()
         self.loopback: deque[Delivery] = deque()
         self.refused: Counter[str] = Counter()
+        self.unheard: frozenset[str] = frozenset()
         names = [one.name for one in job.nodes]
         self._leader_node = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
@@ -122,8 +124,10 @@ class Member:
         #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
         self._ahead: dict[tuple[int, ...], int] = {}
         self._waiting_since: float | None = None
+        #: By unit: how many records later the node cannot go back to one.
+        self._reach: dict[tuple[int, ...], int] = {}
         self._told = Acknowledged(node, start, start, False)
-        self.watermark = Watermark(start, False)
+        self.watermark = self._led = Watermark(start, False)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
         if self._leader is not None:
@@ -220,7 +224,8 @@ class Member:
                 self._lead(message)
             case Watermark():
                 # It has got no further than the records of this node have.
-                self._pass(Watermark(min(message.record, self._told.record), message.whole))
+                self._led = Watermark(min(message.record, self._told.record), message.whole)
+                self._pass_led()
 
     def _unfit(self, peer: str, message: WireMessage) -> str:
         """Why a peer may not say something, in words; empty if it may."""
@@ -231,6 +236,8 @@ class Member:
                     return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self._private):
                     return f"private={window.private} is not as planned"
+                if window.mirror and (window.private or self.job.scheme != "mirror"):
+                    return "no mirror of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
@@ -251,13 +258,20 @@ class Member:
 
     def _lead(self, message: Acknowledged) -> None:
         assert self._leader is not None
-        changed = self._leader.acknowledged(message)
+        self._announce(self._leader.acknowledged(message))
+
+    def _announce(self, changed: Watermark | None) -> None:
         if changed is None:
             return
         for node in self._addresses:
             if node != self._node:
                 self.send(node, changed, b"")
         self._pass(changed)
+
+    def _pass_led(self) -> None:
+        """What the leader has said counts as whole only while it is heard."""
+        led = self._led
+        self._pass(Watermark(led.record, led.whole and self._leader_node not in self.unheard))
 
     def _pass(self, watermark: Watermark) -> None:
         if watermark == self.watermark or watermark.record < self.watermark.record:
@@ -309,6 +323,7 @@ class Member:
         )
         self._sources[message.ranks] = source
         self._ahead[message.ranks] = sizes.kept - sizes.period - (spec.mode == "eager")
+        self._reach[message.ranks] = self._ahead[message.ranks] * sizes.every
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
 
@@ -341,7 +356,10 @@ class Member:
             else:
                 self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
-        whole = all(owner.whole for owner in self._owners.values())
+        whole = all(
+            owner.whole and self.unheard.isdisjoint(owner.holders) and not self._late(ranks)
+            for ranks, owner in self._owners.items()
+        )
         since = max((owner.since for owner in self._owners.values()), default=record)
         told = Acknowledged(self._node, record, since, whole)
         if told != self._told:
@@ -350,6 +368,17 @@ class Member:
                 self._lead(told)
             else:
                 self.send(self._leader_node, told, b"")
+        if self._leader is not None:
+            self._announce(self._leader.unheard(self.unheard))
+        else:
+            self._pass_led()
+
+    def _late(self, ranks: tuple[int, ...]) -> bool:
+        """Whether training has gone on without peers so far that this node cannot go back to what they have."""
+        owner = self._owners[ranks]
+        if self.job.wait or owner.newest is None or ranks not in self._reach:
+            return False
+        return owner.newest - owner.acknowledged >= self._reach[ranks]
 
     def _tell_pacer(self) -> None:
         owners = self._owners.values()
@@ -434,13 +463,16 @@ class Member:
     def _problem(self) -> str:
         """Why not every node can be lost, in words; empty if each can."""
         if self.watermark.whole:
-            return ""
+            problem = self._holder.problem
+            return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
         for owner in self._owners.values():
             for holder, problem in owner.problems.items():
                 return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
         silent = [link.node for link in self._links() if not link.connected]
         if silent:
             return f"nothing is heard of {', '.join(silent)}"
+        if any(self._late(ranks) for ranks in self._owners):
+            return "training is so far ahead of its peers that it cannot go back to what they have"
         if self._leader is not None and (missing := self._leader.missing()):
             return f"the records of {', '.join(missing)} are not with all their peers yet"
         return "records are on their way"

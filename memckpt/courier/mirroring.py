@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import msgspec
-
 from memckpt.agent.messages import Message
 from memckpt.agent.mirror_messages import (
     CloseMirror,
@@ -18,6 +16,7 @@ from memckpt.agent.mirror_messages import (
     MirrorOpened,
     MirrorRecord,
     MirrorRefused,
+    MirrorSkip,
     OpenMirror,
 )
 from memckpt.courier.source import replica_parts
@@ -27,14 +26,20 @@ from memckpt.memory.slots import SlotRing
 from memckpt.peers.blob import STATIC, BlobReader, RecordTail
 from memckpt.peers.code import Code
 from memckpt.peers.fragments import Fragment, check
-from memckpt.peers.holder import Holder, KeptWindow
+from memckpt.peers.holder import MOST_WINDOWS, Holder, KeptWindow
+from memckpt.peers.windows import differing, misfit, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window, WireMessage
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
+from memckpt.state.received import read_spec
 from memckpt.state.records import decode_meta
 
 _log = logging.getLogger("memckpt.courier")
 
 Key = tuple[tuple[int, ...], str]
+
+
+class _AllLostError(DamagedStateError):
+    """What was stored before is of no use any more, either."""
 
 
 class MirrorWindow:
@@ -44,14 +49,25 @@ class MirrorWindow:
         window: what the owner has said of it.
         opened: what the agent has made for it.
         regions: slots, then static where present, and replica.
-        tell: a record is whole.
+        tell: a record is whole, or records are lost.
+
+    Attributes:
+        newest: the last record that has come; None before the first.
+        watermark: up to which record redo may go, at least.
     """
 
     def __init__(
-        self, window: Window, opened: MirrorOpened, regions: list[Region], tell: Callable[[MirrorRecord], None]
+        self,
+        window: Window,
+        opened: MirrorOpened,
+        regions: list[Region],
+        tell: Callable[[MirrorRecord | MirrorSkip], None],
     ) -> None:
         self.window = window
         self.newest: int | None = None
+        self.watermark = 0
+        owners = read_spec(window.spec)
+        self._sizes = sizes_of(owners, private=False)
         self._layout = Layout(opened.spec)
         self._regions = regions
         rest = regions[1:]
@@ -60,9 +76,12 @@ class MirrorWindow:
         self._ring = SlotRing(self._slots, self._layout, opened.number)
         self._tell = tell
         #: How many records may be stored and not yet applied when one is acknowledged.
-        self._ahead = opened.spec.slots - msgspec.msgpack.decode(window.spec, type=StateSpec).slots
+        self._ahead = opened.spec.slots - owners.slots
+        self._slots_of_owner = owners.slots
         self._applied: int | None = None
         self._static_here = False
+        #: Records that are here, and not applied as far as is known; and those that are not acknowledged.
+        self._to_redo: list[int] = []
         self._unacknowledged: list[int] = []
         self._into: BlobReader | None = None
         self._next = (0, 0)
@@ -89,7 +108,10 @@ class MirrorWindow:
         record, told = fragment.record, self.window
         if self._deaf:
             return None
-        if problem := check(fragment, payload, piece=told.piece, data=told.data, tolerate=told.tolerate):
+        problem = check(fragment, payload) or misfit(told, self._sizes, fragment)
+        if not problem and len(payload) != fragment.length:  # a code of one piece: it is the stripe itself
+            problem = f"expected {fragment.length} bytes, found {len(payload)}"
+        if problem:
             return self._refuse(record, f"a fragment of it came damaged: {problem}")
         if self._has(record):
             last = fragment.stripe == fragment.stripes - 1
@@ -107,16 +129,16 @@ class MirrorWindow:
             self._into = None
             self._check(record, tail)
         except DamagedStateError as error:
-            return self._refuse(record, str(error))
+            return self._refuse(record, str(error), nothing=isinstance(error, _AllLostError))
         self._complete(record, tail)
         if record > self.window.base and not self._may_acknowledge(record):
             self._unacknowledged.append(record)
             return None
         return self._stored(record)
 
-    def _refuse(self, record: int, reason: str) -> NotStored:
+    def _refuse(self, record: int, reason: str, nothing: bool = False) -> NotStored:
         self._into, self._deaf = None, True
-        return NotStored(*self.key, record, reason)
+        return NotStored(*self.key, record, reason, nothing)
 
     @property
     def key(self) -> Key:
@@ -131,8 +153,10 @@ class MirrorWindow:
         return Stored(*self.key, record)
 
     def _may_acknowledge(self, record: int) -> bool:
+        """Whether redo keeps up: all is applied but a few records, and what it may not apply yet."""
         assert self._applied is not None
-        return self._applied >= record - self._ahead
+        may_apply = max(self.watermark, record - self._slots_of_owner)
+        return self._applied >= min(record - self._ahead, may_apply)
 
     def _begin(self, record: int) -> None:
         """The first stripe of a record has come: where it goes to.
@@ -149,15 +173,28 @@ class MirrorWindow:
         if record > self.window.base:
             if self._applied is None:
                 self._applied = record - 1  # what the replica begins with is missing: it goes on from anything
-            if self._applied < record - self._layout.ring:
-                raise DamagedStateError(
-                    f"the replica here is {record - 1 - self._applied} records behind; agent.threads gives it more CPU "
-                    "time"
-                )
+            self._claim_slot(record)
         for rank in self.window.owner:
             self._ring.open_for_writing(record, rank)
         start = self._layout.slot_offset(record)
         self._into = BlobReader(memoryview(self._slots.map)[start : start + self._layout.slot_bytes])
+
+    def _claim_slot(self, record: int) -> None:
+        """Make sure that redo does not need the slot of a record any more.
+
+        Raises:
+            DamagedStateError: it does.
+        """
+        slot = self._layout.slot_number(record)
+        if all(self._layout.slot_number(one) != slot for one in self._to_redo):
+            return
+        problem = f"the replica here is {len(self._to_redo)} records behind; agent.threads gives it more CPU time"
+        if self.newest is None or record == self.newest + 1:
+            raise DamagedStateError(problem)
+        # What it has got is of no use without what is lost between: it need not be redone.
+        self.newest = record - 1
+        self._tell(MirrorSkip(*self.key, record - 1))
+        raise _AllLostError(problem)
 
     def _check(self, record: int, tail: RecordTail) -> None:
         if record == STATIC:
@@ -184,6 +221,8 @@ class MirrorWindow:
             self._ring.seal(record, rank)
         if record == base:
             self._applied = base
+        if record > base:
+            self._to_redo.append(record)
         self.newest = record
         self._tell(MirrorRecord(*self.key, record, tail.step, tail.meta, tail.rank_states))
 
@@ -198,6 +237,7 @@ class MirrorWindow:
         """Redo has got so far: what the owner is to get."""
         if self._applied is None or record > self._applied:
             self._applied = record
+        self._to_redo = [one for one in self._to_redo if one > self._applied]
         free = [one for one in self._unacknowledged if self._may_acknowledge(one)]
         self._unacknowledged = [one for one in self._unacknowledged if one not in free]
         return [self._stored(one) for one in free]
@@ -290,16 +330,23 @@ class Mirroring:
             return None
         if known is not None:
             self._drop(known)
+        count = sum(one.window.owner == window.owner for one in self._mirrors.values())
+        if count >= MOST_WINDOWS:
+            reason = f"{count} generations are kept until every node has what follows"
+            return NotStored(*key, window.base, reason, nothing=True)
         try:
-            spec = msgspec.msgpack.decode(window.spec, type=StateSpec)
-        except ValueError as error:  # of msgspec, or of text that is no UTF-8
-            return NotStored(*key, window.base, f"its layout cannot be read: {error}")
+            spec = read_spec(window.spec)
+            if problem := differing(window, spec, sizes_of(spec, private=False)):
+                raise ValueError(problem)
+        except ValueError as error:
+            return NotStored(*key, window.base, str(error), nothing=True)
         answer = self._ask(OpenMirror(*key, window.attempt, window.base, spec, window.history))
         if isinstance(answer, MirrorRefused):
             _log.warning("plain copies are kept of the records of ranks %s: %s", list(window.owner), answer.reason)
             self._refused[key] = answer.reason
             return self._holder.open(window)
-        self._mirrors[key] = MirrorWindow(window, *answer, self._tell)
+        self._mirrors[key] = mirror = MirrorWindow(window, *answer, self._tell)
+        mirror.watermark = self.watermark
         return None
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
@@ -319,6 +366,8 @@ class Mirroring:
     def passed(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self._holder.passed(watermark, whole)
+        for mirror in self._mirrors.values():
+            mirror.watermark = self.watermark
         newest: dict[tuple[int, ...], int] = {}
         begun = [one.window for one in self._mirrors.values()] + [one.window for one in self.windows()]
         for window in begun:
@@ -351,4 +400,4 @@ class Mirroring:
         _log.warning("plain copies are kept of the records of ranks %s: %s", list(message.ranks), message.reason)
         record = mirror.window.base if mirror.newest is None else mirror.newest
         reason = f"its replica here is gone, plain copies are kept instead: {message.reason}"
-        return [(node, NotStored(*mirror.key, record, reason))]
+        return [(node, NotStored(*mirror.key, record, reason, nothing=True))]

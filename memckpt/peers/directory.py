@@ -60,9 +60,12 @@ class Peer:
     heard_at: float | None = None
     tried_at: float | None = None
 
+    def seconds_unheard(self, now: float) -> float:
+        return 0.0 if self.link.heard or self.heard_at is None else now - self.heard_at
+
     def describe(self, now: float, silent_seconds: float) -> PeerState:
         link = self.link
-        heard = 0.0 if link.heard or self.heard_at is None else now - self.heard_at
+        heard = self.seconds_unheard(now)
         return PeerState(
             address=self.address,
             incarnation=link.met,

@@ -10,7 +10,7 @@ from memckpt.errors import MemckptError
 from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import Fragment, check
-from memckpt.peers.windows import differing, sizes_of
+from memckpt.peers.windows import differing, misfit, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window
 from memckpt.state.layout import first_difference
 from memckpt.state.received import read_spec
@@ -18,7 +18,7 @@ from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.courier")
 #: Generations of one owner that are kept while the watermark stands still.
-_MOST_WINDOWS = 8
+MOST_WINDOWS = 8
 _STATIC_SLOT = -1
 
 
@@ -79,20 +79,12 @@ class KeptWindow:
         self._more: dict[int, Room] = {}
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
+        #: Nobody can need this record any more, or those before it.
+        self._past = STATIC
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
-        told, one = self.window, fragment
-        if (one.piece, one.data, one.tolerate) != (told.piece, told.data, told.tolerate):
-            return f"it is piece {one.piece} of a ({one.data}, {one.tolerate}) code"
-        if one.record != STATIC and one.record <= told.base - told.period * told.every:
-            return f"record {one.record} lies before the generation, which begins after {told.base}"
-        most = self._sizes.most_static_stripes if one.record == STATIC else self._sizes.most_stripes
-        if one.stripes > most:
-            return f"expected a record of at most {most} stripes, found {one.stripes}"
-        if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
-            return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
-        return ""
+        return misfit(self.window, self._sizes, fragment)
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
         """Keep a fragment that fits; True when that makes its piece of the record complete.
@@ -102,7 +94,8 @@ class KeptWindow:
         """
         number = fragment.record
         kept = self._records.get(number)
-        if kept is not None and kept.complete:  # sent once more: say so once more, at its end
+        if (kept is not None and kept.complete) or STATIC < number <= self._past:
+            # Sent once more, or not needed: its owner waits to hear of it, at its end.
             return fragment.stripe == fragment.stripes - 1
         if kept is not None and kept.stripes != fragment.stripes:
             self._drop(number)
@@ -148,8 +141,9 @@ class KeptWindow:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more. One that is still coming is acknowledged first: its owner waits."""
-        for number in [one for one, kept in self._records.items() if STATIC < one <= record and kept.complete]:
+        """Nobody can need these records any more. What still comes of them is acknowledged, and not kept."""
+        self._past = max(self._past, record)
+        for number in [one for one in self._records if STATIC < one <= record]:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:
@@ -285,19 +279,19 @@ class Holder:
         """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
         if window.attempt != self._attempt or self._code is None:
-            return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here")
+            return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here", True)
         known = self._windows.get(key)
         if known is not None and known.window == window:
             return None  # the owner has lost sight of what is here, and sends it once more
         if known is not None:
             self._forget(known)
         count = sum(one.window.owner == window.owner and one.window.attempt == self._attempt for one in self.windows())
-        if count >= _MOST_WINDOWS:
-            return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows")
+        if count >= MOST_WINDOWS:
+            return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows", True)
         try:
             self._windows[key] = KeptWindow(window, self._code.fragment_bytes(STRIPE_BYTES), self._reserve)
         except (MemckptError, ValueError) as error:
-            return NotStored(*key, window.base, str(error))
+            return NotStored(*key, window.base, str(error), True)
         return None
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
@@ -305,7 +299,7 @@ class Holder:
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
         if window is None or window.window.attempt != self._attempt or self._code is None:
-            return NotStored(*key, fragment.record, "no window of this generation is open here")
+            return NotStored(*key, fragment.record, "no window of this generation is open here", True)
         problem = check(fragment, payload) or window.misfit(fragment)
         if not problem and len(payload) != (size := self._code.fragment_bytes(fragment.length)):
             problem = f"expected {size} bytes, found {len(payload)}"

@@ -142,10 +142,13 @@ class _Stream:
         self.queue.append((outgoing, record))
         self._pending.append((outgoing, record))
 
-    def skip(self, outgoing: Outgoing, record: int) -> None:
-        """The holder gets nothing of the record at the head of the queue."""
-        self._pending.remove((outgoing, record))
+    def skip(self, outgoing: Outgoing, record: int) -> bool:
+        """The holder gets nothing more of the record at the head of the queue; whether it does not have it already."""
+        lacks = (outgoing, record) in self._pending
+        if lacks:
+            self._pending.remove((outgoing, record))
         self._advance()
+        return lacks
 
     def behind_of(self, outgoing: Outgoing) -> list[int]:
         """Records that are queued and would not be any more if it began anew with a generation."""
@@ -196,6 +199,8 @@ class _Stream:
     def not_stored(self, message: NotStored, now: float) -> None:
         """The holder does not take it: try again, later each time."""
         self._stored.discard((message.generation, message.record))
+        if message.nothing:
+            self._stored = {one for one in self._stored if one[0] != message.generation}
         self.queue.clear()
         self._pending.clear()
         self.problem, self.waits = message.reason[:_MOST_WORDS], True
@@ -324,7 +329,7 @@ class Owner:
     def not_stored(self, holder: str, message: NotStored, now: float) -> None:
         for stream in self._streams:
             known = any(one.generation == message.generation for one in self._generations)
-            if stream.holder == holder and known and not stream.waits:
+            if stream.holder == holder and stream.met and known and not stream.waits:
                 _log.warning(
                     "%s does not keep record %d of ranks %s: %s",
                     holder,
@@ -453,8 +458,7 @@ class Owner:
         if stream.stripe:
             self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
         self._next(stream)
-        stream.skip(outgoing, record)
-        if record != STATIC:
+        if stream.skip(outgoing, record) and record != STATIC:
             self._note_gap(outgoing, record, record)
         self._forget(outgoing, record)
 

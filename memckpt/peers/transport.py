@@ -69,6 +69,7 @@ class Transport:
         address: to which peers connect.
         incarnation: of this transport; random.
         refused: how many messages and connections were refused, by reason.
+        silent: peers of which nothing was heard for several heartbeats, as of the last :meth:`tend`.
 
     Raises:
         PeerError: it cannot listen there.
@@ -90,6 +91,7 @@ class Transport:
         self.node = node
         self.incarnation = secrets.token_hex(8)
         self.refused: Counter[str] = Counter()
+        self.silent: frozenset[str] = frozenset()
         self.bytes_received = 0
         self._max_body = max_body
         self._max_payload = max_payload
@@ -154,8 +156,11 @@ class Transport:
 
     def peers(self) -> dict[str, PeerState]:
         """All peers, as of the last :meth:`tend`."""
-        silent = _SILENT_AFTER_BEATS * self._heartbeat_seconds
-        return {peer: known.describe(self._now, silent) for peer, known in self._directory.peers.items()}
+        return {peer: known.describe(self._now, self._silent_seconds) for peer, known in self._directory.peers.items()}
+
+    @property
+    def _silent_seconds(self) -> float:
+        return _SILENT_AFTER_BEATS * self._heartbeat_seconds
 
     @property
     def bytes_sent(self) -> int:
@@ -308,6 +313,9 @@ class Transport:
                 known.tried_at = now
             due = min(due, known.tried_at + self._interval(link))
             link.pump()
+        self.silent = frozenset(
+            peer for peer, known in self._directory.peers.items() if known.seconds_unheard(now) > self._silent_seconds
+        )
         return max(0.0, min(due - now, self._acknowledge(now)))
 
     def _interval(self, link: Link) -> float:

@@ -18,6 +18,7 @@ class Leader:
     def __init__(self, nodes: Collection[str], record: int) -> None:
         self._said: dict[str, Acknowledged] = {}
         self._nodes = set(nodes)
+        self._unheard: frozenset[str] = frozenset()
         self._told = Watermark(record, False)
 
     @property
@@ -30,13 +31,24 @@ class Leader:
         if message.node not in self._nodes:
             return None
         self._said[message.node] = message
+        return self._change()
+
+    def unheard(self, nodes: frozenset[str]) -> Watermark | None:
+        """Of which nothing is heard now; a new watermark if it has changed. While there are any, not all is whole."""
+        if nodes == self._unheard:
+            return None
+        self._unheard = nodes
+        return self._change()
+
+    def _change(self) -> Watermark | None:
         if set(self._said) != self._nodes:
             return None
         record = min(one.record for one in self._said.values())
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
         record = max(record, self._told.record)
-        now = Watermark(record, all(one.whole and one.since <= record for one in self._said.values()))
+        whole = not self._unheard and all(one.whole and one.since <= record for one in self._said.values())
+        now = Watermark(record, whole)
         if now == self._told:
             return None
         self._told = now

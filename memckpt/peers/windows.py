@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from memckpt.peers.blob import MOST_TAIL_BYTES
+from memckpt.peers.blob import MOST_TAIL_BYTES, STATIC
 from memckpt.peers.code import STRIPE_BYTES
+from memckpt.peers.fragments import Fragment
 from memckpt.peers.wire import Window
 from memckpt.state.layout import CAPTURES, Layout, StateSpec
 
@@ -61,6 +62,21 @@ def differing(window: Window, spec: StateSpec, sizes: WindowSizes) -> str:
     for name, value in expected.items():
         if getattr(window, name) != value:
             return f"expected {name}={value} by its layout, found {getattr(window, name)}"
+    return ""
+
+
+def misfit(window: Window, sizes: WindowSizes, fragment: Fragment) -> str:
+    """Why a fragment that is whole cannot be one of a window, in words; empty if it can."""
+    told, one = window, fragment
+    if (one.piece, one.data, one.tolerate) != (told.piece, told.data, told.tolerate):
+        return f"it is piece {one.piece} of a ({one.data}, {one.tolerate}) code"
+    if one.record != STATIC and one.record <= told.base - told.period * told.every:
+        return f"record {one.record} lies before the generation, which begins after {told.base}"
+    most = sizes.most_static_stripes if one.record == STATIC else sizes.most_stripes
+    if one.stripes > most:
+        return f"expected a record of at most {most} stripes, found {one.stripes}"
+    if one.length < STRIPE_BYTES and one.stripe < one.stripes - 1:
+        return f"expected {STRIPE_BYTES} bytes of all stripes but the last, found {one.length}"
     return ""
 
 

@@ -83,12 +83,13 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 
 
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
-    """Holder to owner: nothing of this generation, or of this record, is kept."""
+    """Holder to owner: this record is not kept; `nothing`: none of its generation is, whatever was said before."""
 
     owner: tuple[int, ...]
     generation: str
     record: int
     reason: str
+    nothing: bool = False
 
 
 class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):

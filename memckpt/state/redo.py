@@ -138,16 +138,17 @@ class RedoGroup:
             for group_settings in groups:
                 group_settings.pop("param_names", None)  # names of parameters that are not these
             optimizer = self._optimizers[index] = self._factory(index, groups)
-            for member in self._owned[index]:
-                # The very dict: what the optimizer adds to its state shows up in the member's.
-                state = member.states.setdefault(index, {})
-                if state:
-                    optimizer.state[member.parameter] = state
         else:
             for group_settings, values in zip(optimizer.param_groups, hyperparameters, strict=True):
                 for key, value in values.items():
                     if key != "param_names":
                         group_settings[key] = value
+        for member in self._owned[index]:
+            # The very dict: what the optimizer adds to its state shows up in the member's. An anchor may have brought
+            # the first of it.
+            state = member.states.setdefault(index, {})
+            if state:
+                optimizer.state[member.parameter] = state
         return optimizer
 
     def apply(self, meta: RecordMeta, gradients: GradientSource) -> None:

@@ -12,7 +12,12 @@ import time
 from dataclasses import dataclass
 
 from memckpt.agent.channel import Channel
-from memckpt.agent.messages import Append, Appended, LogRecord, OpenLog
+from memckpt.agent.writer_messages import (
+    Append,
+    Appended,
+    LogRecord,
+    OpenLog,
+)
 from memckpt.errors import AgentError, DamagedStateError, MemckptError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing

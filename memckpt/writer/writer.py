@@ -11,7 +11,16 @@ import msgspec
 import torch
 
 from memckpt.agent.channel import Channel
-from memckpt.agent.messages import Announce, Announced, LookForAnnounced, Save, Saved, SaveFailed
+from memckpt.agent.messages import (
+    Saved,
+    SaveFailed,
+)
+from memckpt.agent.writer_messages import (
+    Announce,
+    Announced,
+    LookForAnnounced,
+    Save,
+)
 from memckpt.errors import AgentError, MemckptError, StorageError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing

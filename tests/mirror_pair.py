@@ -1,0 +1,466 @@
+"""An owner and its mirror in one process: a training whose records go to another node's agent and courier.
+
+What would run in other processes and over the network happens here in the order that a test wants; only the replicas'
+threads are their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from memckpt.agent.generation import Generation
+from memckpt.agent.messages import Commit, GenerationCommit, Message
+from memckpt.agent.mirror_messages import (
+    CloseMirror,
+    MirrorApplied,
+    MirrorFailed,
+    MirrorOpened,
+    MirrorRecord,
+    MirrorRefused,
+    MirrorSkip,
+    OpenMirror,
+)
+from memckpt.agent.mirrors import Mirrors
+from memckpt.agent.replica import Replica
+from memckpt.capture.copier import HostCopier
+from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.courier.mirroring import Mirroring
+from memckpt.courier.source import RegionSource
+from memckpt.memory.region import Region
+from memckpt.peers.code import Code
+from memckpt.peers.holder import Holder
+from memckpt.peers.owner import Outgoing, Owner
+from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.state import codec
+from memckpt.state.layout import StateSpec
+from memckpt.state.optimizers import hyperparameters
+from memckpt.state.records import Branch, HeldRecords, RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.redo import tensor_at
+
+HISTORY = (Branch(Timeline(1, "a"), None),)
+PERIOD, SLOTS = 3, 3
+RANKS = (1,)
+
+
+def mapped(region: Region) -> Region:
+    """The same memory, as another process maps it."""
+    return Region.open(os.dup(region.fd))
+
+
+class Net(nn.Module):
+    """Of `wide` each half is anchored by itself; `idle` has no gradient in every other record."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(90, 64))
+        self.narrow = nn.Parameter(torch.randn(3))
+        self.idle = nn.Parameter(torch.randn(5))
+        self.fixed = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(2))
+
+
+class Training:
+    """One rank of two, whose state is known after each record.
+
+    Attributes:
+        truth: by record, tensors by name, optimizer state by parameter, what of the latter is no tensor.
+    """
+
+    def __init__(self, mode: str, make_optimizer: Any, base: int) -> None:
+        torch.manual_seed(0)
+        self.mode: Any = mode
+        self.model = Net()
+        self.optimizer = make_optimizer([param for param in self.model.parameters() if param.requires_grad])
+        self.live = LiveState(self.model, [self.optimizer], {})
+        self.truth: dict[int, dict[str, Any]] = {}
+        self.record = 0
+        self.number = 0
+        self.generation: Generation | None = None
+        self.writer: SlotWriter | None = None
+        for _ in range(base):
+            self._train()
+        self.begin()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+        if self.generation is not None:
+            self.generation.close()
+        self.writer = self.generation = None
+
+    @property
+    def held(self) -> Generation:
+        assert self.generation is not None
+        return self.generation
+
+    def spec(self) -> StateSpec:
+        return self.live.spec(SpecRequest(self.mode, PERIOD, SLOTS, RANKS, 2, RANKS))
+
+    def begin(self) -> None:
+        """A generation begins after the newest record."""
+        self.close()
+        self.number += 1
+        self.generation = Generation(
+            self.number, self.spec(), held_bytes=0, budget=None, threads=1, notify=lambda message: None
+        )
+        slots, static, *replica = (mapped(region) for region in self.held.regions)
+        self.writer = SlotWriter(
+            self.held.spec, self.number, slots, static, next(iter(replica), None), self.live, RANKS[0], HostCopier()
+        )
+        metas, missing, plain = self.writer.start_generation(self.record)
+        self.writer.seal_generation(self.record)
+        self.held.gate = self.record
+        state = f"state {self.record}".encode()
+        self.held.start(
+            RANKS[0], GenerationCommit(self.number, self.record, 10 * self.record, state, metas, missing, plain)
+        )
+
+    def step(self) -> None:
+        """Train and commit a record."""
+        assert self.writer is not None
+        record = self.record + 1
+        if self.held.replica is not None:
+            wait_applied(self.held.replica, record - SLOTS)
+        self.writer.ring.open_for_writing(record, RANKS[0])
+        missing, plain = self.writer.stage_anchors(record)
+        gradients = self._train()
+        absent = []
+        for index, param in enumerate(self.writer.params):
+            gradient = gradients.get(id(param))
+            if gradient is None:
+                absent.append(index)
+            else:
+                self.writer.gradient_view(record, 0, 0, index).copy_(gradient)
+        self.writer.stage_by_value(record)
+        self.writer.ring.seal(record, RANKS[0])
+        groups = codec.encode(hyperparameters(self.optimizer))
+        meta = RecordMeta(record, record - 1, False, (SubStep(0, 0, groups, tuple(absent)),), missing, plain)
+        state = f"state {record}".encode()
+        self.held.commit(RANKS[0], Commit(self.number, record, 10 * record, state, encode_meta(meta)))
+
+    def _train(self) -> dict[int, torch.Tensor]:
+        self.record += 1
+        generator = torch.Generator().manual_seed(self.record)
+        gradients = {}
+        self.optimizer.zero_grad()
+        for param in self.optimizer.param_groups[0]["params"]:
+            if param is not self.model.idle or self.record % 2:
+                param.grad = torch.randn(param.shape, generator=generator)
+                gradients[id(param)] = param.grad.clone()
+        self.optimizer.step()
+        self.model.mean += self.record
+        states = {
+            name: self.optimizer.state[param]
+            for name, param in self.model.named_parameters()
+            if param in self.optimizer.state
+        }
+        self.truth[self.record] = {
+            "tensors": {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()},
+            "states": {
+                name: {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
+                for name, state in states.items()
+            },
+            "plain": {
+                name: found
+                for name, state in states.items()
+                if (found := {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
+            },
+        }
+        return gradients
+
+
+def wait_applied(replica: Replica, record: int) -> None:
+    """Wait until redo has got so far; it may."""
+    with replica._condition:
+        assert replica._condition.wait_for(lambda: replica.applied >= record or replica._broken is not None, 60)
+
+
+def wait_idle(replica: Replica) -> None:
+    """Wait until redo has nothing that it may do."""
+    with replica._condition:
+        assert replica._condition.wait_for(lambda: not replica._busy and not replica._ready(), 60)
+
+
+class Pair:
+    """A training, and a node that mirrors it.
+
+    Attributes:
+        watermark: as all nodes know it.
+        answers: what the owner got, oldest first.
+    """
+
+    def __init__(self, mode: str, make_optimizer: Any, base: int = 1, wait: bool = True) -> None:
+        self.wait = wait
+        self.watermark = base
+        self.answers: list[Stored | NotStored] = []
+        self.now = 0.0
+        self.training = Training(mode, make_optimizer, base)
+        self._wire: deque[tuple[WireMessage, bytes]] = deque()
+        self._code = Code(1, 1)
+        self.owner = Owner(RANKS, self._code, ["m"], self._sent, lambda node: 1 << 30, base)
+        self._source: RegionSource | None = None
+        self._told_agent: deque[Message] = deque()
+        self._said: deque[Any] = deque()
+        self._watermark_known = True
+        self.mirrors, self.mirroring = self._make_node(base)
+        self._given_up: set[str] = set()
+        self.send_generation()
+        self.owner.met("m")
+
+    def close(self) -> None:
+        self.owner.close()
+        self.mirroring.close()
+        self.mirrors.close()
+        self.training.close()
+
+    # The owner's node
+
+    @property
+    def generation(self) -> str:
+        return f"g{self.training.number}"
+
+    def send_generation(self) -> None:
+        """The training has begun one: give it to the owner's courier."""
+        held = self.training.held
+        assert held.base is not None
+        missing, plain = held.replica.describe_state() if held.replica is not None else ((), b"")
+        self._source = RegionSource(
+            held.spec, held.number, held.base, [mapped(one) for one in held.regions], missing, plain
+        )
+        records = held.sendable()
+        for record, (step, meta, states) in records.items():
+            self._source.note(record, step, meta, states)
+        layout = self._source.layout
+        window = Window(
+            owner=RANKS,
+            node="o",
+            generation=self.generation,
+            attempt="a",
+            piece=0,
+            data=1,
+            tolerate=1,
+            base=held.base,
+            period=PERIOD,
+            kept=PERIOD + SLOTS,
+            every=1,
+            private=False,
+            replicas=RANKS,
+            record_bytes=layout.gradient_bytes + layout.anchor_bytes + layout.by_value_area()[1],
+            static=True,
+            history=HISTORY,
+            spec=codec_of(held.spec),
+            mirror=True,
+        )
+        self.owner.begin(Outgoing(window, self._source, sorted(records)))
+
+    @property
+    def may_train(self) -> bool:
+        """Whether the next record's slot is free as far as peers are concerned."""
+        ahead = SLOTS - (self.training.mode == "eager")
+        return not self.wait or self.training.record + 1 - ahead <= self.watermark
+
+    def train(self) -> bool:
+        """Train a record, if training need not wait."""
+        if not self.may_train:
+            return False
+        self._open_gate()
+        self.training.step()
+        held = self.training.held
+        record = held.log_record(self.training.record)
+        assert record is not None
+        assert self._source is not None
+        self._source.note(record.record, record.step, record.meta, record.rank_states)
+        self.owner.committed(record.record)
+        return True
+
+    def _open_gate(self) -> None:
+        held = self.training.held
+        assert held.base is not None
+        gate = self.watermark
+        if not self.wait:
+            needed = self.training.record + 1 - SLOTS
+            if self.watermark < held.base < needed and self.generation not in self._given_up:
+                self.owner.give_up(self.generation)
+                self._given_up.add(self.generation)
+            gate = max(gate, needed)
+        held.open_gate(gate)
+
+    def _sent(self, node: str, message: WireMessage, payload: memoryview | bytes) -> None:
+        self._wire.append((message, bytes(payload)))
+
+    def send(self, limit: int = 1 << 30) -> None:
+        self.owner.pump(limit)
+
+    # The mirror's node
+
+    def _make_node(self, record: int | None) -> tuple[Mirrors, Mirroring]:
+        mirrors = Mirrors("m", lambda key, message: self._said.append((key, message)), lambda: 0)
+        mirrors.begin("a", record, None, 1)
+        mirroring = Mirroring(Holder("m", _Room), self._ask, self._told_agent.append)
+        mirroring.begin("a", record, self._code)
+        return mirrors, mirroring
+
+    def replace_agent(self) -> None:
+        """It dies, and with it its courier. Another one is told of a watermark when this training has got past it."""
+        self.mirroring.close()
+        self.mirrors.close()
+        self._told_agent.clear()
+        self._said.clear()
+        self._watermark_known = False
+        self.mirrors, self.mirroring = self._make_node(None)
+        self.lose()
+
+    def deliver(self, count: int = 1 << 30) -> int:
+        """The network brings so many messages; how many there were."""
+        brought = 0
+        while self._wire and brought < count:
+            message, payload = self._wire.popleft()
+            brought += 1
+            match message:
+                case Open():
+                    self._answer(self.mirroring.open(message.window))
+                case Put():
+                    self._answer(self.mirroring.put(message.fragment, message.step, payload))
+                case Abandon():
+                    self.mirroring.abandon(message.owner, message.generation, message.record)
+        return brought
+
+    def lose(self) -> None:
+        """What was on its way is lost, and both meet again."""
+        self._wire.clear()
+        self.owner.met("m")
+
+    def _answer(self, answer: Stored | NotStored | None) -> None:
+        if answer is not None:
+            self.answers.append(answer)
+            if isinstance(answer, Stored):
+                self.owner.stored("m", answer)
+            else:
+                self.owner.not_stored("m", answer, self.now)
+
+    def retry(self) -> None:
+        """Time passes."""
+        self.now += 10.0
+        self.owner.retry(self.now)
+
+    def _ask(self, message: OpenMirror) -> tuple[MirrorOpened, list[Region]] | MirrorRefused:
+        answer, fds = self.mirrors.open(message)
+        if isinstance(answer, MirrorRefused):
+            return answer
+        return answer, [Region.open(os.dup(fd)) for fd in fds]
+
+    def agent(self, count: int = 1 << 30) -> None:
+        """The mirror's agent takes so many messages of its courier."""
+        while self._told_agent and count:
+            count -= 1
+            match self._told_agent.popleft():
+                case MirrorRecord() as record:
+                    self._hear(self.mirrors.record(record))
+                case MirrorSkip() as skipped:
+                    self.mirrors.skip(skipped)
+                case CloseMirror() as closed:
+                    self.mirrors.close_one(closed)
+
+    def redo(self) -> None:
+        """Redo goes on as far as it may, and the courier hears of it."""
+        for mirror in list(self.mirrors._all.values()):
+            assert mirror.generation.replica is not None
+            wait_idle(mirror.generation.replica)
+        while self._said:
+            self._hear(self.mirrors.told(*self._said.popleft()))
+
+    def _hear(self, news: MirrorApplied | MirrorFailed | None) -> None:
+        if news is not None:
+            for _, answer in self.mirroring.heard(news):
+                assert isinstance(answer, (Stored, NotStored))
+                self._answer(answer)
+
+    def pass_watermark(self) -> None:
+        """All nodes learn what is acknowledged."""
+        if self.owner.acknowledged > self.watermark:
+            self.watermark = self.owner.acknowledged
+        self.owner.passed(self.watermark)
+        self._watermark_known |= self.owner.acknowledged == self.training.record
+        if self._watermark_known:
+            self.mirroring.passed(self.watermark, self.owner.whole)
+            self.mirrors.passed(self.watermark, self.owner.whole)
+        self._open_gate()
+
+    def settle(self) -> None:
+        """All that is on its way arrives, and all of it is redone."""
+        for _ in range(2 * (PERIOD + SLOTS)):
+            self.retry()
+            self.send()
+            self.deliver()
+            self.agent()
+            self.redo()
+            self.pass_watermark()
+
+    # The end
+
+    def end(self) -> list[HeldRecords]:
+        """The owner's node is lost, the attempt over: what the mirror's node can produce."""
+        self.agent()
+        self.mirroring.halt()
+        self.agent()
+        self.mirrors.halt()
+        return list(self.mirrors.inventory(lambda ranks: None))
+
+    def check(self, record: int) -> None:
+        """The mirror's state after a record is that of the training, bit for bit; later ones can be asked for then."""
+        mirror = self.mirrors.find(RANKS, record, HISTORY)
+        assert mirror is not None
+        held = mirror.generation
+        assert held.replica is not None
+        held.replica.advance_to(record)
+        held.replica.freeze()
+        assert held.rank_states(record) == {RANKS[0]: f"state {record}".encode()}
+        assert held.step_of(record) == 10 * record
+        truth, layout = self.training.truth[record], held.layout
+        assert held.replica_region is not None
+        missing, encoded = held.replica.describe_state()
+        plain = codec.decode(encoded) if encoded else {}
+        for index, (param, (offset, states)) in enumerate(zip(layout.spec.params, layout.replica_offsets, strict=True)):
+            tensor, name = param.tensor, param.tensor.name
+            found = tensor_at(held.replica_region.map, offset, tensor.shape, tensor.dtype)
+            assert torch.equal(found, truth["tensors"][name]), f"{name} after record {record}"
+            expected = truth["states"].get(name, {})
+            for state in param.owners[0].state:
+                if (index, 0, state.key) in missing:
+                    assert state.key not in expected, f"{name} has no {state.key} after record {record}"
+                    continue
+                found = tensor_at(held.replica_region.map, states[0, state.key], state.shape, state.dtype)
+                assert torch.equal(found, expected[state.key]), f"{name}'s {state.key} after record {record}"
+            assert plain.get(index, {}).get(0, {}) == truth["plain"].get(name, {})
+        base = layout.slot_offset(record) + layout.by_value_base(RANKS[0])
+        mean = tensor_at(held.slots.map, base + layout.by_value_offsets[0], (2,), "float32")
+        assert torch.equal(mean, truth["tensors"]["mean"]), f"mean after record {record}"
+        assert held.static is not None
+        fixed = tensor_at(held.static.map, 0, (4,), "float32")
+        assert torch.equal(fixed, truth["tensors"]["fixed"])
+
+
+class _Room:
+    def __init__(self, nbytes: int) -> None:
+        self._room = bytearray(nbytes)
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._room)
+
+    def close(self) -> None:
+        pass
+
+
+def codec_of(spec: StateSpec) -> bytes:
+    import msgspec
+
+    return msgspec.msgpack.encode(spec)

@@ -1,0 +1,467 @@
+"""Mirrors: another node redoes an owner's records, and can produce the very state of each that is acknowledged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.mirrors import EXTRA_SLOTS
+from memckpt.agent.replica import Replica
+from memckpt.memory import budget
+from memckpt.peers.wire import NotStored, Stored
+from memckpt.recovery.peers import BadSource
+from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
+from memckpt.state.layout import Layout
+from memckpt.state.records import HeldRecords, RecordMeta
+from tests.engine_optimizers import Momentum, local_momentum
+from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "own": lambda params: Momentum(params),
+}
+MODES = ("lazy", "eager")
+
+
+@contextmanager
+def pair(*arguments: Any, **others: Any) -> Iterator[Pair]:
+    one = Pair(*arguments, **others)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def refusals(one: Pair) -> list[str]:
+    return [answer.reason for answer in one.answers if isinstance(answer, NotStored)]
+
+
+def stored(one: Pair) -> list[int]:
+    return [answer.record for answer in one.answers if isinstance(answer, Stored) and answer.record >= 0]
+
+
+def check_all(one: Pair, held: Sequence[HeldRecords]) -> list[int]:
+    """Everything that the mirror's node says it can produce is right; which records these are."""
+    records = [record for each in held for record in each.records]
+    for record in records:
+        one.check(record)
+    return records
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("base", [0, 4])
+def test_each_record_is_redone(mode: str, optimizer: str, base: int) -> None:
+    with pair(mode, OPTIMIZERS[optimizer], base) as one:
+        for _ in range(8):
+            one.settle()
+            assert one.train()
+        one.settle()
+        assert one.owner.acknowledged == one.watermark == one.training.record
+        assert one.owner.whole
+        [held] = one.end()
+        assert held.mirror
+        assert held.history == HISTORY
+        assert held.steps == tuple(10 * record for record in held.records)
+        assert check_all(one, [held])[-1] == base + 8
+        assert not refusals(one)
+
+
+def test_its_memory_is_a_replica_and_slots() -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        one.settle()
+        layout = Layout(one.training.spec())
+        expected = layout.state_bytes + (SLOTS + EXTRA_SLOTS) * layout.slot_bytes + layout.static_bytes
+        assert one.mirrors.nbytes == expected
+
+
+OPERATIONS = (
+    "train",
+    "send",
+    "send a little",
+    "deliver",
+    "deliver one",
+    "agent",
+    "redo",
+    "watermark",
+    "lose",
+    "retry",
+    "new agent",
+)
+
+
+def carry_out(one: Pair, operation: str) -> None:
+    match operation:
+        case "train":
+            one.train()
+        case "send":
+            one.send()
+        case "send a little":
+            one.send(1)
+        case "deliver":
+            one.deliver()
+        case "deliver one":
+            one.deliver(1)
+        case "agent":
+            one.agent(1)
+        case "redo":
+            one.redo()
+        case "watermark":
+            one.pass_watermark()
+        case "lose":
+            one.lose()
+        case "retry":
+            one.retry()
+        case "new agent":
+            one.replace_agent()
+        case "generation":
+            if one.training.record == one.watermark:
+                one.training.begin()
+                one.send_generation()
+
+
+# Training is what most of it is about: else nothing ever gets ahead of anything.
+WEIGHTED = (*OPERATIONS, *["train"] * 4, *["send", "deliver", "agent", "redo", "watermark"] * 2)
+
+
+def play(mode: str, optimizer: str, wait: bool, operations: Sequence[str], end_settled: bool) -> None:
+    with pair(mode, OPTIMIZERS[optimizer], 1, wait) as one:
+        one.settle()
+        for operation in operations:
+            carry_out(one, operation)
+        if end_settled:
+            # Peers keep up again: a window later the owner may be lost.
+            for _ in range(PERIOD + SLOTS):
+                one.settle()
+                one.train()
+            one.settle()
+            assert one.owner.whole
+            assert one.owner.acknowledged == one.training.record
+        whole, watermark = one.owner.whole, one.watermark
+        acknowledged = one.owner.acknowledged
+        records = check_all(one, one.end())
+        event(f"{len(records)} records, {'refused' if refusals(one) else 'taken'}")
+        if wait:
+            # Nodes redo up to the watermark, not further: that record is common to all, if nothing newer is.
+            assert watermark in records or not whole
+            assert acknowledged in records or not whole
+        if end_settled:
+            assert records[-1] == one.training.record
+
+
+@given(
+    mode=st.sampled_from(MODES),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    wait=st.booleans(),
+    operations=st.lists(st.sampled_from(WEIGHTED), max_size=60),
+    end_settled=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_happens_what_it_offers_is_right(
+    mode: str, optimizer: str, wait: bool, operations: list[str], end_settled: bool
+) -> None:
+    play(mode, optimizer, wait, operations, end_settled)
+
+
+@pytest.mark.slow
+@given(
+    mode=st.sampled_from(MODES),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    wait=st.booleans(),
+    operations=st.lists(st.sampled_from((*WEIGHTED, "generation")), max_size=150),
+    end_settled=st.booleans(),
+)
+@settings(max_examples=400, deadline=None)
+def test_long_histories(mode: str, optimizer: str, wait: bool, operations: list[str], end_settled: bool) -> None:
+    play(mode, optimizer, wait, operations, end_settled)
+
+
+# A mirror that falls behind
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_record_is_acknowledged_when_the_one_two_before_is_applied(mode: str) -> None:
+    with pair(mode, OPTIMIZERS["adam"]) as one:
+        one.settle()
+        for _ in range(2):
+            assert one.train()
+        one.send()
+        one.deliver()
+        assert stored(one)[-1] == 3  # its base is 1: two more may be there
+        one.agent()
+        one.redo()
+        one.pass_watermark()
+        assert one.train()
+        one.send()
+        one.deliver()
+        assert stored(one)[-1] == 3
+        one.settle()
+        assert stored(one)[-1] == 4
+        assert not refusals(one)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_that_are_needed_are_not_overwritten(mode: str) -> None:
+    """Training does not wait, and redo here stands still: what does not fit is refused, and comes again."""
+    with pair(mode, OPTIMIZERS["adam"], 1, wait=False) as one:
+        one.settle()
+        for _ in range(SLOTS + EXTRA_SLOTS + 1):
+            assert one.train()
+            one.send()
+            one.deliver()
+        assert "records behind" in refusals(one)[0]
+        assert len(refusals(one)) == 1, "what is still on its way is not answered"
+        one.settle()
+        assert one.owner.acknowledged == one.training.record
+        assert one.owner.whole
+        assert check_all(one, one.end())[-1] == one.training.record
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_skipped_makes_it_useless_for_a_period(mode: str) -> None:
+    with pair(mode, OPTIMIZERS["own"], 1, wait=False) as one:
+        one.settle()
+        assert one.train()
+        one.settle()
+        for _ in range(PERIOD + SLOTS + 2):
+            assert one.train()  # the first of these are gone from the owner's slots before anything is sent
+        first = one.training.record - (PERIOD if mode == "lazy" else 0) - SLOTS + 1
+        one.send()
+        one.deliver()
+        one.agent()
+        one.redo()
+        assert set(range(3, first)).isdisjoint(stored(one))
+        for _ in range(PERIOD + 1):
+            one.settle()
+            assert one.train()
+        one.settle()
+        assert one.owner.whole
+        run = [record for record in stored(one) if record >= first]
+        records = check_all(one, one.end())
+        assert records[-1] == one.training.record
+        assert min(records) >= run[0] + PERIOD - 1
+
+
+@pytest.mark.parametrize("count", [PERIOD - 1, PERIOD])
+def test_it_offers_nothing_while_its_state_is_not_exact(count: int) -> None:
+    with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
+        one.settle()
+        for _ in range(SLOTS + 5):
+            assert one.train()
+        one.send()  # what is left in the slots
+        assert one.deliver(count) == count
+        one.agent()
+        one.redo()
+        assert one.owner.whole == (count == PERIOD)
+        records = check_all(one, one.end())
+        assert records == [one.training.record] * (count == PERIOD)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("behind", range(SLOTS))
+def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int) -> None:
+    """Its agent may be the one that would lead: training waits for this very mirror."""
+    with pair(mode, OPTIMIZERS["adam"]) as one:
+        for _ in range(5):
+            one.settle()
+            assert one.train()
+        one.settle()
+        for _ in range(behind):
+            one.train()
+        one.replace_agent()
+        for _ in range(3):
+            one.settle()
+        assert one.owner.acknowledged == one.training.record
+        while not one.owner.whole:
+            assert one.train()
+            one.settle()
+        assert check_all(one, one.end())[-1] == one.training.record
+
+
+# What there is no replica for
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_redo_that_fails(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner learns of it, and its records are kept as they are from then on."""
+    with pair(mode, OPTIMIZERS["adam"]) as one:
+        one.settle()
+        original, owners = Replica._apply, one.training.held.replica
+
+        def fail(self: Replica, meta: RecordMeta) -> None:
+            if self is not owners and meta.record == 4:
+                raise ZeroDivisionError("a kernel of another kind")
+            original(self, meta)
+
+        monkeypatch.setattr(Replica, "_apply", fail)
+        for _ in range(10):
+            one.settle()
+            one.train()
+        one.settle()
+        assert any("a kernel of another kind" in reason for reason in refusals(one))
+        assert "a kernel of another kind" in one.mirroring.problem
+        assert one.owner.whole
+        assert one.owner.acknowledged == one.training.record == 11
+        assert len(one.mirrors) == 0
+        [window] = one.mirroring.windows()
+        assert window.records()[-PERIOD:] == [9, 10, 11]
+        assert one.end() == []
+
+
+@pytest.mark.parametrize("mode", ["lazy"])
+def test_an_optimizer_that_nobody_finds_by_name(mode: str) -> None:
+    with pair(mode, local_momentum()) as one:
+        for _ in range(3):
+            one.settle()
+            assert one.train()
+        one.settle()
+        assert "cannot be imported" in one.mirroring.problem
+        assert len(one.mirrors) == 0
+        assert one.owner.whole
+        assert one.mirroring.kept() == (("o", (1,), 4),)
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        monkeypatch.setattr(budget, "available_bytes", lambda: 4096)
+        one.settle()
+        assert "expected room" in one.mirroring.problem
+        assert len(one.mirrors) == 0
+        assert one.owner.whole
+
+
+def test_mirrors_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        one.settle()
+        needed = one.mirrors.nbytes
+        one.end()
+        one.mirrors.begin("b", 1, needed + 4096, 1)
+        [mirror] = one.mirrors._all.values()
+        message = type(mirror.opened)((1,), "h1", "b", 1, mirror.opened.spec, HISTORY)
+        answer, _ = one.mirrors.open(message)
+        assert type(answer).__name__ == "MirrorOpened"
+        assert len(one.mirrors) == 1
+
+
+# From attempt to attempt
+
+
+def test_mirrors_stay_until_the_next_attempt_is_protected() -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        for _ in range(4):
+            one.settle()
+            one.train()
+        one.send()
+        one.deliver()
+        one.agent()
+        one.redo()
+        [held] = one.end()
+        assert held.records == (4, 5)
+        one.mirrors.begin("b", 4, None, 1)
+        one.mirrors.begin("b", 4, None, 1)  # the plan was made once more
+        [held] = one.mirrors.inventory(lambda ranks: None)
+        assert held.records == (4,), "what lies beyond the record that was resumed is not gone on with"
+        one.mirrors.passed(4, False)
+        assert len(one.mirrors) == 1
+        one.check(4)
+        one.mirrors.passed(5, True)
+        assert len(one.mirrors) == 0
+
+
+def test_an_attempt_that_starts_over_uses_nothing() -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        one.settle()
+        one.end()
+        one.mirrors.begin("b", None, None, 1)
+        assert len(one.mirrors) == 0
+
+
+def test_the_last_generation_goes_when_the_next_is_acknowledged() -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        for _ in range(3):
+            one.settle()
+            one.train()
+        one.settle()
+        one.training.begin()
+        one.send_generation()
+        one.send()
+        one.deliver()
+        one.agent()
+        assert len(one.mirrors) == 2
+        one.train()
+        one.settle()
+        assert len(one.mirrors) == 1
+        assert one.owner.whole
+        assert check_all(one, one.end())[-1] == one.training.record
+
+
+def test_a_model_that_has_changed_is_told() -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        one.settle()
+        one.end()
+        [held] = one.mirrors.inventory(lambda ranks: ("another model",))
+        assert "another model" in held.problem
+
+
+# The plan
+
+PLACES = [("a", (0,)), ("b", (1,))]
+
+
+def live(node: str, rank: int, records: range, mirror: bool = False) -> HeldRecords:
+    return HeldRecords(
+        node=node,
+        records=tuple(records),
+        steps=tuple(records),
+        ranks=(rank,),
+        history=HISTORY,
+        world_size=2,
+        replicas=(rank,),
+        newest=records[-1],
+        mirror=mirror,
+    )
+
+
+def plan(*inventories: HeldRecords, units: Sequence[tuple[str, tuple[int, ...]]] = PLACES, **others: Any) -> Any:
+    return make_plan(inventories, "auto", 2, "n", units=units, **others)
+
+
+def test_a_lost_nodes_state_comes_from_its_mirror() -> None:
+    found = plan(live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True))
+    assert isinstance(found, RestoreRecord)
+    assert found.record == 6
+    [fetch] = found.fetches
+    assert (fetch.ranks, fetch.node, fetch.live) == ((1,), "b", "a")
+
+
+def test_a_mirror_on_the_ranks_own_node_is_fetched_from_too() -> None:
+    """Ranks have moved to where they were mirrored: their agent does not hold them as its own."""
+    moved = [("a", (1,)), ("b", (0,))]
+    found = plan(live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True), units=moved)
+    assert [(fetch.ranks, fetch.node, fetch.live) for fetch in found.fetches] == [((0,), "b", "a"), ((1,), "a", "a")]
+
+
+def test_what_a_node_has_itself_and_on_a_mirror() -> None:
+    found = plan(live("a", 0, range(5, 8)), live("b", 1, range(5, 7)), live("b", 1, range(7, 8), mirror=True))
+    assert (found.record, [fetch.ranks for fetch in found.fetches]) == (7, [(1,)])
+    found = plan(live("a", 0, range(5, 7)), live("b", 1, range(5, 7)), live("b", 1, range(4, 6), mirror=True))
+    assert (found.record, found.fetches) == (6, ())
+
+
+def test_a_mirror_that_cannot_be_read_is_done_without() -> None:
+    bad = {BadSource("a", (1,), damaged=False)}
+    moved = [("a", (1,)), ("b", (0,))]
+    held = [live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True)]
+    assert isinstance(plan(*held, without=bad, units=moved), StartOver)
+
+
+def test_without_peers_mirrors_are_of_no_use() -> None:
+    found = make_plan([live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True)], "auto", 2, "n")
+    assert isinstance(found, StartOver)
+    assert not isinstance(found, RestoreStored)

@@ -1,0 +1,226 @@
+"""Nodes are lost for real, and training goes on from replicas on their partners: bit for bit the undisturbed one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from memckpt.agent.replica import Replica
+from memckpt.state.records import RecordMeta
+from tests.engine_harness import Lab
+from tests.peers_lab import (
+    Act,
+    PeersRank,
+    bounds,
+    fail,
+    finishes,
+    goes_on,
+    kill_agent,
+    kill_courier,
+    kill_nodes,
+    mirror_config,
+    peers_job,
+    recovers_with,
+    start,
+    survives,
+    told,
+)
+from tests.sharded_cases import Setup, named
+from tests.sharded_lab import Death, noted, reference
+
+FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
+PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
+slow = pytest.mark.slow
+
+
+def all_mirrored(lab: Lab) -> None:
+    """Nothing was kept as plain copies, and nothing came too late to be taken."""
+    said = told(lab)
+    assert "plain copies" not in said
+    assert "records behind" not in said
+
+
+# Nodes die
+
+
+@pytest.mark.parametrize(
+    ("setup", "copies", "redo"),
+    [
+        (FSDP, 2, "lazy"),
+        (FSDP, 3, "eager"),
+        pytest.param(FSDP, 2, "eager", marks=slow),
+        pytest.param(FSDP, 3, "lazy", marks=slow),
+        pytest.param(DDP, 2, "lazy", marks=slow),
+        pytest.param(DDP, 2, "eager", marks=slow),
+        pytest.param(DDP, 3, "lazy", marks=slow),
+        pytest.param(DDP, 3, "eager", marks=slow),
+    ],
+    ids=named,
+)
+def test_goes_on_from_mirrors_when_nodes_are_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
+    """One after the other and two at once, early and late, the same one twice."""
+    both = "node1,node2" if copies > 2 else "node3"
+    deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
+    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths, acknowledged=True)
+    all_mirrored(lab)
+
+
+@slow
+@pytest.mark.parametrize(("setup", "copies"), [(FSDP, 2), (FSDP, 3), (DDP, 2)], ids=named)
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_goes_on_from_mirrors_wherever_a_node_is_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
+    """At each place, with records on their way: no less than what was acknowledged."""
+    lost = [f"node{index % 4}" + f",node{(index + 2) % 4}" * (copies > 2) for index in range(len(PLACES))]
+    deaths = [Death(who, number + 2, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
+    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(8))
+def test_instants_at_random(lab: Lab, seed: int) -> None:
+    choose = random.Random(seed)
+    copies, redo, ack = choose.choice([2, 3]), choose.choice(["lazy", "eager"]), choose.choice(["wait", "proceed"])
+    setup = choose.choice([FSDP, FSDP, DDP, HSDP])
+    steps = sorted(choose.sample(range(1, 9), 3))
+    names = [choose.sample(["node0", "node1", "node2", "node3"], copies - 1) for _ in steps]
+    if copies == 2:
+        names = [one[:1] for one in names]
+    deaths = [Death(",".join(sorted(who)), step, choose.choice(PLACES)) for who, step in zip(names, steps, strict=True)]
+    survives(lab, peers_job(lab, setup, mirror_config(copies, redo, ack=ack)), deaths, acknowledged=ack == "proceed")
+
+
+@slow
+@pytest.mark.parametrize(
+    "setup",
+    [
+        HSDP,
+        Setup(world_size=4, scaler=True),
+        Setup(world_size=4, accumulate=2),
+        Setup(world_size=4, precision="bf16"),
+        Setup(world_size=4, table=True),
+        Setup(world_size=4, optimizer="own"),
+        Setup(world_size=4, optimizer="sgd"),
+        Setup("fsdp-tp", 4),
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
+    deaths = [Death("node1", 3, "backward"), Death("node2", 7, "in step")]
+    survives(lab, peers_job(lab, setup, mirror_config(2, redo)), deaths, acknowledged=True)
+
+
+# Ranks come back elsewhere
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("node1", "fresh", "node2", "node3"),
+        pytest.param(("node3", "fresh", "node0", "node2"), marks=slow),
+        pytest.param(("fresh", "node0", "node2", "node3"), marks=slow),
+    ],
+)
+def test_ranks_come_back_on_other_nodes(lab: Lab, names: tuple[str, ...]) -> None:
+    """Some of them where their own mirror is."""
+    job = peers_job(lab, FSDP, mirror_config(2), nodes=4)
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(3,)), Death("node0", 4, "backward"))
+    moved = fail(lab, died.again(lab, names=names, protected_at=(6,)), Death(names[2], 7, "stepped"))
+    goes_on(moved, *bounds(died))
+    last = moved.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(moved))
+
+
+@slow
+@pytest.mark.parametrize("second", ["node1", "node2", "node0"])
+def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
+    """Of three copies; what stood still for the attempt that failed does so for the next one."""
+    job = peers_job(lab, FSDP, mirror_config(3))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    asked = [rank for rank in range(4) if job.node(rank) == second]
+    codes = start(
+        lab, replace(attempt, prepare=recovers_with(asked, lambda rank: kill_nodes(attempt, [second], itself=True)))
+    )
+    assert 0 not in codes
+    last = attempt.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+# Agents and couriers die, training goes on
+
+
+@pytest.mark.parametrize(
+    ("redo", "ack", "who", "dies"),
+    [
+        ("lazy", "wait", 0, kill_agent),
+        ("eager", "wait", 0, kill_courier),
+        pytest.param("lazy", "wait", 0, kill_courier, marks=slow),
+        pytest.param("lazy", "proceed", 1, kill_courier, marks=slow),
+        pytest.param("eager", "wait", 1, kill_agent, marks=slow),
+        pytest.param("eager", "proceed", 0, kill_agent, marks=slow),
+    ],
+)
+def test_protection_becomes_whole_again(
+    lab: Lab, redo: str, ack: str, who: int, dies: Callable[[PeersRank], None]
+) -> None:
+    """A mirror that begins in the middle, with nothing to begin with, is exact after a period."""
+    job = peers_job(lab, FSDP, mirror_config(2, redo, ack=ack, period=3))
+    expected = reference(lab, job)
+    acts = [Act(who, 3, "forward", dies)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    assert len(noted(died, "acted")[who]) == 1
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+# Mirrors that do not keep up, and mirrors that cannot
+
+
+def of_mirrors(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMeta], None]:
+    """A redo that does something first on replicas of other nodes' ranks, which have more slots."""
+    original = Replica._apply
+
+    def apply(self: Replica, meta: RecordMeta) -> None:
+        if self._layout.spec.slots > 3:
+            do(meta)
+        original(self, meta)
+
+    return apply
+
+
+@pytest.mark.parametrize("redo", [pytest.param("lazy", marks=slow), "eager"])
+def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def be_slow(meta: RecordMeta) -> None:
+        left = [float(number) for number in range(300_000)]
+        sum(left)
+
+    monkeypatch.setattr(Replica, "_apply", of_mirrors(lambda meta: [be_slow(meta) for _ in range(5)] and None))
+    job = peers_job(lab, FSDP, mirror_config(2, redo))
+    survives(lab, job, [Death("node1", 7, "backward")])
+    all_mirrored(lab)
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+def test_plain_copies_where_redo_fails(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_at(meta: RecordMeta) -> None:
+        if meta.record == 4:
+            raise ZeroDivisionError("a kernel of another kind")
+
+    monkeypatch.setattr(Replica, "_apply", of_mirrors(fail_at))
+    job = peers_job(lab, FSDP, mirror_config(2, redo, period=2))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(7,)), Death("node1", 8, "backward"))
+    assert "plain copies are kept" in told(lab)
+    assert "a kernel of another kind" in told(lab)
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
