@@ -141,7 +141,8 @@ class PeersRank(Rank):
         kill_nodes(self.job, next(each for each in names if mine in each))
 
     def _note_committed(self) -> None:
-        self.journal.note("committed", step=self.step, acknowledged=self.acknowledged)
+        loss = self.losses[self.step]
+        self.journal.note("committed", step=self.step, acknowledged=self.acknowledged, loss=loss)
         if self.step in self.job.protected_at:
             self.await_protection()
 
@@ -362,6 +363,13 @@ def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
     check_same(results(attempt), expected)
 
 
+def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
+    """All that the attempt has trained is as in the undisturbed training."""
+    for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
+        wrong = [each["step"] for each in steps if each["loss"] != theirs["losses"][each["step"]]]
+        assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
+
+
 def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: bool = False) -> PeersJob:
     """Nodes are lost one after the other; each time all go on with what is acknowledged at least.
 
@@ -376,12 +384,14 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: 
     attempt, low, high = job, 0, 0
     for number, death in enumerate([*deaths, None]):
         waits = (death.step - 1,) if death is not None and acknowledged else ()
+        waits += () if number else tuple(job.protected_at)
         attempt = replace(job, directory=fresh_directory(lab), number=job.number + number, protected_at=waits)
         if death is None:
             finishes(lab, attempt, expected)
         else:
             attempt = fail(lab, attempt, death)
         goes_on(attempt, low, high)
+        check_losses(attempt, expected)
         low, high = bounds(attempt)
         if death is not None and acknowledged:
             assert death.step <= low

@@ -87,11 +87,16 @@ def test_goes_on_from_peers_when_nodes_are_lost(lab: Lab, setup: Setup, data: in
 def test_goes_on_from_peers_wherever_a_node_is_lost(
     lab: Lab, setup: Setup, data: int, tolerate: int, redo: str
 ) -> None:
-    """At each place, with records on their way: no less than what was acknowledged."""
+    """At each place, with records on their way: no less than what was acknowledged.
+
+    DDP lays out its buckets anew after its first backward, and four ranks sum in another order then: no attempt goes
+    on from the first record.
+    """
     last = setup.world_size - 1
     lost = [f"node{index % setup.world_size}" + f",node{last}" * (tolerate > 1) for index in range(len(PLACES))]
-    deaths = [Death(who, number + 2, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths)
+    steps = [3, 4, 5, 6, 7, 8, 8]  # once step 9 is committed, training is over, and agents let go of everything
+    deaths = [Death(who, step, place) for who, step, place in zip(lost, steps, PLACES, strict=True)]
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo), protected_at=(1,)), deaths)
 
 
 @slow
@@ -139,8 +144,15 @@ def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Se
     goes_on(last, 5, 5)
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
-@pytest.mark.parametrize(("step", "place"), [(0, "backward"), pytest.param(1, "stepped", marks=slow)])
+@pytest.mark.parametrize(
+    ("setup", "step", "place"),
+    [
+        (FSDP, 0, "backward"),
+        pytest.param(FSDP, 1, "stepped", marks=slow),
+        pytest.param(DDP, 0, "backward", marks=slow),
+    ],
+    ids=named,
+)
 def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
     lab: Lab, setup: Setup, step: int, place: str
 ) -> None:
