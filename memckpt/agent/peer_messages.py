@@ -280,12 +280,13 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
 
-    `whole`: all nodes are protected: up to the tolerated number of them may be lost.
+    `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
+    some node has lost all that it had and can begin anew only if training goes on.
     """
 
     record: int
     whole: bool
-    problem: str = ""
+    lifted: bool = False
 
 
 class PeerLinkStatus(msgspec.Struct, frozen=True):

@@ -96,6 +96,7 @@ class Peers:
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._restarts = 0
+        self._newest = Passed(0, False)
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
@@ -146,6 +147,7 @@ class Peers:
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
+        self._newest = Passed(0, False)
         self._restarts = 0
         self._close_phases()
 
@@ -317,7 +319,8 @@ class Peers:
         if self.watermark is None or self._job is None:
             return None
         held = holding.held
-        if self._job.wait or held is None or held.base is None or not held.committed:
+        waits = self._job.wait and not self._newest.lifted
+        if waits or held is None or held.base is None or not held.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = max(held.committed.values()) - (held.spec.slots - 2)
@@ -372,14 +375,14 @@ class Peers:
     def _received(self, message: Message) -> None:
         match message:
             case Passed():
-                self.watermark = message.record
+                self.watermark, self._newest = message.record, message
                 self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
             case PeersReport():
                 self._report, self._reported = message.status, time.monotonic()
             case GivenUp():
                 self._given_up.add(message.generation)
-                self._told_passed(Passed(self.watermark or 0, False))
+                self._told_passed(self._newest)
             case OpenMirror():
                 answer, fds = self._mirrors.open(message)
                 self._send(answer, fds)

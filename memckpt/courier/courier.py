@@ -222,7 +222,7 @@ class Courier:
         assert self._holder is not None
         if self._member is not None:
             self._member.close()
-        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed)
+        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed, message.rejoin)
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
         self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():

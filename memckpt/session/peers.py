@@ -98,6 +98,7 @@ class Peers:
                 f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerated}, found "
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
+        ranks.together(lambda: _try_code(config))
         from memckpt.peers.keys import Keys
         from memckpt.peers.topology import choose_level, find_domain
 
@@ -274,6 +275,18 @@ class Peers:
             self._link.client.listen(self._listen)
             # What is acknowledged for every node the others know: it starts from nothing.
             self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
+
+
+def _try_code(config: ErasureConfig | MirrorConfig) -> None:
+    """Make sure that this node can encode.
+
+    Raises:
+        ConfigurationError: the backend is not there, or does not take so many pieces.
+    """
+    from memckpt.peers.code import Code
+
+    if isinstance(config, ErasureConfig):
+        Code(config.data, config.tolerate, config.backend).close()
 
 
 def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:
