@@ -440,6 +440,18 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
     goes_on(last, *bounds(died))
 
 
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize("setup", [DDP, pytest.param(FSDP, marks=slow)], ids=named)
+def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setup: Setup, redo: str) -> None:
+    """Two ranks of a node lose their agent: they begin anew together with a later record, which takes all others."""
+    job = peers_job(lab, setup, peers_config(1, 1, redo), nodes=2)
+    expected = reference(lab, job)
+    acts = [Act(2, step, "forward", kill_agent) for step in (3, 6)]
+    last = replace(job, acts=acts, protected_at=(2, 9))
+    finishes(lab, last, expected)
+    assert len(noted(last, "acted")[2]) == 2
+
+
 # Damage
 
 
