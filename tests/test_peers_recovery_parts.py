@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import socket
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from memckpt.agent import helper_process, peers
 from memckpt.agent.channel import Channel
+from memckpt.agent.client import AgentClient
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.mirrors import Mirrors
 from memckpt.agent.peer_messages import (
@@ -440,6 +442,40 @@ def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
         return tier.carry_out(plan_without, SPEC), asked
     finally:
         assert not link.answers
+
+
+@pytest.fixture
+def client() -> Iterator[tuple[AgentClient, Channel]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Of one message: a recovery is not bound to it.
+    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01), None), Channel(ends[1])
+    with closing(channel):
+        yield client, channel
+        client.abandon()
+
+
+def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
+    client: tuple[AgentClient, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, agent = client
+    answers = deque([None, None, RecoveryProgress(5), None, Recovered(nbytes=7)])
+    limits: list[float | None] = []
+
+    def poll(timeout: float | None) -> tuple[Any, list[int]] | None:
+        limits.append(timeout)
+        answer = answers.popleft()
+        return None if answer is None else (answer, [])
+
+    heard: list[RecoveryProgress] = []
+    with monkeypatch.context() as context:
+        context.setattr(trainer.channel, "poll", poll)
+        assert trainer.recover(Recover(5, (), (), None), heard.append) == Recovered(nbytes=7)
+    assert heard == [RecoveryProgress(5)]
+    assert not answers
+    agent.send(RecoveryProgress(6))
+    agent.shut_down()
+    with pytest.raises(AgentGoneError):
+        trainer.recover(Recover(5, (), (), None), heard.append)
 
 
 def test_a_node_that_cannot_fetch_for_a_reason_of_its_own_ends_the_start_and_drops_nothing() -> None:

@@ -248,10 +248,27 @@ class AgentClient:
         Args:
             message: which.
             progress: told how far it is.
+
+        A state may be large and the network slow, so this takes as long as the agent lives, and says so now and then.
+
+        Raises:
+            AgentGoneError: the agent is gone.
+            MemckptError: what it refuses, and why.
         """
         self.channel.send(message)
+        waited = 0
         while True:
-            answer, fds = self.channel.receive(self._config.start_seconds)
+            received = self.channel.poll(_PATIENCE_SECONDS)
+            if received is None:
+                waited += 1
+                _log.warning(
+                    "memckpt: the agent (pid %d) fetches from peers, and has said nothing for %.0f s; see its log",
+                    self.agent_pid,
+                    waited * _PATIENCE_SECONDS,
+                )
+                continue
+            waited = 0
+            answer, fds = received
             if isinstance(answer, RecoveryProgress):
                 progress(answer)
             elif isinstance(answer, Recovered):
