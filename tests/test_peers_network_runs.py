@@ -30,11 +30,12 @@ from tests.peers_lab import (
     peers_config,
     peers_job,
     ranks_of,
+    revive_agents,
     told,
     train,
 )
 from tests.sharded_cases import Setup
-from tests.sharded_lab import NO_PROCESS_GROUP, TRIES, Death, noted, reference
+from tests.sharded_lab import NO_PROCESS_GROUP, TRIES, Death, logs, noted, reference
 
 pytestmark = [
     pytest.mark.slow,
@@ -138,6 +139,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 175)), Death("node1", 177, "backward"))
     assert len(noted(died, "acted")[0]) == len(acts)
     assert max(lags(died)) > SLOTS
+    assert "the courier is gone" not in logs(lab)
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))
@@ -198,8 +200,6 @@ def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, netwo
         signal.pause()
 
     first = replace(job, acts=[Act(1, 6, "backward", cut)], protected_at=(4,))
-    from tests.peers_lab import revive_agents
-
     revive_agents(lab, first)
     stale = cut_off(lab, first, 1)
     assert stale.alive()

@@ -102,6 +102,8 @@ class AgentClient:
         #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
         self.passed = 0
         self.whole = False
+        #: Whether nobody is to wait for that, just now.
+        self.lifted = False
         self._config = config
         self._process = process
         self._notices: list[Notice] = []
@@ -155,7 +157,7 @@ class AgentClient:
             self.applied = max(self.applied, message.applied)
         elif isinstance(message, Passed):
             self.passed = max(self.passed, message.record)
-            self.whole = message.whole
+            self.whole, self.lifted = message.whole, message.lifted
         elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed, Logged)):
             self._notices.append(message)
         elif isinstance(message, (RecoveryProgress, Recovered)):
@@ -266,7 +268,7 @@ class AgentClient:
             AgentGoneError: the agent is gone.
         """
         waited = 0
-        while self.passed < record:
+        while self.passed < record and not self.lifted:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return
             received = self.channel.poll(_PATIENCE_SECONDS)

@@ -43,6 +43,13 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _cannot_start(module: str, error: OSError) -> AgentError:
+    return AgentError(
+        f"expected to start a process of {module}, found {error}; raise the limit on processes, open files or memory "
+        "that this speaks of"
+    )
+
+
 class HelperProcess:
     """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
 
@@ -53,6 +60,9 @@ class HelperProcess:
         selector: of the agent's loop, which reads its answers.
         received: called with each of them; an AgentError from it says that the process is not in its right mind.
         ended: called with the reason once it is gone, or not to be trusted.
+
+    Raises:
+        AgentError: it cannot be started.
     """
 
     def __init__(
@@ -66,7 +76,10 @@ class HelperProcess:
         self._selector = selector
         self._received = received
         self._ended = ended
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _cannot_start(module, error) from error
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
@@ -78,6 +91,9 @@ class HelperProcess:
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": path},
                 )
+        except OSError as error:
+            ours.close()
+            raise _cannot_start(module, error) from error
         except BaseException:  # raised again: nobody else knows of our end of the pair
             ours.close()
             raise
@@ -125,24 +141,46 @@ class HelperProcess:
         for fd in fds:
             os.close(fd)
 
-    def ask(self, message: Message, expected: type[T], timeout: float) -> T:
+    def ask(self, message: Message, expected: type[T], timeout: float, patience: float | None = None) -> T:
         """Hand over a job that is done at once, and wait for its answer; what comes before that is received as ever.
 
+        Args:
+            message: the job.
+            expected: the type of its answer.
+            timeout: in seconds, for each message of the process.
+            patience: how long to wait instead while it lives, and the log says that it does not answer.
+
         Raises:
-            AgentGoneError: the process is gone, or has not answered in time.
+            AgentGoneError: the process is gone, or has not answered in time; or what it has said meanwhile has led to
+                its end.
         """
-        deadline = time.monotonic() + _TAKE_SECONDS
+        deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())
         self._send_waiting()
         while self._waiting:
             if not select.select([], [self._channel.sock], [], max(0.0, deadline - time.monotonic()))[1]:
-                raise AgentGoneError(f"the process took no message for {_TAKE_SECONDS:.0f} s (stopped or overloaded?)")
+                raise AgentGoneError("the process takes no message (stopped or overloaded?)")
             self._send_waiting()
+        longer = 0.0
         while True:
-            answer, _ = self._channel.receive(timeout)
+            received = self._channel.poll(longer or timeout)
+            if received is None:
+                if patience is None or longer or self._process.poll() is not None:
+                    raise AgentGoneError(f"no answer within {timeout + longer:.0f} s")
+                longer = max(0.1, patience - timeout)
+                _log.warning(
+                    "pid %d has not answered for %.0f s; it lives, and gets %.0f s more",
+                    self._process.pid,
+                    timeout,
+                    longer,
+                )
+                continue
+            answer, longer = received[0], 0.0
             if isinstance(answer, expected):
                 return answer
             self._received(answer)
+            if self._channel.fileno() < 0:
+                raise AgentGoneError("what it said has led to its end")
 
     def close(self) -> None:
         """Kill it, wait for its end a while, and close the connection. Idempotent."""
