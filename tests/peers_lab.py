@@ -370,12 +370,13 @@ def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
         assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
 
 
-def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: bool = False) -> PeersJob:
+def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_before: int | None = None) -> PeersJob:
     """Nodes are lost one after the other; each time all go on with what is acknowledged at least.
 
     Args:
         deaths: in an attempt each.
-        acknowledged: whether ranks wait for protection before the step of each death, so that nothing is lost.
+        protected_before: so many steps before each death ranks wait until they are protected; None: they do not. What
+            is lost with a node before all is protected again counts beside what was lost before.
 
     Returns:
         The last attempt.
@@ -383,8 +384,7 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: 
     expected = reference(lab, job)
     attempt, low, high = job, 0, 0
     for number, death in enumerate([*deaths, None]):
-        waits = (death.step - 1,) if death is not None and acknowledged else ()
-        waits += () if number else tuple(job.protected_at)
+        waits = () if death is None or protected_before is None else (death.step - protected_before,)
         attempt = replace(job, directory=fresh_directory(lab), number=job.number + number, protected_at=waits)
         if death is None:
             finishes(lab, attempt, expected)
@@ -393,8 +393,7 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: 
         goes_on(attempt, low, high)
         check_losses(attempt, expected)
         low, high = bounds(attempt)
-        if death is not None and acknowledged:
-            assert death.step <= low
+        assert all(step < low for step in waits), "what was protected is not known"
     return attempt
 
 

@@ -75,7 +75,7 @@ def test_goes_on_from_peers_when_nodes_are_lost(lab: Lab, setup: Setup, data: in
     """One after the other and neighbours at once, early and late, the same one twice."""
     both = "node1,node2" if tolerate > 1 else "node3"
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths, protected_before=1)
 
 
 @slow
@@ -94,9 +94,9 @@ def test_goes_on_from_peers_wherever_a_node_is_lost(
     """
     last = setup.world_size - 1
     lost = [f"node{index % setup.world_size}" + f",node{last}" * (tolerate > 1) for index in range(len(PLACES))]
-    steps = [3, 4, 5, 6, 7, 8, 8]  # once step 9 is committed, training is over, and agents let go of everything
-    deaths = [Death(who, step, place) for who, step, place in zip(lost, steps, PLACES, strict=True)]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo), protected_at=(1,)), deaths)
+    deaths = [Death(who, 2 * number + 3, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
+    job = peers_job(lab, setup, peers_config(data, tolerate, redo), last_step=17)
+    survives(lab, job, deaths, protected_before=2)
 
 
 @slow
@@ -117,19 +117,24 @@ def test_goes_on_from_peers_wherever_a_node_is_lost(
 @pytest.mark.parametrize(("data", "tolerate"), [(1, 1), (2, 2)])
 def test_goes_on_from_peers_in_other_trainings(lab: Lab, setup: Setup, data: int, tolerate: int) -> None:
     deaths = [Death("node1", 2, "backward"), Death("node2" + ",node3" * (tolerate > 1), 6, "stepped")]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate)), deaths, protected_before=1)
 
 
 @slow
 @pytest.mark.parametrize("setup", [Setup(world_size=8), Setup("ddp", 8), Setup("hsdp", 8)], ids=named)
 def test_goes_on_from_peers_with_two_ranks_to_a_node(lab: Lab, setup: Setup) -> None:
     deaths = [Death("node1", 3, "backward"), Death("node2,node3", 6, "stepped")]
-    survives(lab, peers_job(lab, setup, peers_config(2, 2), nodes=4), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(2, 2), nodes=4), deaths, protected_before=1)
 
 
 @slow
 def test_ranks_that_nobody_ends_notice_that_a_node_is_lost(lab: Lab) -> None:
-    survives(lab, peers_job(lab, FSDP, peers_config(3, 1), launcher=False), [Death("node2", 4, "reduced")])
+    survives(
+        lab,
+        peers_job(lab, FSDP, peers_config(3, 1), launcher=False),
+        [Death("node2", 4, "reduced")],
+        protected_before=1,
+    )
 
 
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
