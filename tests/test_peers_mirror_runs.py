@@ -55,7 +55,7 @@ def all_mirrored(lab: Lab) -> None:
     ("setup", "copies", "redo"),
     [
         (FSDP, 2, "lazy"),
-        (FSDP, 3, "eager"),
+        pytest.param(FSDP, 3, "eager", marks=slow),
         pytest.param(FSDP, 2, "eager", marks=slow),
         pytest.param(FSDP, 3, "lazy", marks=slow),
         pytest.param(DDP, 2, "lazy", marks=slow),
@@ -127,6 +127,7 @@ def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
 # Ranks come back elsewhere
 
 
+@slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -168,6 +169,7 @@ def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
 # Agents and couriers die, training goes on
 
 
+@slow
 @pytest.mark.parametrize(
     ("redo", "ack", "who", "dies"),
     [
@@ -208,6 +210,7 @@ def of_mirrors(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMet
     return apply
 
 
+@slow
 @pytest.mark.parametrize("redo", [pytest.param("lazy", marks=slow), "eager"])
 def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def be_slow(meta: RecordMeta) -> None:
@@ -220,6 +223,7 @@ def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypat
     all_mirrored(lab)
 
 
+@slow
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_plain_copies_where_redo_fails(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_at(meta: RecordMeta) -> None:

@@ -137,6 +137,7 @@ def test_ranks_that_nobody_ends_notice_that_a_node_is_lost(lab: Lab) -> None:
     )
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Setup) -> None:
     """The owner is ahead of all the others, who stand in their commits."""
@@ -149,6 +150,7 @@ def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Se
     goes_on(last, 5, 5)
 
 
+@slow
 @pytest.mark.parametrize(
     ("setup", "step", "place"),
     [
@@ -203,6 +205,7 @@ def test_falls_to_storage_when_more_nodes_are_lost_than_tolerated(
     assert "resuming from storage" in told(lab)
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(3, 1))
@@ -225,6 +228,7 @@ def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[
     return again.again(lab), expected
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP])
 def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab, setup: Setup) -> None:
     last, expected = lost_again_before_protection(lab, stored_job(lab, setup, 3, 1), "node2")
@@ -320,6 +324,7 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
     goes_on(last, *bounds(died))
 
 
+@slow
 @pytest.mark.parametrize(
     ("setup", "tolerate", "second"),
     [
@@ -364,6 +369,7 @@ def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup
     goes_on(attempt, *bounds(died))
 
 
+@slow
 @pytest.mark.parametrize("setup", [DDP, pytest.param(FSDP, marks=slow)], ids=named)
 def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> None:
     """However late they are asked to: each of the others waits for rank 1, whose node fetches."""
@@ -385,6 +391,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 # Records on their way
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 @pytest.mark.parametrize(
     ("ack", "lost"),
@@ -416,7 +423,7 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     ("setup", "ack", "redo", "who", "dies"),
     [
         (FSDP, "wait", "lazy", 1, kill_agent),
-        (DDP, "proceed", "lazy", 0, kill_courier),
+        pytest.param(DDP, "proceed", "lazy", 0, kill_courier, marks=slow),
         pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
         pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
         pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
@@ -473,6 +480,7 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
     assert "cannot be read from node2" in told(lab)
 
 
+@slow
 @pytest.mark.parametrize(
     ("stored", "setup"),
     [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
