@@ -41,7 +41,8 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     UnitSource,
 )
-from memckpt.agent.peers import Peers, Recovery
+from memckpt.agent.peers import Peers
+from memckpt.agent.recovery import Recovery
 from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.peers.wire import WindowIs
