@@ -160,6 +160,8 @@ class Job:
         names = [node.name for node in places.values()]
         self.emptied = set()
         self.seen = dict.fromkeys(names, record or 0)
+        #: By node: whether nobody is to wait there.
+        self.lifted: dict[str, bool] = {}
         self.made = dict.fromkeys(places, record or 0)
         self.staging, self.anew = set(), set(places)
         self.network = Network(names)
@@ -193,12 +195,15 @@ class Job:
 
         def passed(message: Any) -> None:
             self.seen[node.name] = max(self.seen[node.name], message.record)
+            self.lifted[node.name] = message.lifted
             for live in node.live.values():
                 live.let_go(message.record)
 
         job = msgspec.structs.replace(self.job, record=record)
         unused: Any = None  # nothing is mirrored
-        self.members[node.name] = Member(node.name, job, Mirroring(node.holder, unused, unused), port, passed)
+        rejoined = node.name in self.members
+        holder = Mirroring(node.holder, unused, unused)
+        self.members[node.name] = Member(node.name, job, holder, port, passed, rejoined)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -210,7 +215,8 @@ class Job:
     def may_stage(self, unit: Unit) -> bool:
         """Whether a unit's trainers may begin to fill the slot of their next record."""
         acknowledged = self.seen[self.places[unit].name] >= self.made[unit] + 1 - self.setting.slots
-        return unit not in self.staging and (acknowledged or not self.setting.wait)
+        lifted = self.lifted.get(self.places[unit].name, False)
+        return unit not in self.staging and (acknowledged or lifted or not self.setting.wait)
 
     def stage(self, unit: Unit) -> None:
         self.staging.add(unit)
@@ -218,8 +224,9 @@ class Job:
             self.places[unit].live[unit].generations[-1].slots.open(self.made[unit] + 1)
 
     def may_commit(self, unit: Unit) -> bool:
-        """Its backward needs all ranks, and these their commits of the record before."""
-        return unit in self.staging and self.made[unit] == min(self.made.values())
+        """Its backward needs all ranks in it, and so their commits of the record before."""
+        made = self.made[unit]
+        return unit in self.staging and all(one > made or other in self.staging for other, one in self.made.items())
 
     def commit(self, unit: Unit) -> None:
         node = self.places[unit]
