@@ -137,7 +137,7 @@ def test_ranks_that_nobody_ends_notice_that_a_node_is_lost(lab: Lab) -> None:
     )
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
 def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Setup) -> None:
     """The owner is ahead of all the others, who stand in their commits."""
     job = peers_job(lab, setup, peers_config(2, 2))
@@ -203,7 +203,8 @@ def test_falls_to_storage_when_more_nodes_are_lost_than_tolerated(
     assert "resuming from storage" in told(lab)
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
@@ -225,6 +226,7 @@ def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[
     return again.again(lab), expected
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP])
 def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab, setup: Setup) -> None:
     last, expected = lost_again_before_protection(lab, stored_job(lab, setup, 3, 1), "node2")
@@ -323,10 +325,10 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
 @pytest.mark.parametrize(
     ("setup", "tolerate", "second"),
     [
-        (FSDP, 1, "node1"),
+        pytest.param(FSDP, 1, "node1", marks=slow),
         pytest.param(FSDP, 2, "node2", marks=slow),
         pytest.param(FSDP, 2, "node3", marks=slow),
-        pytest.param(DDP, 1, "node1", marks=slow),
+        (DDP, 1, "node1"),
         pytest.param(DDP, 2, "node0", marks=slow),
     ],
     ids=named,
@@ -385,7 +387,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 # Records on their way
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
 @pytest.mark.parametrize(
     ("ack", "lost"),
     [("wait", "node1"), pytest.param("wait", "node2", marks=slow), pytest.param("proceed", "node1", marks=slow)],
@@ -448,7 +450,7 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
 # Damage
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
 def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
@@ -463,7 +465,7 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
 
 @pytest.mark.parametrize(
     ("stored", "setup"),
-    [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
+    [pytest.param(True, FSDP, marks=slow), pytest.param(False, FSDP, marks=slow), (True, DDP)],
     ids=named,
 )
 def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
@@ -484,6 +486,7 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 # Nothing is left
 
 
+@slow
 def test_couriers_end_with_their_agents(lab: Lab) -> None:
     """Both ways to end: the agent leaves, and the agent is killed."""
     job = peers_job(lab, FSDP, peers_config(1, 1))
