@@ -320,7 +320,8 @@ def _supervise(ranks: Sequence[Child], job: Job) -> list[int]:
     running = {child._handle: child for child in ranks}
     failed = False
     while running:
-        ended, _, _ = select.select(list(running), [], [], LAUNCHER_SECONDS if failed else None)
+        patience = 0.0 if job.launcher else LAUNCHER_SECONDS
+        ended, _, _ = select.select(list(running), [], [], patience if failed else None)
         if failed and (job.launcher or not ended):
             for child in running.values():
                 os.kill(child.pid, signal.SIGKILL)

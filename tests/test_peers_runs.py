@@ -328,10 +328,10 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
 @pytest.mark.parametrize(
     ("setup", "tolerate", "second"),
     [
-        (FSDP, 1, "node1"),
+        pytest.param(FSDP, 1, "node1", marks=slow),
         pytest.param(FSDP, 2, "node2", marks=slow),
         pytest.param(FSDP, 2, "node3", marks=slow),
-        pytest.param(DDP, 1, "node1", marks=slow),
+        (DDP, 1, "node1"),
         pytest.param(DDP, 2, "node0", marks=slow),
     ],
     ids=named,
@@ -467,7 +467,7 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
 # Damage
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
 def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
@@ -483,7 +483,7 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
 @slow
 @pytest.mark.parametrize(
     ("stored", "setup"),
-    [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
+    [pytest.param(True, FSDP, marks=slow), pytest.param(False, FSDP, marks=slow), (True, DDP)],
     ids=named,
 )
 def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
@@ -504,6 +504,7 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 # Nothing is left
 
 
+@slow
 def test_couriers_end_with_their_agents(lab: Lab) -> None:
     """Both ways to end: the agent leaves, and the agent is killed."""
     job = peers_job(lab, FSDP, peers_config(1, 1))
