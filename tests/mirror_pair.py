@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import Commit, GenerationCommit, Message
@@ -65,6 +66,24 @@ class Net(nn.Module):
         self.idle = nn.Parameter(torch.randn(5))
         self.fixed = nn.Parameter(torch.randn(4), requires_grad=False)
         self.register_buffer("mean", torch.zeros(2))
+
+
+class Strict(Optimizer):
+    """It makes its state at once or not at all, and some of that is no tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                state = self.state[param]
+                if not state:
+                    state |= {"count": 0, "velocity": torch.zeros_like(param)}
+                state["count"] += 1
+                state["velocity"].mul_(0.9).add_(param.grad)
+                param.sub_(state["velocity"] / state["count"], alpha=0.1)
 
 
 class Training:

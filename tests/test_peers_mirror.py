@@ -22,11 +22,12 @@ from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_
 from memckpt.state.layout import Layout
 from memckpt.state.records import HeldRecords, RecordMeta
 from tests.engine_optimizers import Momentum, local_momentum
-from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair
+from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair, Strict
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
     "own": lambda params: Momentum(params),
+    "strict": lambda params: Strict(params),
 }
 MODES = ("lazy", "eager")
 
@@ -176,6 +177,7 @@ def play(mode: str, optimizer: str, wait: bool, operations: Sequence[str], end_s
             assert one.owner.acknowledged == one.training.record
         whole, watermark = one.owner.whole, one.watermark
         acknowledged = one.owner.acknowledged
+        assert not any("redo of record" in reason for reason in refusals(one))
         records = check_all(one, one.end())
         event(f"{len(records)} records, {'refused' if refusals(one) else 'taken'}")
         if wait:
@@ -294,11 +296,37 @@ def test_it_offers_nothing_while_its_state_is_not_exact(count: int) -> None:
         assert records == [one.training.record] * (count == PERIOD)
 
 
+@pytest.mark.parametrize("count", [PERIOD - 1, PERIOD])
+def test_what_waits_is_let_go_of_when_what_follows_is_lost(count: int) -> None:
+    """All slots hold records that are yet to be redone, and the owner has gone on far beyond them."""
+    with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
+        one.settle()
+        for _ in range(SLOTS + EXTRA_SLOTS):
+            assert one.train()
+            one.send()
+            one.deliver()
+        for _ in range(SLOTS + EXTRA_SLOTS):
+            assert one.train()
+        one.send()
+        one.deliver()
+        assert [answer.nothing for answer in one.answers if isinstance(answer, NotStored)] == [True]
+        assert not one.owner.whole
+        one.agent()
+        one.redo()
+        one.retry()
+        one.send()
+        one.deliver(2 + count)  # behind what opens it and what is sent once
+        one.agent()
+        one.redo()
+        assert check_all(one, one.end()) == [one.training.record] * (count == PERIOD)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("behind", range(SLOTS))
-def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int) -> None:
+def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int, optimizer: str) -> None:
     """Its agent may be the one that would lead: training waits for this very mirror."""
-    with pair(mode, OPTIMIZERS["adam"]) as one:
+    with pair(mode, OPTIMIZERS[optimizer]) as one:
         for _ in range(5):
             one.settle()
             assert one.train()
@@ -312,6 +340,7 @@ def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int) -> No
         while not one.owner.whole:
             assert one.train()
             one.settle()
+        assert len(one.mirrors) == 1, refusals(one)
         assert check_all(one, one.end())[-1] == one.training.record
 
 
