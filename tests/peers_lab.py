@@ -141,7 +141,8 @@ class PeersRank(Rank):
         kill_nodes(self.job, next(each for each in names if mine in each))
 
     def _note_committed(self) -> None:
-        self.journal.note("committed", step=self.step, acknowledged=self.acknowledged)
+        loss = self.losses[self.step]
+        self.journal.note("committed", step=self.step, acknowledged=self.acknowledged, loss=loss)
         if self.step in self.job.protected_at:
             self.await_protection()
 
@@ -234,7 +235,7 @@ def courier_of(job: PeersJob, name: str) -> int:
     return found
 
 
-def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
+def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
     """The pids of ranks on these nodes."""
     for rank in range(job.world_size):
         if job.node(rank) in names:
@@ -245,7 +246,7 @@ def _ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
     """All processes of these nodes at once, but for the caller, if not `itself`; couriers go with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
-    for pid in [*_ranks_of(job, names), *agents]:
+    for pid in [*ranks_of(job, names), *agents]:
         if pid != os.getpid():
             os.kill(pid, signal.SIGKILL)
     for pid in agents:
@@ -362,12 +363,20 @@ def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
     check_same(results(attempt), expected)
 
 
-def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: bool = False) -> PeersJob:
+def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
+    """All that the attempt has trained is as in the undisturbed training."""
+    for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
+        wrong = [each["step"] for each in steps if each["loss"] != theirs["losses"][each["step"]]]
+        assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
+
+
+def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_before: int | None = None) -> PeersJob:
     """Nodes are lost one after the other; each time all go on with what is acknowledged at least.
 
     Args:
         deaths: in an attempt each.
-        acknowledged: whether ranks wait for protection before the step of each death, so that nothing is lost.
+        protected_before: so many steps before each death ranks wait until they are protected; None: they do not. What
+            is lost with a node before all is protected again counts beside what was lost before.
 
     Returns:
         The last attempt.
@@ -375,16 +384,16 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, acknowledged: 
     expected = reference(lab, job)
     attempt, low, high = job, 0, 0
     for number, death in enumerate([*deaths, None]):
-        waits = (death.step - 1,) if death is not None and acknowledged else ()
+        waits = () if death is None or protected_before is None else (death.step - protected_before,)
         attempt = replace(job, directory=fresh_directory(lab), number=job.number + number, protected_at=waits)
         if death is None:
             finishes(lab, attempt, expected)
         else:
             attempt = fail(lab, attempt, death)
         goes_on(attempt, low, high)
+        check_losses(attempt, expected)
         low, high = bounds(attempt)
-        if death is not None and acknowledged:
-            assert death.step <= low
+        assert all(step < low for step in waits), "what was protected is not known"
     return attempt
 
 

@@ -145,6 +145,7 @@ class Rank:
         self.journal = Journal(job.directory / f"journal-{rank}")
         self.session: memckpt.Session | None = None
         self.step = -1
+        self.losses: dict[int, str] = {}
         self._deaths = {(death.step, death.place): death for death in job.deaths if self._concerns(death)}
 
     def _concerns(self, death: Death) -> bool:
@@ -201,7 +202,7 @@ class Rank:
         if job.prepare is not None:
             job.prepare(self.rank)
         start = self._attach(training)
-        losses = {}
+        losses = self.losses
         with _between_groups(lambda: self.at("in step")):
             for self.step in range(start, job.last_step):
                 if job.each_step is not None:
@@ -319,7 +320,8 @@ def _supervise(ranks: Sequence[Child], job: Job) -> list[int]:
     running = {child._handle: child for child in ranks}
     failed = False
     while running:
-        ended, _, _ = select.select(list(running), [], [], LAUNCHER_SECONDS if failed else None)
+        patience = 0.0 if job.launcher else LAUNCHER_SECONDS
+        ended, _, _ = select.select(list(running), [], [], patience if failed else None)
         if failed and (job.launcher or not ended):
             for child in running.values():
                 os.kill(child.pid, signal.SIGKILL)

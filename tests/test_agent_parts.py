@@ -16,14 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from memckpt.agent import helper_process
 from memckpt.agent.address import AgentAddress, runtime_directory
 from memckpt.agent.channel import INLINE_BYTES, Channel
 from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Commit, Credit, Goodbye
+from memckpt.agent.messages import Commit, Credit, Goodbye, Message
+from memckpt.agent.peer_messages import Halt, Halted, ListPieces, PhasesAre, Pieces
 from memckpt.agent.processes import ProcessHandle, start_ticks
 from memckpt.agent.replica import ulp_distance
 from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
+from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.state.layout import Layout
@@ -32,6 +35,7 @@ from tests.test_layout import large_spec
 from tests.test_storage_runs import until
 
 Pair = tuple[Channel, Channel]
+Courier = tuple[HelperProcess, selectors.BaseSelector, list[Message], list[str]]
 
 
 @pytest.fixture
@@ -224,6 +228,68 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
     assert process.returncode == -signal.SIGKILL
     assert ended == []
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.fixture
+def courier() -> Iterator[Courier]:
+    received: list[Message] = []
+    ended: list[str] = []
+    with selectors.DefaultSelector() as selector:
+        process = HelperProcess("memckpt.courier", [], selector, received.append, ended.append)
+        try:
+            process.ask(ListPieces({}), Pieces, 20)
+            yield process, selector, received, ended
+        finally:
+            process.close()
+
+
+def test_what_a_process_that_stands_still_does_not_take_waits_for_it(courier: Courier) -> None:
+    process, selector, received, ended = courier
+    process._process.send_signal(signal.SIGSTOP)
+    before = len(os.listdir("/proc/self/fd"))
+    page = PhasesPage.create(1)
+    for _ in range(2000):
+        process.send(ListPieces({0: ("x" * 100,)}), [])
+    process.send(PhasesAre(), [page.fd])
+    page.close()
+    assert len(process._waiting) > 1000
+    process._process.send_signal(signal.SIGCONT)
+
+    while len(received) < 2000:
+        ready = selector.select(20)
+        assert ready, f"nothing comes after {len(received)} answers"
+        for key, _ in ready:
+            key.data()
+    while process._waiting:
+        for key, _ in selector.select(20):
+            key.data()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert ended == []
+
+
+def test_an_answer_comes_behind_what_waits(courier: Courier) -> None:
+    process, _, received, _ = courier
+    process._process.send_signal(signal.SIGSTOP)
+    while not process._waiting:
+        process.send(ListPieces({}), [])
+    process._process.send_signal(signal.SIGCONT)
+    assert process.ask(Halt(), Halted, 20) == Halted()
+    assert received
+    assert not process._waiting
+
+
+def test_no_more_than_so_much_waits_for_a_process(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = courier[0]
+    monkeypatch.setattr(helper_process, "_MOST_WAITING_BYTES", 10_000)
+    process._process.send_signal(signal.SIGSTOP)
+
+    def send_for_ever() -> None:
+        while True:
+            process.send(ListPieces({}), [])
+
+    with pytest.raises(AgentGoneError, match=r"takes nothing, and \d+ bytes wait"):
+        send_for_ever()
+    assert process._waiting_bytes <= 10_000
 
 
 # Memory

@@ -131,6 +131,18 @@ def test_the_watermark_never_goes_back_and_strangers_do_not_count() -> None:
     assert leader.missing() == ("a", "b")
 
 
+def test_nothing_is_whole_while_a_node_is_not_heard() -> None:
+    leader = Leader(["a", "b"], 0)
+    leader.acknowledged(Acknowledged("a", 5, 0, True))
+    assert leader.unheard(frozenset()) is None
+    assert leader.acknowledged(Acknowledged("b", 5, 0, True)) == Watermark(5, True)
+    assert leader.unheard(frozenset("b")) == Watermark(5, False)
+    assert leader.unheard(frozenset("b")) is None
+    assert leader.acknowledged(Acknowledged("a", 6, 0, True)) is None
+    assert leader.missing() == ("b",)
+    assert leader.unheard(frozenset()) == Watermark(5, True)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.booleans()), max_size=40))
 def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]]) -> None:
     leader = Leader("abc", 3)
@@ -145,3 +157,16 @@ def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]
             told = now
         assert told == leader.watermark
         assert told.record == 3 or all(newest.get(one, 0) >= told.record for one in "abc")
+
+
+def test_nobody_waits_while_a_node_has_lost_all_that_it_had() -> None:
+    leader = Leader(["a", "b"], 10)
+    assert leader.acknowledged(Acknowledged("a", 12, 0, True)) is None
+    assert leader.acknowledged(Acknowledged("b", 10, 10, False, lost=True)) == Watermark(10, False, lifted=True)
+    assert leader.acknowledged(Acknowledged("b", 13, 13, False)) == Watermark(10, False)
+    assert leader.acknowledged(Acknowledged("a", 13, 0, True)) == Watermark(13, False)
+
+
+def test_a_leader_that_has_lost_all_lets_nobody_wait_before_it_has_heard_of_all() -> None:
+    leader = Leader(["a", "b"], 0)
+    assert leader.acknowledged(Acknowledged("a", 0, 0, False, lost=True)) == Watermark(0, False, lifted=True)

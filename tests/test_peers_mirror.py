@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorReco
 from memckpt.agent.mirrors import EXTRA_SLOTS
 from memckpt.agent.replica import Replica
 from memckpt.memory import budget
+from memckpt.memory.region import Region
 from memckpt.peers.wire import NotStored, Stored
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
@@ -74,6 +76,35 @@ def test_each_record_is_redone(mode: str, optimizer: str, base: int) -> None:
         assert held.steps == tuple(10 * record for record in held.records)
         assert check_all(one, [held])[-1] == base + 8
         assert not refusals(one)
+
+
+@pytest.mark.parametrize("error", [TypeError("no such argument"), OSError(24, "too many open files")])
+@pytest.mark.parametrize("place", [(Replica, "__init__"), (Region, "create"), (Replica, "begin")])
+def test_errors_of_foreign_code_end_a_replica_and_nothing_else(
+    place: tuple[type, str], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        if place[1] != "create" or arguments[0] == "replica":
+            raise error
+
+    def fail_or_create(name: str, nbytes: int) -> Region:
+        fail(name)
+        return create(name, nbytes)
+
+    create = Region.create
+    with pair("lazy", OPTIMIZERS["adam"]) as one, monkeypatch.context() as context:
+        context.setattr(*place, fail_or_create if place[1] == "create" else fail)
+        memory = memory_files()
+        one.settle()
+        assert f"{type(error).__name__}: {error}" in one.mirroring.problem
+        assert len(one.mirrors) == 0
+        assert memory_files() == memory
+
+
+def memory_files() -> list[str]:
+    """Of generations, that this process has open."""
+    names = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)]
+    return sorted(name for name in names if name.startswith(("/memfd:memckpt:slots", "/memfd:memckpt:replica")))
 
 
 def test_its_memory_is_a_replica_and_slots() -> None:

@@ -55,7 +55,7 @@ def all_mirrored(lab: Lab) -> None:
     ("setup", "copies", "redo"),
     [
         (FSDP, 2, "lazy"),
-        (FSDP, 3, "eager"),
+        pytest.param(FSDP, 3, "eager", marks=slow),
         pytest.param(FSDP, 2, "eager", marks=slow),
         pytest.param(FSDP, 3, "lazy", marks=slow),
         pytest.param(DDP, 2, "lazy", marks=slow),
@@ -69,7 +69,7 @@ def test_goes_on_from_mirrors_when_nodes_are_lost(lab: Lab, setup: Setup, copies
     """One after the other and two at once, early and late, the same one twice."""
     both = "node1,node2" if copies > 2 else "node3"
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
-    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths, protected_before=1)
     if setup is not DDP:  # every node has a replica of its own
         all_mirrored(lab)
 
@@ -95,7 +95,12 @@ def test_instants_at_random(lab: Lab, seed: int) -> None:
     if copies == 2:
         names = [one[:1] for one in names]
     deaths = [Death(",".join(sorted(who)), step, choose.choice(PLACES)) for who, step in zip(names, steps, strict=True)]
-    survives(lab, peers_job(lab, setup, mirror_config(copies, redo, ack=ack)), deaths, acknowledged=ack == "proceed")
+    survives(
+        lab,
+        peers_job(lab, setup, mirror_config(copies, redo, ack=ack)),
+        deaths,
+        protected_before=1 if ack == "proceed" else None,
+    )
 
 
 @slow
@@ -116,12 +121,13 @@ def test_instants_at_random(lab: Lab, seed: int) -> None:
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
     deaths = [Death("node1", 3, "backward"), Death("node2", 7, "stepped")]
-    survives(lab, peers_job(lab, setup, mirror_config(2, redo)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, mirror_config(2, redo)), deaths, protected_before=1)
 
 
 # Ranks come back elsewhere
 
 
+@slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -163,6 +169,7 @@ def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
 # Agents and couriers die, training goes on
 
 
+@slow
 @pytest.mark.parametrize(
     ("redo", "ack", "who", "dies"),
     [
@@ -203,6 +210,7 @@ def of_mirrors(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMet
     return apply
 
 
+@slow
 @pytest.mark.parametrize("redo", [pytest.param("lazy", marks=slow), "eager"])
 def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def be_slow(meta: RecordMeta) -> None:
@@ -215,6 +223,7 @@ def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypat
     all_mirrored(lab)
 
 
+@slow
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_plain_copies_where_redo_fails(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_at(meta: RecordMeta) -> None:

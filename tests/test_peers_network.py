@@ -55,6 +55,7 @@ def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | No
             for sender in senders:
                 sender.count += 50
             drive(a, b, until=silent)
+            assert (a.transport.silent, b.transport.silent) == ({"b"}, {"a"})
             for node in (a, b):
                 (state,) = node.transport.peers().values()
                 assert 0 < state.unacknowledged_bytes <= WINDOW + PAYLOAD
@@ -71,6 +72,7 @@ def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | No
             assert state.traffic.resent_messages > 0
             assert len(node.met) == 1
         drive(a, b, until=lambda: a.transport.room("b") == WINDOW)
+        assert a.transport.silent == b.transport.silent == frozenset()
 
 
 def test_a_slow_cable_loses_nothing(network: Network) -> None:

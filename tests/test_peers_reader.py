@@ -230,6 +230,19 @@ def test_a_whole_state_is_right(job: Job) -> None:
         assert result.nbytes == network.progress
 
 
+def test_progress_is_reported_within_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memckpt.courier.reader.PROGRESS_BYTES", STRIPE_BYTES)
+    network = Network(job.nodes)
+    steps: list[int] = []
+    monkeypatch.setattr(network, "advance", steps.append)
+    result, regions = network.read(job.source(), job.records.spec, job.code)
+    with closing_all(regions):
+        assert result.problem == ""
+    assert max(steps) == STRIPE_BYTES
+    if job.code.data == 1:
+        assert result.nbytes == sum(steps)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_the_code_bears_is_read_around(job: Job, damage: str) -> None:
     bears = job.code.tolerate - 1

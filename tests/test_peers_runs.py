@@ -75,7 +75,7 @@ def test_goes_on_from_peers_when_nodes_are_lost(lab: Lab, setup: Setup, data: in
     """One after the other and neighbours at once, early and late, the same one twice."""
     both = "node1,node2" if tolerate > 1 else "node3"
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths, protected_before=1)
 
 
 @slow
@@ -87,11 +87,16 @@ def test_goes_on_from_peers_when_nodes_are_lost(lab: Lab, setup: Setup, data: in
 def test_goes_on_from_peers_wherever_a_node_is_lost(
     lab: Lab, setup: Setup, data: int, tolerate: int, redo: str
 ) -> None:
-    """At each place, with records on their way: no less than what was acknowledged."""
+    """At each place, with records on their way: no less than what was acknowledged.
+
+    DDP lays out its buckets anew after its first backward, and four ranks sum in another order then: no attempt goes
+    on from the first record.
+    """
     last = setup.world_size - 1
     lost = [f"node{index % setup.world_size}" + f",node{last}" * (tolerate > 1) for index in range(len(PLACES))]
-    deaths = [Death(who, number + 2, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate, redo)), deaths)
+    deaths = [Death(who, 2 * number + 3, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
+    job = peers_job(lab, setup, peers_config(data, tolerate, redo), last_step=17)
+    survives(lab, job, deaths, protected_before=2)
 
 
 @slow
@@ -112,21 +117,27 @@ def test_goes_on_from_peers_wherever_a_node_is_lost(
 @pytest.mark.parametrize(("data", "tolerate"), [(1, 1), (2, 2)])
 def test_goes_on_from_peers_in_other_trainings(lab: Lab, setup: Setup, data: int, tolerate: int) -> None:
     deaths = [Death("node1", 2, "backward"), Death("node2" + ",node3" * (tolerate > 1), 6, "stepped")]
-    survives(lab, peers_job(lab, setup, peers_config(data, tolerate)), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(data, tolerate)), deaths, protected_before=1)
 
 
 @slow
 @pytest.mark.parametrize("setup", [Setup(world_size=8), Setup("ddp", 8), Setup("hsdp", 8)], ids=named)
 def test_goes_on_from_peers_with_two_ranks_to_a_node(lab: Lab, setup: Setup) -> None:
     deaths = [Death("node1", 3, "backward"), Death("node2,node3", 6, "stepped")]
-    survives(lab, peers_job(lab, setup, peers_config(2, 2), nodes=4), deaths, acknowledged=True)
+    survives(lab, peers_job(lab, setup, peers_config(2, 2), nodes=4), deaths, protected_before=1)
 
 
 @slow
 def test_ranks_that_nobody_ends_notice_that_a_node_is_lost(lab: Lab) -> None:
-    survives(lab, peers_job(lab, FSDP, peers_config(3, 1), launcher=False), [Death("node2", 4, "reduced")])
+    survives(
+        lab,
+        peers_job(lab, FSDP, peers_config(3, 1), launcher=False),
+        [Death("node2", 4, "reduced")],
+        protected_before=1,
+    )
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Setup) -> None:
     """The owner is ahead of all the others, who stand in their commits."""
@@ -139,8 +150,16 @@ def test_what_only_the_lost_node_had_committed_is_done_again(lab: Lab, setup: Se
     goes_on(last, 5, 5)
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
-@pytest.mark.parametrize(("step", "place"), [(0, "backward"), pytest.param(1, "stepped", marks=slow)])
+@slow
+@pytest.mark.parametrize(
+    ("setup", "step", "place"),
+    [
+        (FSDP, 0, "backward"),
+        pytest.param(FSDP, 1, "stepped", marks=slow),
+        pytest.param(DDP, 0, "backward", marks=slow),
+    ],
+    ids=named,
+)
 def test_starts_over_when_a_node_is_lost_before_anything_is_protected(
     lab: Lab, setup: Setup, step: int, place: str
 ) -> None:
@@ -186,6 +205,7 @@ def test_falls_to_storage_when_more_nodes_are_lost_than_tolerated(
     assert "resuming from storage" in told(lab)
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 def test_starts_over_when_too_much_is_lost_and_nothing_is_stored(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(3, 1))
@@ -208,6 +228,7 @@ def lost_again_before_protection(lab: Lab, job: PeersJob, second: str) -> tuple[
     return again.again(lab), expected
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP])
 def test_falls_to_storage_when_a_second_node_is_lost_before_protection_is_whole(lab: Lab, setup: Setup) -> None:
     last, expected = lost_again_before_protection(lab, stored_job(lab, setup, 3, 1), "node2")
@@ -303,13 +324,14 @@ def lost_in_recovery(lab: Lab, setup: Setup, tolerate: int, first: str, second: 
     goes_on(last, *bounds(died))
 
 
+@slow
 @pytest.mark.parametrize(
     ("setup", "tolerate", "second"),
     [
-        (FSDP, 1, "node1"),
+        pytest.param(FSDP, 1, "node1", marks=slow),
         pytest.param(FSDP, 2, "node2", marks=slow),
         pytest.param(FSDP, 2, "node3", marks=slow),
-        pytest.param(DDP, 1, "node1", marks=slow),
+        (DDP, 1, "node1"),
         pytest.param(DDP, 2, "node0", marks=slow),
     ],
     ids=named,
@@ -347,6 +369,7 @@ def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup
     goes_on(attempt, *bounds(died))
 
 
+@slow
 @pytest.mark.parametrize("setup", [DDP, pytest.param(FSDP, marks=slow)], ids=named)
 def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> None:
     """However late they are asked to: each of the others waits for rank 1, whose node fetches."""
@@ -368,6 +391,7 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 # Records on their way
 
 
+@slow
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 @pytest.mark.parametrize(
     ("ack", "lost"),
@@ -399,7 +423,7 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     ("setup", "ack", "redo", "who", "dies"),
     [
         (FSDP, "wait", "lazy", 1, kill_agent),
-        (DDP, "proceed", "lazy", 0, kill_courier),
+        pytest.param(DDP, "proceed", "lazy", 0, kill_courier, marks=slow),
         pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
         pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
         pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
@@ -428,10 +452,22 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
     goes_on(last, *bounds(died))
 
 
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize("setup", [DDP, pytest.param(FSDP, marks=slow)], ids=named)
+def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setup: Setup, redo: str) -> None:
+    """Two ranks of a node lose their agent: they begin anew together with a later record, which takes all others."""
+    job = peers_job(lab, setup, peers_config(1, 1, redo), nodes=2)
+    expected = reference(lab, job)
+    acts = [Act(2, step, "forward", kill_agent) for step in (3, 6)]
+    last = replace(job, acts=acts, protected_at=(2, 9))
+    finishes(lab, last, expected)
+    assert len(noted(last, "acted")[2]) == 2
+
+
 # Damage
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
 @pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
 def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
@@ -444,9 +480,10 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
     assert "cannot be read from node2" in told(lab)
 
 
+@slow
 @pytest.mark.parametrize(
     ("stored", "setup"),
-    [(True, FSDP), pytest.param(False, FSDP, marks=slow), pytest.param(True, DDP, marks=slow)],
+    [pytest.param(True, FSDP, marks=slow), pytest.param(False, FSDP, marks=slow), (True, DDP)],
     ids=named,
 )
 def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
@@ -467,6 +504,7 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 # Nothing is left
 
 
+@slow
 def test_couriers_end_with_their_agents(lab: Lab) -> None:
     """Both ways to end: the agent leaves, and the agent is killed."""
     job = peers_job(lab, FSDP, peers_config(1, 1))

@@ -23,7 +23,7 @@ INLINE_BYTES = 64 << 10
 _MAX_FDS = 8
 _INLINE, _IN_FILE = b"i", b"f"
 
-_encoder = msgspec.msgpack.Encoder()
+encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
@@ -44,34 +44,39 @@ class Channel:
         Raises:
             AgentGoneError: the other end is closed, or took nothing for `timeout` seconds.
         """
-        body = _encoder.encode(message)
+        body = encode(message)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.offer(body, fds):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([], [self.sock], [], left)[1]:
+                raise AgentGoneError(f"the other end took no message for {timeout:.0f} s (stopped or overloaded?)")
+
+    def offer(self, body: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send one message, encoded, if the receiver's buffer has room for it; False if not. Never blocks.
+
+        Raises:
+            AgentGoneError: the other end is closed.
+        """
         if len(body) <= INLINE_BYTES:
-            self._send(_INLINE + body, list(fds), timeout)
-            return
+            return self._send(_INLINE + body, list(fds))
         file = os.memfd_create("memckpt:message", os.MFD_CLOEXEC)
         try:
             with os.fdopen(os.dup(file), "wb") as stream:
                 stream.write(body)
-            self._send(_IN_FILE, [file, *fds], timeout)
+            return self._send(_IN_FILE, [file, *fds])
         finally:
             os.close(file)
 
-    def _send(self, packet: bytes, fds: list[int], timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _send(self, packet: bytes, fds: list[int]) -> bool:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
-        while True:
-            try:
-                # Not socket.send_fds: Python 3.10 to 3.12 ignore its flags.
-                self.sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                return
-            except BlockingIOError:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if not select.select([], [self.sock], [], left)[1]:
-                    raise AgentGoneError(
-                        f"the other end took no message for {timeout:.0f} s (stopped or overloaded?)"
-                    ) from None
-            except (BrokenPipeError, ConnectionResetError, OSError) as error:
-                raise AgentGoneError(f"the connection is closed: {error}") from error
+        try:
+            # Not socket.send_fds: Python 3.10 to 3.12 ignore its flags.
+            self.sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            raise AgentGoneError(f"the connection is closed: {error}") from error
+        return True
 
     def receive(self, timeout: float | None) -> tuple[Message, list[int]]:
         """Wait for one message; the caller owns the descriptors that came with it.

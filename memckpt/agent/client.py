@@ -102,6 +102,8 @@ class AgentClient:
         #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
         self.passed = 0
         self.whole = False
+        #: Whether nobody is to wait for that, just now.
+        self.lifted = False
         self._config = config
         self._process = process
         self._notices: list[Notice] = []
@@ -155,7 +157,7 @@ class AgentClient:
             self.applied = max(self.applied, message.applied)
         elif isinstance(message, Passed):
             self.passed = max(self.passed, message.record)
-            self.whole = message.whole
+            self.whole, self.lifted = message.whole, message.lifted
         elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed, Logged)):
             self._notices.append(message)
         elif isinstance(message, (RecoveryProgress, Recovered)):
@@ -246,10 +248,27 @@ class AgentClient:
         Args:
             message: which.
             progress: told how far it is.
+
+        A state may be large and the network slow, so this takes as long as the agent lives, and says so now and then.
+
+        Raises:
+            AgentGoneError: the agent is gone.
+            MemckptError: what it refuses, and why.
         """
         self.channel.send(message)
+        waited = 0
         while True:
-            answer, fds = self.channel.receive(self._config.start_seconds)
+            received = self.channel.poll(_PATIENCE_SECONDS)
+            if received is None:
+                waited += 1
+                _log.warning(
+                    "memckpt: the agent (pid %d) fetches from peers, and has said nothing for %.0f s; see its log",
+                    self.agent_pid,
+                    waited * _PATIENCE_SECONDS,
+                )
+                continue
+            waited = 0
+            answer, fds = received
             if isinstance(answer, RecoveryProgress):
                 progress(answer)
             elif isinstance(answer, Recovered):
@@ -266,7 +285,7 @@ class AgentClient:
             AgentGoneError: the agent is gone.
         """
         waited = 0
-        while self.passed < record:
+        while self.passed < record and not self.lifted:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return
             received = self.channel.poll(_PATIENCE_SECONDS)

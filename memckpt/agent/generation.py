@@ -53,15 +53,20 @@ class Generation:
             f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
         )
         check_budget(layout.total_bytes, held_bytes, budget, detail)
-        self.slots = Region.create("slots", layout.slots_bytes)
-        self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
-        self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
-        self.ring = SlotRing(self.slots, layout, number)
+        self.static = self.replica_region = None
         self.replica: Replica | None = None
-        if self.replica_region is not None:
-            from memckpt.agent.replica import Replica
+        self.slots = Region.create("slots", layout.slots_bytes)
+        try:
+            self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
+            self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
+            self.ring = SlotRing(self.slots, layout, number)
+            if self.replica_region is not None:
+                from memckpt.agent.replica import Replica
 
-            self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
+                self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
+        except BaseException:  # raised again: nobody else knows of these regions
+            self.close()
+            raise
         for region in self.regions:
             region.populate_in_background()
         #: Why its mode was chosen, in words.

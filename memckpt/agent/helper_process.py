@@ -5,21 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from memckpt.agent.channel import Channel
+from memckpt.agent.channel import Channel, encode
 from memckpt.agent.messages import Message
 from memckpt.errors import AgentError, AgentGoneError
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
+_TAKE_SECONDS = 5.0
+#: Of messages that the process has not taken yet.
+_MOST_WAITING_BYTES = 64 << 20
 
 T = TypeVar("T")
 
@@ -37,14 +43,26 @@ def _signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _cannot_start(module: str, error: OSError) -> AgentError:
+    return AgentError(
+        f"expected to start a process of {module}, found {error}; raise the limit on processes, open files or memory "
+        "that this speaks of"
+    )
+
+
 class HelperProcess:
     """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
+
+    The agent never waits for it: what it does not take at once, as it is busy or stands still, is sent when it does.
 
     Args:
         module: that it runs, with these arguments and those for the connection.
         selector: of the agent's loop, which reads its answers.
         received: called with each of them; an AgentError from it says that the process is not in its right mind.
         ended: called with the reason once it is gone, or not to be trusted.
+
+    Raises:
+        AgentError: it cannot be started.
     """
 
     def __init__(
@@ -58,7 +76,10 @@ class HelperProcess:
         self._selector = selector
         self._received = received
         self._ended = ended
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _cannot_start(module, error) from error
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
@@ -70,18 +91,25 @@ class HelperProcess:
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "PYTHONPATH": path},
                 )
+        except OSError as error:
+            ours.close()
+            raise _cannot_start(module, error) from error
         except BaseException:  # raised again: nobody else knows of our end of the pair
             ours.close()
             raise
         finally:
             theirs.close()
         self._channel = Channel(ours)
-        selector.register(ours, selectors.EVENT_READ, self._read)
+        #: Messages that wait to be taken, with descriptors that are ours.
+        self._waiting: deque[tuple[bytes, list[int]]] = deque()
+        self._waiting_bytes = 0
+        selector.register(ours, selectors.EVENT_READ, self._attend)
 
-    def _read(self) -> None:
+    def _attend(self) -> None:
         if self._channel.fileno() < 0:
             return  # closed while this event was on its way
         try:
+            self._send_waiting()
             answer = self._channel.poll()
             if answer is not None:
                 self._received(answer[0])
@@ -91,21 +119,68 @@ class HelperProcess:
             self._ended(str(error))
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
-        """Hand over a job. Raises AgentGoneError if the process is gone."""
-        self._channel.send(message, fds, timeout=5.0)
+        """Hand over a job. Raises AgentGoneError if the process is gone, or has not taken anything for too long."""
+        body = encode(message)
+        if not self._waiting and self._channel.offer(body, fds):
+            return
+        if self._waiting_bytes + len(body) > _MOST_WAITING_BYTES:
+            raise AgentGoneError(f"the process takes nothing, and {self._waiting_bytes} bytes wait for it")
+        self._waiting.append((body, [os.dup(fd) for fd in fds]))
+        self._waiting_bytes += len(body)
+        self._selector.modify(self._channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self._attend)
 
-    def ask(self, message: Message, expected: type[T], timeout: float) -> T:
+    def _send_waiting(self) -> None:
+        while self._waiting and self._channel.offer(*self._waiting[0]):
+            self._drop_first()
+            if not self._waiting:
+                self._selector.modify(self._channel.sock, selectors.EVENT_READ, self._attend)
+
+    def _drop_first(self) -> None:
+        body, fds = self._waiting.popleft()
+        self._waiting_bytes -= len(body)
+        for fd in fds:
+            os.close(fd)
+
+    def ask(self, message: Message, expected: type[T], timeout: float, patience: float | None = None) -> T:
         """Hand over a job that is done at once, and wait for its answer; what comes before that is received as ever.
 
+        Args:
+            message: the job.
+            expected: the type of its answer.
+            timeout: in seconds, for each message of the process.
+            patience: how long to wait instead while it lives, and the log says that it does not answer.
+
         Raises:
-            AgentGoneError: the process is gone, or has not answered in time.
+            AgentGoneError: the process is gone, or has not answered in time; or what it has said meanwhile has led to
+                its end.
         """
-        self._channel.send(message, (), timeout=5.0)
+        deadline = time.monotonic() + (patience or _TAKE_SECONDS)
+        self.send(message, ())
+        self._send_waiting()
+        while self._waiting:
+            if not select.select([], [self._channel.sock], [], max(0.0, deadline - time.monotonic()))[1]:
+                raise AgentGoneError("the process takes no message (stopped or overloaded?)")
+            self._send_waiting()
+        longer = 0.0
         while True:
-            answer, _ = self._channel.receive(timeout)
+            received = self._channel.poll(longer or timeout)
+            if received is None:
+                if patience is None or longer or self._process.poll() is not None:
+                    raise AgentGoneError(f"no answer within {timeout + longer:.0f} s")
+                longer = max(0.1, patience - timeout)
+                _log.warning(
+                    "pid %d has not answered for %.0f s; it lives, and gets %.0f s more",
+                    self._process.pid,
+                    timeout,
+                    longer,
+                )
+                continue
+            answer, longer = received[0], 0.0
             if isinstance(answer, expected):
                 return answer
             self._received(answer)
+            if self._channel.fileno() < 0:
+                raise AgentGoneError("what it said has led to its end")
 
     def close(self) -> None:
         """Kill it, wait for its end a while, and close the connection. Idempotent."""
@@ -119,3 +194,5 @@ class HelperProcess:
             # In a system call that the storage does not let end. It dies when that does, and does nothing more.
             _log.warning("pid %d is killed but hangs in the kernel", self._process.pid)
         self._channel.close()
+        while self._waiting:
+            self._drop_first()

@@ -26,7 +26,7 @@ from memckpt.agent.messages import (
     Resume,
 )
 from memckpt.agent.saver import Saver, StartWriter
-from memckpt.errors import AgentError
+from memckpt.errors import AgentError, MemckptError
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
@@ -248,17 +248,28 @@ class Holding:
     # What peers have given back
 
     def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
-        """Room for a state that is fetched from peers; what is held is of no use, and goes first.
+        """Room for a state that is fetched from peers. What is held stays until that is here, if both fit.
 
         Raises:
             MemoryBudgetError: there is none.
         """
-        self.let_go()
         number = self._building.next_number()
-        return Generation(number, spec, held_bytes=self._beside(), budget=budget, threads=1, notify=lambda _: None)
+
+        def make() -> Generation:
+            held = self._beside() + sum(one.nbytes for one in (*self.before, self.held) if one is not None)
+            return Generation(number, spec, held_bytes=held, budget=budget, threads=1, notify=lambda _: None)
+
+        try:
+            return make()
+        except MemckptError:
+            if self.held is None:
+                raise
+            self.let_go()
+            return make()
 
     def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
-        """What was fetched is held from now on."""
+        """What was fetched is held from now on, in the place of what was."""
+        self.let_go()
         self.held, self._history = generation, history
 
     def open_gate(self) -> None:

@@ -24,6 +24,8 @@ from memckpt.agent.peer_messages import (
     AskPhases,
     Describe,
     Described,
+    Drain,
+    Drained,
     Fill,
     Filled,
     GivenUp,
@@ -500,4 +502,6 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     MirrorApplied,
     MirrorFailed,
     CloseMirror,
+    Drain,
+    Drained,
 ]

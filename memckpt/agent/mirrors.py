@@ -281,9 +281,10 @@ class Mirrors:
         key = message.ranks, message.generation
         try:
             mirror = self._make(message)
-        except MemckptError as error:
-            _log.warning("ranks %s of another node get no replica here: %s", list(message.ranks), error)
-            return MirrorRefused(*key, str(error)), []
+        except Exception as error:  # of foreign code, too: an optimizer that another node names, and its constructor
+            problem = _in_words(error)
+            _log.warning("ranks %s of another node get no replica here: %s", list(message.ranks), problem)
+            return MirrorRefused(*key, problem), []
         self._all[key] = mirror
         generation = mirror.generation
         _log.info("ranks %s of another node are mirrored from record %d on", list(message.ranks), message.base)
@@ -337,9 +338,11 @@ class Mirrors:
             mirror.generation.gate = self._watermark
         try:
             mirror.take(message)
-        except MemckptError as error:
+        except Exception as error:  # of foreign code, too: what a peer has sent is decoded, its optimizers are made
+            problem = f"record {message.record}: {_in_words(error)}"
+            _log.error("the replica of ranks %s of another node: %s", list(message.ranks), problem)
             self._drop(key)
-            return MirrorFailed(*key, f"record {message.record}: {error}")
+            return MirrorFailed(*key, problem)
         mirror.let_go_on(self._gate(mirror))
         return None
 
@@ -408,6 +411,11 @@ class Mirrors:
 def mirrored(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
     """What an owner's state consists of, on a mirror."""
     return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=spec.slots + EXTRA_SLOTS)
+
+
+def _in_words(error: Exception) -> str:
+    """What an error says; of one that is not ours also what it is."""
+    return str(error) if isinstance(error, MemckptError) else f"{type(error).__name__}: {error}"
 
 
 def _merged(one: HeldRecords, other: HeldRecords) -> HeldRecords:

@@ -148,7 +148,10 @@ class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
-    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again."""
+    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again.
+
+    With a problem and nothing bad the reason lies in the node itself, and no source is to blame.
+    """
 
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()
@@ -163,9 +166,13 @@ class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """To the courier: of which layout is that source? Answer: Described."""
+    """To the courier: of which layout is that source? Answer: Described.
+
+    `recovery` numbers those of an agent: once a new one has begun, what the courier reads for others is given up.
+    """
 
     source: UnitSource
+    recovery: int = 0
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):
@@ -175,6 +182,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
     spec: StateSpec | None = None
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()
+    recovery: int = 0
 
 
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
@@ -182,6 +190,7 @@ class Fill(msgspec.Struct, frozen=True, tag="fill"):
 
     source: UnitSource
     spec: StateSpec
+    recovery: int = 0
 
 
 class Filled(msgspec.Struct, frozen=True, tag="filled"):
@@ -193,6 +202,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
         rank_states: after it.
         nbytes: that were read.
         problem, bad: as in Recovered.
+        recovery: for which it was read, as in Describe.
     """
 
     ranks: tuple[int, ...]
@@ -202,6 +212,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     nbytes: int = 0
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()
+    recovery: int = 0
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
@@ -277,15 +288,24 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
     pieces: tuple[HeldPieces, ...]
 
 
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """To the courier: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """Answer to Drain: peers have all of it, or do not take it."""
+
+
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
 
-    `whole`: all nodes are protected: up to the tolerated number of them may be lost.
+    `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
+    some node has lost all that it had and can begin anew only if training goes on.
     """
 
     record: int
     whole: bool
-    problem: str = ""
+    lifted: bool = False
 
 
 class PeerLinkStatus(msgspec.Struct, frozen=True):

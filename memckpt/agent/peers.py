@@ -18,9 +18,9 @@ from memckpt.agent.mirror_messages import CloseMirror, MirrorRecord, MirrorSkip,
 from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
-    Describe,
     Described,
-    Fill,
+    Drain,
+    Drained,
     Filled,
     GivenUp,
     GiveUp,
@@ -41,17 +41,21 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     SendGeneration,
     SendRecord,
-    UnitSource,
 )
-from memckpt.errors import AgentError, AgentGoneError, MemckptError
+from memckpt.agent.recovery import Recovery
+from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.phases import PhasesPage
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
+#: What a courier keeps dies with it: one that lives, and does not halt at once, gets longer. Less than the 60 s that
+#: trainers wait for the agent.
+_HALT_SECONDS = 50.0
 #: A courier that dies again and again in one attempt is not started any more.
 _MOST_RESTARTS = 5
+#: It says every second how things are.
+_QUIET_SECONDS = 5.0
 
 
 class Peers:
@@ -86,17 +90,33 @@ class Peers:
         self._job: PeerJob | None = None
         self._fingerprints: dict[int, tuple[str, ...]] = {}
         self._recovery: Recovery | None = None
+        self._recoveries = 0
         #: By unit: the name of the generation that is sent, and the newest record that has been given to the courier.
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
         self._report: PeersStatus | None = None
+        #: When, of this attempt.
+        self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._restarts = 0
+        self._newest = Passed(0, False)
+        #: Why there is no courier, where it was lost and not replaced.
+        self._problem = ""
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
+    def finish(self) -> None:
+        """Training has ended as it should: peers get what they still wait for, before the courier goes."""
+        if self._courier is None or self._job is None:
+            return
+        try:
+            self._courier.ask(Drain(), Drained, _ANSWER_SECONDS)
+        except AgentGoneError as error:
+            _log.warning("whether peers have got the last words is not known: %s", error)
+
     def close(self) -> None:
-        self._listening = self._job = self._recovery = self.watermark = None
+        self._give_up_recovery("the agent leaves")
+        self._listening = self._job = self.watermark = None
         self._sent.clear()
         courier, self._courier = self._courier, None
         if courier is not None:
@@ -120,8 +140,15 @@ class Peers:
 
     @property
     def status(self) -> PeersStatus | None:
-        """As the courier has said it last."""
-        return self._report if self._job is not None else None
+        """As the courier has said it last; if that was long ago, it stands still, and nothing is protected."""
+        if self._job is None or self._report is None or self._reported is None:
+            return None
+        quiet = time.monotonic() - self._reported
+        if quiet < _QUIET_SECONDS:
+            return self._report
+        return msgspec.structs.replace(
+            self._report, protected=False, problem=f"the courier of this node has said nothing for {quiet:.0f} s"
+        )
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
@@ -129,23 +156,31 @@ class Peers:
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
+        self._give_up_recovery("its attempt is over")
         self._halt()
-        self._listening = self._job = self._recovery = self.watermark = None
+        self._reported = None
+        self._listening = self._job = self.watermark = None
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
+        self._newest = Passed(0, False)
         self._restarts = 0
+        self._problem = ""
         self._close_phases()
 
     def _halt(self) -> None:
         """Have all that the courier has received, and nothing more: what was acknowledged has to be found here."""
-        if self._courier is not None:
+        courier = self._courier
+        if courier is not None:
             try:
-                self._courier.ask(Halt(), Halted, _ANSWER_SECONDS)
+                courier.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
                 _log.error("the courier is gone, and with it what it kept for other nodes: %s", error)
-                self._courier.close()
-                self._courier = None
+                courier.close()
+                # Had it died meanwhile, then another one is here, or none: nobody needs that one either.
+                replaced, self._courier = self._courier, None
+                if replaced is not None:
+                    replaced.close()
         self._mirrors.halt()
 
     # Start of an attempt
@@ -170,9 +205,15 @@ class Peers:
         return self._courier.ask(ListPieces(self._fingerprints), Pieces, _ANSWER_SECONDS).pieces
 
     def join(self, message: Join) -> None:
-        """The plan is made: take part."""
-        if self._courier is None or (message.rejoin and self._job is not None):
+        """The plan is made: take part.
+
+        Raises:
+            PeerError: the courier is gone, and there is no other one where peers look for it.
+        """
+        if message.rejoin and (self._courier is None or self._listening is None or self._job is not None):
             return
+        self._check_courier()
+        self._give_up_recovery("the plan is made once more")
         self._job = job = message.job
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
@@ -182,6 +223,13 @@ class Peers:
             self.watermark = message.job.record or 0
         self._sent.clear()
         self._send(message)
+
+    def _check_courier(self) -> None:
+        if self._courier is None or self._listening is None:
+            raise PeerError(
+                "expected a courier through which this node reaches its peers, found that it is gone "
+                f"({self._problem or 'it was never started'}); see the agent's log, and start the attempt again"
+            )
 
     def phases(self, position: int, ranks: int) -> tuple[PhasesAre, int]:
         """Where a rank of this node marks its phases: the answer, and the descriptor that goes with it.
@@ -305,7 +353,8 @@ class Peers:
         if self.watermark is None or self._job is None:
             return None
         held = holding.held
-        if self._job.wait or held is None or held.base is None or not held.committed:
+        waits = self._job.wait and not self._newest.lifted
+        if waits or held is None or held.base is None or not held.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = max(held.committed.values()) - (held.spec.slots - 2)
@@ -318,9 +367,15 @@ class Peers:
     # Recovery
 
     def recover(self, message: Recover, done: Callable[[Message], None]) -> None:
-        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before."""
+        """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before.
+
+        Raises:
+            PeerError: the courier is gone for good.
+        """
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
+        self._check_courier()
+        courier = self._courier
         for ranks in message.serve:
             problem = self._serve(ranks, message)
             if problem:
@@ -328,10 +383,13 @@ class Peers:
                 bad = BadSourceSeen(self._listening[0].node, ranks, "")
                 done(Recovered(problem, (bad,)))
                 return
-        if self._courier is None or (message.serve and not self._listens_to_us()):
+        # One that has taken the place of another knows nothing of what that one was told to hand out.
+        if self._courier is not courier or (message.serve and not self._listens_to_us()):
             done(Recovered("the courier is gone"))
             return
-        self._recovery = Recovery(message, self._holding, self._send, done)
+        self._recoveries += 1
+        self._recovery = recovery = Recovery(self._recoveries, message, self._holding, self._send, done)
+        recovery.start()
         self._end_recovery()
 
     def _listens_to_us(self) -> bool:
@@ -342,6 +400,12 @@ class Peers:
             self._ended(str(error))
             return False
         return True
+
+    def _give_up_recovery(self, reason: str) -> None:
+        """Let go of what it has fetched so far, if one is under way."""
+        recovery, self._recovery = self._recovery, None
+        if recovery is not None:
+            recovery.fail(reason)
 
     def _end_recovery(self) -> None:
         if self._recovery is not None and self._recovery.over:
@@ -360,14 +424,14 @@ class Peers:
     def _received(self, message: Message) -> None:
         match message:
             case Passed():
-                self.watermark = message.record
+                self.watermark, self._newest = message.record, message
                 self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
             case PeersReport():
-                self._report = message.status
+                self._report, self._reported = message.status, time.monotonic()
             case GivenUp():
                 self._given_up.add(message.generation)
-                self._told_passed(Passed(self.watermark or 0, False))
+                self._told_passed(self._newest)
             case OpenMirror():
                 answer, fds = self._mirrors.open(message)
                 self._send(answer, fds)
@@ -399,21 +463,21 @@ class Peers:
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()
-        if self._recovery is not None:
-            self._recovery.fail("the courier is gone")
-            self._recovery = None
+        self._give_up_recovery("the courier is gone")
         listening, job = self._listening, self._job
         self._listening = self._job = None
         self._sent.clear()
         self._restarts += 1
-        if listening is None or job is None or self._restarts > _MOST_RESTARTS:
-            self._told_lost(reason)
+        if listening is None or self._restarts > _MOST_RESTARTS:
+            self._lose_courier(reason)
             return
         # Another one takes its place. What it kept is lost; its owners see that, and send anew what they have.
         try:
-            self.listen(listening[0])
+            self._replace(*listening, planned=job is not None)
         except MemckptError as error:
-            self._told_lost(f"{reason}; {error}")
+            self._lose_courier(f"{reason}; no other one takes its place: {error}")
+            return
+        if job is None:
             return
         self.join(Join(msgspec.structs.replace(job, record=None), rejoin=True))
         if self._phases is not None:
@@ -423,99 +487,20 @@ class Peers:
             if holding is not None and job.nodes[unit.node].name == listening[0].node:
                 self.sync(holding)
 
+    def _replace(self, listen: Listen, listening: Listening, planned: bool) -> None:
+        """Start another courier; `planned`: peers know the job, and the new one tells them where it listens."""
+        where = listen
+        if not planned:
+            # All that others know of this node yet is the address that was told to the trainers: it has to stay.
+            where = msgspec.structs.replace(listen, port=int(listening.address.rpartition(":")[2]))
+        self.listen(where)
+        if self._listening is not None:
+            self._listening = listen, self._listening[1]
 
-class Recovery:
-    """Fetches the states that this node lacks, all at once.
-
-    Args:
-        message: what is asked for.
-        holding: of the ranks that share shards.
-        send: to the courier.
-        done: gets Recovered once all are here, or the first cannot be.
-    """
-
-    def __init__(
-        self,
-        message: Recover,
-        holding: Callable[[tuple[int, ...]], Holding | None],
-        send: Callable[[Message, list[int]], None],
-        done: Callable[[Message], None],
-    ) -> None:
-        self._message = message
-        self._holding = holding
-        self._send = send
-        self._done = done
-        self._started = time.monotonic()
-        self._sources: dict[tuple[int, ...], UnitSource] = {source.ranks: source for source in message.fetch}
-        self._generations: dict[tuple[int, ...], Generation] = {}
-        self._nbytes = 0
-        self._bad: list[BadSourceSeen] = []
-        self.over = False
-        if not self._sources:
-            self._finish()
-        for source in self._sources.values():
-            send(Describe(source), [])
-
-    def answered(self, message: Described | Filled | RecoveryProgress) -> None:
-        """What the courier says of one of them."""
-        if isinstance(message, RecoveryProgress):
-            self._done(message)
-            return
-        self._bad += message.bad
-        if message.problem:
-            self.fail(message.problem)
-        elif isinstance(message, Described):
-            self._allocate(message)
-        else:
-            self._take(message)
-
-    def _allocate(self, message: Described) -> None:
-        assert message.spec is not None
-        holding = self._holding(message.ranks)
-        try:
-            if holding is None:
-                raise AgentError(f"ranks {list(message.ranks)} are not on this node")
-            spec = _to_be_filled(message.spec, message.ranks)
-            generation = holding.make_room_for(spec, self._message.memory_budget_bytes)
-        except MemckptError as error:
-            self.fail(str(error))
-            return
-        self._generations[message.ranks] = generation
-        fds = [region.fd for region in generation.regions]
-        self._send(Fill(self._sources[message.ranks], spec), fds)
-
-    def _take(self, message: Filled) -> None:
-        generation = self._generations.pop(message.ranks)
-        holding = self._holding(message.ranks)
-        try:
-            assert holding is not None
-            generation.refill(self._message.record, message.step, message.metas, message.rank_states)
-        except MemckptError as error:
-            generation.close()
-            self.fail(str(error))
-            return
-        holding.take_over(generation, self._message.history)
-        self._nbytes += message.nbytes
-        del self._sources[message.ranks]
-        if not self._sources:
-            self._finish()
-
-    def _finish(self) -> None:
-        self.over = True
-        seconds = time.monotonic() - self._started
-        self._done(Recovered("", tuple(self._bad), self._nbytes, seconds))
-
-    def fail(self, problem: str) -> None:
-        """It cannot be done."""
-        if self.over:
-            return
-        self.over = True
-        for generation in self._generations.values():
-            generation.close()
-        self._generations.clear()
-        self._done(Recovered(problem, tuple(self._bad), self._nbytes, time.monotonic() - self._started))
-
-
-def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
-    """What is fetched is the window of records of a state, to be redone when it is restored; or one captured."""
-    return msgspec.structs.replace(spec, mode="lazy" if spec.mode == "eager" else spec.mode, local_ranks=ranks)
+    def _lose_courier(self, reason: str) -> None:
+        """There is none any more in this attempt."""
+        courier, self._courier = self._courier, None
+        if courier is not None:
+            courier.close()
+        self._problem = reason
+        self._told_lost(reason)

@@ -219,6 +219,8 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_answering()
+        if self._finishing:
+            self._peers.finish()
         self._peers.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
         self._holdings.close()

@@ -19,6 +19,8 @@ from memckpt.agent.messages import Message
 from memckpt.agent.mirror_messages import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     Describe,
+    Drain,
+    Drained,
     Fill,
     GivenUp,
     GiveUp,
@@ -54,6 +56,8 @@ from memckpt.state.records import HeldPieces
 _log = logging.getLogger("memckpt.courier")
 #: How often the agent is told how things are.
 _REPORT_SECONDS = 1.0
+#: How long peers may take to get the last words of a training that is over.
+_DRAIN_SECONDS = 5.0
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
 
@@ -92,12 +96,15 @@ class Courier:
         self._serving = Serving()
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
+        #: Of the agent's recoveries, the one for which these read.
+        self._recovery = 0
         self._questions = 0
         self._phases: PhasesPage | None = None
         self._marks: PhaseReader | None = None
         self._reported = 0.0
         self._security = ""
         self._budget: int | None = None
+        self._draining_until: float | None = None
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
@@ -107,7 +114,9 @@ class Courier:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
-            if self._member is not None:
+            if self._draining_until is not None:
+                self._drain(now)
+            elif self._member is not None:
                 if self._marks is not None:
                     for mark in self._marks.read():
                         self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
@@ -121,6 +130,15 @@ class Courier:
                 asking.tend(now)
             self._finish_readers()
 
+    def _drain(self, now: float) -> None:
+        """See what is on its way to peers arrive; then say so."""
+        assert self._draining_until is not None
+        states = [] if self._transport is None else list(self._transport.peers().values())
+        if now >= self._draining_until or not any(one.unacknowledged_messages for one in states):
+            self._draining_until = None
+            self._leave()
+            self._channel.send(Drained())
+
     def _patience(self) -> float:
         now = time.monotonic()
         limits = [0.0 if self._unheard else 60.0]
@@ -130,6 +148,8 @@ class Courier:
             limits += [self._member.patience(now), self._reported + _REPORT_SECONDS - now]
         if self._readers or self._asking:
             limits.append(1.0)
+        if self._draining_until is not None:
+            limits.append(0.05)  # what arrives wakes us, but not that a peer is gone
         return max(0.0, min(limits))
 
     def close(self) -> None:
@@ -145,10 +165,7 @@ class Courier:
 
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
-        for reader in self._readers:
-            reader.close()
-        self._readers.clear()
-        self._asking.clear()
+        self._stop_reading()
         self._serving.close()
         self._close_phases()
         if self._member is not None:
@@ -160,6 +177,13 @@ class Courier:
             self._transport = None
         if self._holder is not None:
             self._holder.halt()
+
+    def _stop_reading(self) -> None:
+        """Nobody waits any more for what is being read."""
+        for reader in self._readers:
+            reader.close()
+        self._readers.clear()
+        self._asking.clear()
 
     # What the agent says
 
@@ -186,6 +210,10 @@ class Courier:
                 if self._member is not None:
                     self._member.give_up(message)
                 self._channel.send(GivenUp(message.ranks, message.generation))
+            case Drain():
+                self._draining_until = time.monotonic() + _DRAIN_SECONDS
+                if self._member is not None:
+                    self._member.leave(time.monotonic())
             case Describe():
                 self._describe(message)
             case Fill():
@@ -221,8 +249,9 @@ class Courier:
         assert self._transport is not None
         assert self._holder is not None
         if self._member is not None:
+            self._stop_reading()  # with the member goes its code, by which readers decode
             self._member.close()
-        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed)
+        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed, message.rejoin)
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
         self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():
@@ -278,11 +307,18 @@ class Courier:
         assert self._member is not None
         self._member.send(peer, message, b"")
 
+    def _read_for(self, recovery: int) -> None:
+        if recovery != self._recovery:
+            self._stop_reading()
+            self._recovery = recovery
+
     def _describe(self, message: Describe) -> None:
+        self._read_for(message.recovery)
         self._asking.append(Asking(message.source, self._number, self._send, time.monotonic()))
 
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
+        self._read_for(message.recovery)
         source = message.source
         # What is handed out live is not encoded: any code does.
         code = self._member.code_for(source.data or self._member.job.data)
@@ -297,11 +333,11 @@ class Courier:
             self._readers.remove(reader)
             reader.close()
             assert reader.result is not None
-            self._channel.send(reader.result)
+            self._channel.send(msgspec.structs.replace(reader.result, recovery=self._recovery))
         for asking in [one for one in self._asking if one.result is not None]:
             self._asking.remove(asking)
             assert asking.result is not None
-            self._channel.send(asking.result)
+            self._channel.send(msgspec.structs.replace(asking.result, recovery=self._recovery))
 
     # What peers say
 

@@ -77,6 +77,7 @@ class Member:
         holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
             transport.
         passed: told when the watermark has got further, or protection has changed.
+        rejoined: the node has taken part before, and has lost all that it had.
 
     Attributes:
         loopback: messages of this node to itself.
@@ -85,8 +86,16 @@ class Member:
     """
 
     def __init__(
-        self, node: str, job: PeerJob, holder: Mirroring, transport: Transport, passed: Callable[[Passed], None]
+        self,
+        node: str,
+        job: PeerJob,
+        holder: Mirroring,
+        transport: Transport,
+        passed: Callable[[Passed], None],
+        rejoined: bool = False,
     ) -> None:
+        self._rejoined = rejoined
+        self._leaving = False
         self._node = node
         self.job = job
         self._holder = holder
@@ -126,8 +135,10 @@ class Member:
         self._waiting_since: float | None = None
         #: By unit: how many records later the node cannot go back to one.
         self._reach: dict[tuple[int, ...], int] = {}
-        self._told = Acknowledged(node, start, start, False)
+        self._told = Acknowledged(node, start, start, False, rejoined)
         self.watermark = self._led = Watermark(start, False)
+        if self._leader is not None:
+            self._leader.acknowledged(self._told)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
         if self._leader is not None:
@@ -224,7 +235,7 @@ class Member:
                 self._lead(message)
             case Watermark():
                 # It has got no further than the records of this node have.
-                self._led = Watermark(min(message.record, self._told.record), message.whole)
+                self._led = Watermark(min(message.record, self._told.record), message.whole, message.lifted)
                 self._pass_led()
 
     def _unfit(self, peer: str, message: WireMessage) -> str:
@@ -271,16 +282,28 @@ class Member:
     def _pass_led(self) -> None:
         """What the leader has said counts as whole only while it is heard."""
         led = self._led
-        self._pass(Watermark(led.record, led.whole and self._leader_node not in self.unheard))
+        self._pass(Watermark(led.record, led.whole and self._leader_node not in self.unheard, led.lifted))
 
     def _pass(self, watermark: Watermark) -> None:
-        if watermark == self.watermark or watermark.record < self.watermark.record:
+        # A leader that has rejoined knows of no record at first.
+        watermark = msgspec.structs.replace(watermark, record=max(watermark.record, self.watermark.record))
+        if watermark == self.watermark:
             return
         self.watermark = watermark
         self._holder.passed(watermark.record, watermark.whole)
         for owner in self._owners.values():
             owner.passed(watermark.record)
-        self._passed(Passed(watermark.record, watermark.whole))
+            self._forget_virtual(owner)
+        self._passed(Passed(watermark.record, watermark.whole, watermark.lifted))
+
+    def _forget_virtual(self, owner: Owner) -> None:
+        """Once its base is acknowledged a replica goes on, and no virtual records can be cut from it."""
+        source = self._sources.get(owner.ranks)
+        if source is None or source.spec.mode != "eager" or owner.ranks in self._private:
+            return
+        window = owner.window
+        if window is not None and window.base <= self.watermark.record:
+            owner.give_up(window.generation)
 
     def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
         """What owners are to get of the mirrors here."""
@@ -361,7 +384,9 @@ class Member:
             for ranks, owner in self._owners.items()
         )
         since = max((owner.since for owner in self._owners.values()), default=record)
-        told = Acknowledged(self._node, record, since, whole)
+        anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
+        lost = anew or self._leaving
+        told = Acknowledged(self._node, record, since, whole, lost)
         if told != self._told:
             self._told = told
             if self._leader is not None:
@@ -372,6 +397,11 @@ class Member:
             self._announce(self._leader.unheard(self.unheard))
         else:
             self._pass_led()
+
+    def leave(self, now: float) -> None:
+        """Training is over on this node, and soon on all: nobody is to wait for what it keeps or leads any more."""
+        self._leaving = True
+        self.work(now)
 
     def _late(self, ranks: tuple[int, ...]) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""

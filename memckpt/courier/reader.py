@@ -23,6 +23,8 @@ _log = logging.getLogger("memckpt.courier")
 _AHEAD = 64
 #: A source that says nothing for so long is taken for lost.
 PATIENCE_SECONDS = 10.0
+#: After so many bytes progress is reported, and at the end of each record.
+PROGRESS_BYTES = 64 << 20
 #: In place of a generation's name: what a living node hands out itself, all of it or what every replica has.
 LIVE_ALL, LIVE_SHARED = "live", "live shared"
 
@@ -37,7 +39,7 @@ class Reader:
         code: of the pieces.
         send: gives a message to a node.
         number: makes a number that no other question has.
-        progress: told how many bytes more are here, record by record.
+        progress: told how many bytes more are here, now and then.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Reader:
         self._rank_states: dict[int, bytes] = {}
         self._step = 0
         self._nbytes = 0
+        self._unreported = 0
         #: When a source that is waited for last did what it was asked, or was asked.
         self._heard: dict[str, float] = {}
         self._into: BlobReader | None = None
@@ -302,6 +305,7 @@ class Reader:
                 if data is None:
                     return False
                 self._into.take(data)
+                self._report(len(data))
                 del part.stripes[part.next_taken]
                 part.next_taken += 1
                 self._ask_ahead(part, now)
@@ -314,9 +318,14 @@ class Reader:
             return False
         self._into = None
         self._parts.pop(0)
-        assert part.manifest is not None
-        self._progress(part.manifest.nbytes)
+        self._report(0, end=True)
         return True
+
+    def _report(self, nbytes: int, end: bool = False) -> None:
+        self._unreported += nbytes
+        if self._unreported >= (1 if end else PROGRESS_BYTES):
+            self._progress(self._unreported)
+            self._unreported = 0
 
     def _decode(self, part: Part, number: int, now: float) -> bytes | None:
         """The bytes of a stripe; None if more pieces of it have to come first."""

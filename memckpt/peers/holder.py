@@ -79,6 +79,8 @@ class KeptWindow:
         self._more: dict[int, Room] = {}
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
+        #: Nobody can need this record any more, or those before it.
+        self._past = STATIC
 
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
@@ -92,7 +94,8 @@ class KeptWindow:
         """
         number = fragment.record
         kept = self._records.get(number)
-        if kept is not None and kept.complete:  # sent once more: say so once more, at its end
+        if (kept is not None and kept.complete) or STATIC < number <= self._past:
+            # Sent once more, or not needed: its owner waits to hear of it, at its end.
             return fragment.stripe == fragment.stripes - 1
         if kept is not None and kept.stripes != fragment.stripes:
             self._drop(number)
@@ -138,8 +141,9 @@ class KeptWindow:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more. One that is still coming is acknowledged first: its owner waits."""
-        for number in [one for one, kept in self._records.items() if STATIC < one <= record and kept.complete]:
+        """Nobody can need these records any more. What still comes of them is acknowledged, and not kept."""
+        self._past = max(self._past, record)
+        for number in [one for one in self._records if STATIC < one <= record]:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:

@@ -366,6 +366,12 @@ class Owner:
         return {stream.holder: sum(record is not _OPEN for _, record in stream.queue) for stream in self._streams}
 
     @property
+    def window(self) -> Window | None:
+        """Of the newest generation; None before the first."""
+        newest = self._newest
+        return None if newest is None else newest.window
+
+    @property
     def newest(self) -> int | None:
         """The newest record that there is to send; None before the first."""
         newest = self._newest

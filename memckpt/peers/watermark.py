@@ -41,14 +41,17 @@ class Leader:
         return self._change()
 
     def _change(self) -> Watermark | None:
+        lifted = any(one.lost for one in self._said.values())
         if set(self._said) != self._nodes:
-            return None
+            return self._tell(Watermark(self._told.record, False, lifted))
         record = min(one.record for one in self._said.values())
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
         record = max(record, self._told.record)
         whole = not self._unheard and all(one.whole and one.since <= record for one in self._said.values())
-        now = Watermark(record, whole)
+        return self._tell(Watermark(record, whole and not lifted, lifted))
+
+    def _tell(self, now: Watermark) -> Watermark | None:
         if now == self._told:
             return None
         self._told = now

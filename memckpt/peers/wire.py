@@ -97,20 +97,26 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
 
     `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
     a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
-    takes T records.
+    takes T records. `lost`: the node has lost all that it had, and begins anew at one of the next records.
     """
 
     node: str
     record: int
     since: int
     whole: bool
+    lost: bool = False
 
 
 class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
-    """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them."""
+    """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
+
+    `lifted`: some node has lost all that it had. Nobody is to wait for it: to begin anew it has to get to another
+    record, which takes all ranks.
+    """
 
     record: int
     whole: bool
+    lifted: bool = False
 
 
 class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):

@@ -38,7 +38,8 @@ class AgentLink:
         self._ranks = ranks
         self._config = config.agent
         self._storage = config.storage
-        self._waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
+        #: Whether training waits for what peers acknowledge.
+        self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._client: AgentClient | None = None
         self._sender: threading.Thread | None = None
         self._send_problem: AgentGoneError | None = None
@@ -152,10 +153,10 @@ class AgentLink:
             spec: of its generation, which began after record `began`.
         """
         started = time.perf_counter()
-        if self._waits and spec.mode == "capture":
+        if self.waits and spec.mode == "capture":
             if record % spec.every == 0:
                 self.client.wait_passed(max(record - spec.every, began))
-        elif self._waits:
+        elif self.waits:
             self.client.wait_passed(record - spec.slots + (spec.mode == "eager"))
         if spec.mode == "eager":
             self.client.wait_applied(record - spec.slots)

@@ -27,7 +27,7 @@ from memckpt.agent.peer_messages import (
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
-from memckpt.errors import ConfigurationError
+from memckpt.errors import AgentError, ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord
@@ -98,6 +98,7 @@ class Peers:
                 f"peers: expected {config.group_nodes} nodes or more to tolerate the loss of {config.tolerated}, found "
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
+        ranks.together(lambda: _try_code(config))
         from memckpt.peers.keys import Keys
         from memckpt.peers.topology import choose_level, find_domain
 
@@ -144,6 +145,10 @@ class Peers:
         Args:
             plan_without: makes it, the same on every rank.
             spec: of the live state.
+
+        Raises:
+            AgentError: a node cannot fetch or hand out, for a reason of its own, and could not the time before. What
+                its sources hold is left as it is.
         """
         layout = Layout(spec)
         self._window_bytes = layout.slot_bytes * spec.period
@@ -156,11 +161,19 @@ class Peers:
             self._join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
-            found = self._fetch(plan)
-            if found is None:
+            problems = self._fetch(plan)
+            if not problems:
                 return plan
-            if not found and not tried_again:
-                tried_again = True  # nobody is to blame: a courier that died has been replaced by now
+            found = {
+                BadSource(one.node, one.ranks, one.generation, bool(one.generation))
+                for answer in problems
+                for one in answer.bad
+            }
+            if not found and tried_again:
+                words = "; ".join(answer.problem for answer in problems)
+                raise AgentError(f"expected to fetch from peers what nodes lack, found twice that they cannot: {words}")
+            if not found:
+                tried_again = True  # no source is to blame: a courier that died has been replaced by now
                 continue
             # Nothing to do without: whatever the fetches of this plan use is left alone.
             bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
@@ -206,8 +219,8 @@ class Peers:
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 
-    def _fetch(self, plan: RestoreRecord) -> set[BadSource] | None:
-        """Have all nodes fetch what they lack; None: they have it. Otherwise what proved to be bad, as far as known."""
+    def _fetch(self, plan: RestoreRecord) -> list[Recovered]:
+        """Have all nodes fetch what they lack; the answers of those that could not. The same on every rank."""
         own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
         message = Recover(
             record=plan.record,
@@ -221,19 +234,14 @@ class Peers:
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
         # Nobody is asked for a state before it is handed out.
         phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
-        answers: list[Recovered] = []
         for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
             answers = self._ranks.together(partial(self._ask, phase) if self._leads else Recovered)
-            if any(answer.problem for answer in answers):
-                break
-        else:
-            return None
-        bad: set[BadSource] = set()
-        for answer in answers:
-            if answer.problem:
+            problems = [answer for answer in answers if answer.problem]
+            for answer in problems:
                 _log.warning("memckpt: %s", answer.problem)
-                bad |= {BadSource(one.node, one.ranks, one.generation, bool(one.generation)) for one in answer.bad}
-        return bad
+            if problems:
+                return problems
+        return []
 
     def _ask(self, message: Recover) -> Recovered:
         with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
@@ -274,6 +282,18 @@ class Peers:
             self._link.client.listen(self._listen)
             # What is acknowledged for every node the others know: it starts from nothing.
             self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
+
+
+def _try_code(config: ErasureConfig | MirrorConfig) -> None:
+    """Make sure that this node can encode.
+
+    Raises:
+        ConfigurationError: the backend is not there, or does not take so many pieces.
+    """
+    from memckpt.peers.code import Code
+
+    if isinstance(config, ErasureConfig):
+        Code(config.data, config.tolerate, config.backend).close()
 
 
 def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:

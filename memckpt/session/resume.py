@@ -121,13 +121,13 @@ class Resumption:
         own = answers[ranks.rank][0]
         held = [each for inventories, _ in answers for each in inventories]
         shardings = [sharding for _, sharding in answers]
-        resharding = must_reshard(held, ranks.world_size, shardings)
+        pieces = self._peers.listen()
+        resharding = must_reshard(held, ranks.world_size, shardings, pieces, self._peers.units)
         storage = self._storage_for(resharding)
         if resharding and storage is not None:
             record, where = record_to_reshard(held, resume), storage
             ranks.together(lambda: self._save_for_resharding(own, record, where))
         tier = StorageTier(storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
-        pieces = self._peers.listen()
 
         def plan_without(bad: Collection[BadSource]) -> Plan:
             return make_plan(

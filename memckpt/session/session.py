@@ -491,8 +491,10 @@ class Session:
             self._commit_or_begin(point)
         except MemckptError as error:
             self._lose_agent(point.record, str(error))
-            self._retry_at = point.record + _RETRY_RECORDS
-            _log.warning("memckpt: no agent (%s); trying again in %d steps", error, _RETRY_RECORDS)
+            # Where training waits for peers, the others soon wait for this node, and no later record ever comes.
+            later = 1 if self._link.waits else _RETRY_RECORDS
+            self._retry_at = point.record + later
+            _log.warning("memckpt: no agent (%s); trying again in %d steps", error, later)
 
     # What is shown
 

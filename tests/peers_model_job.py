@@ -1,0 +1,373 @@
+"""A job on several nodes in one process: its attempts, what happens in them, and what may be lost at each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from memckpt.agent.generation import branch_off
+from memckpt.agent.peer_messages import PeerJob, PeerNode, PeerUnit
+from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
+from memckpt.peers.blob import BlobReader
+from memckpt.peers.code import Code
+from memckpt.peers.fragments import decode_stripe
+from memckpt.peers.holder import Holder
+from memckpt.peers.owner import Outgoing
+from memckpt.peers.windows import sizes_of
+from memckpt.peers.wire import Window, decode
+from memckpt.recovery.peers import Fetch
+from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.state.records import Branch, HeldPieces
+from tests.peers_model import MOST_BYTES, Chain, Generation, Live, Memory, Network, Node, Port, Setting, Unit, bytes_of
+
+
+class Job:
+    """Attempts of a job, and what happens in them.
+
+    Args:
+        room: messages that may be on their way from one node to another.
+
+    Attributes:
+        seen: the newest watermark that the trainers of each node know of.
+        made: the newest record that each unit's trainers have committed.
+        staging: units that are filling the slot of the next one.
+        anew: units that begin a generation with it.
+        whole: whether any m nodes could be lost at some time in this attempt.
+        emptied: those that have lost their memory since.
+    """
+
+    network: Network
+    job: PeerJob
+    history: tuple[Branch, ...]
+    whole: bool
+    emptied: set[str]
+    seen: dict[str, int]
+    made: dict[Unit, int]
+    staging: set[Unit]
+    anew: set[Unit]
+
+    def __init__(self, setting: Setting, room: int) -> None:
+        self.setting = setting
+        self.room = room
+        self.code = Code(setting.data, setting.tolerate)
+        self.attempts: dict[str, tuple[Any, Chain]] = {}
+        self.bases: dict[str, int] = {}
+        self.places: dict[Unit, Node] = {}
+        self.members: dict[str, Member] = {}
+        self.attempt = ""
+        self.now = 0.0
+        self._names = 0
+
+    def close(self) -> None:
+        self.close_members()
+        self.code.close()
+
+    # The plan
+
+    def plan(self, places: dict[Unit, Node], nonce: str) -> Any:
+        return make_plan(
+            [live.inventory(node.name, self.setting) for node in places.values() for live in node.live.values()],
+            "auto",
+            self.setting.nodes,
+            nonce,
+            pieces=self.pieces(places.values()),
+            units=[(places[unit].name, unit) for unit in self.setting.units],
+        )
+
+    def known(self, nodes: Iterable[Node]) -> bool:
+        """Whether any of these nodes holds something of this attempt."""
+        nodes = list(nodes)
+        held = [live.history for node in nodes for live in node.live.values() if live.generations]
+        return self.history in held or any(piece.history == self.history for piece in self.pieces(nodes))
+
+    def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
+        return [piece for node in nodes for piece in node.holder.held(lambda window: None)]
+
+    def right(self, history: tuple[Branch, ...], record: int) -> Chain:
+        """Who made the records up to one, in the latest attempt of a history."""
+        nonce = history[-1].timeline.nonce
+        start = self.attempts[nonce][1]
+        return start[: record + 1] + (nonce,) * (record + 1 - len(start))
+
+    def check_plan(self, found: RestoreRecord, places: dict[Unit, Node]) -> None:
+        """Every unit gets what the record was when it was made."""
+        right = self.right(found.history, found.record)
+        fetched = {fetch.ranks for fetch in found.fetches}
+        nodes = {node.name: node for node in places.values()}
+        for unit, node in places.items():
+            if unit not in fetched:
+                assert node.live[unit].reach()[found.record] == right
+        for fetch in found.fetches:
+            if fetch.live is not None:
+                assert nodes[fetch.live].live[fetch.ranks].reach()[found.record] == right
+                continue
+            if fetch.replica is not None:
+                assert nodes[fetch.replica[0]].live[fetch.replica[1]].reach()[found.record] == right
+            assert (fetch.replica is not None) == self.setting.private
+            self._check_decoded(fetch, nodes, right)
+
+    def _check_decoded(self, fetch: Fetch, nodes: dict[str, Node], right: Chain) -> None:
+        base = self.bases[fetch.generation]
+        for record in range(fetch.record - fetch.period + 1, fetch.record + 1):
+            virtual = record <= base
+            expected = bytes_of(fetch.ranks, record, right[: max(record, base) + 1], virtual)
+            assert self._decode(fetch, record, nodes) == expected, (fetch, record)
+
+    def _decode(self, fetch: Fetch, record: int, nodes: dict[str, Node]) -> bytes:
+        windows = {name: nodes[name].holder.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
+        manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
+        [manifest] = {one for one in manifests.values() if one is not None}
+        nbytes, digests = manifest
+        room = bytearray(MOST_BYTES)
+        reader = BlobReader(memoryview(room))
+        stripes = len(digests) // 16
+        for stripe in range(stripes):
+            there = [(name, one.fragment(record, stripe)) for name, one in windows.items() if one is not None]
+            data, bad = decode_stripe(
+                self.code,
+                [(name, found[0], bytes(found[1])) for name, found in there if found is not None],
+                generation=fetch.generation,
+                owner=fetch.ranks,
+                record=record,
+                stripe=stripe,
+                stripes=stripes,
+                length=next(found[0].length for _, found in there if found is not None),
+            )
+            assert not bad
+            nbytes -= len(data)
+            reader.take(data)
+        assert nbytes == 0
+        tail = reader.finish()
+        assert tail.step == 10 * record
+        return bytes(room[: tail.extents[0].nbytes])
+
+    # An attempt
+
+    def begin(self, found: Any, places: dict[Unit, Node], nonce: str, hear: Collection[str]) -> None:
+        """Do what the plan says, on those nodes that hear of it."""
+        going_on = isinstance(found, RestoreRecord)
+        start = self.right(found.history, found.record) if going_on else (nonce,)
+        self.whole = False
+        self.attempts[nonce] = found.timeline, start
+        self.attempt, self.places = nonce, places
+        self.history = (Branch(found.timeline, None),)
+        if going_on:
+            self.history = branch_off(found.history, found.record, found.timeline)
+        record = found.record if going_on else None
+        names = [node.name for node in places.values()]
+        self.emptied = set()
+        self.seen = dict.fromkeys(names, record or 0)
+        #: By node: whether nobody is to wait there.
+        self.lifted: dict[str, bool] = {}
+        self.made = dict.fromkeys(places, record or 0)
+        self.staging, self.anew = set(), set(places)
+        self.network = Network(names)
+        self.job = PeerJob(
+            attempt=nonce,
+            nodes=tuple(PeerNode(name, "", (name,)) for name in names),
+            units=tuple(PeerUnit(index, unit, self.setting.private) for index, unit in enumerate(places)),
+            scheme="erasure",
+            data=self.setting.data,
+            tolerate=self.setting.tolerate,
+            backend="isa_l_rs_cauchy",
+            wait=self.setting.wait,
+            rate_bytes_per_second=None,
+            overhead=0.03,
+            record=record,
+        )
+        self.close_members()
+        for unit, node in places.items():
+            node.holder.halt()
+            if node.name not in hear:
+                continue
+            if record is None:
+                node.live.clear()
+            node.live[unit] = Live(unit, self.history)
+            if record is not None:
+                node.live[unit].generations.append(Generation("resumed", unit, self.setting, record, start))
+            self._join(node, record)
+
+    def _join(self, node: Node, record: int | None) -> None:
+        port: Any = Port(self.network, node.name, self.room)
+
+        def passed(message: Any) -> None:
+            self.seen[node.name] = max(self.seen[node.name], message.record)
+            self.lifted[node.name] = message.lifted
+            for live in node.live.values():
+                live.let_go(message.record)
+
+        job = msgspec.structs.replace(self.job, record=record)
+        unused: Any = None  # nothing is mirrored
+        rejoined = node.name in self.members
+        holder = Mirroring(node.holder, unused, unused)
+        self.members[node.name] = Member(node.name, job, holder, port, passed, rejoined)
+
+    def close_members(self) -> None:
+        for member in self.members.values():
+            member.close()
+        self.members.clear()
+
+    # What happens in it
+
+    def may_stage(self, unit: Unit) -> bool:
+        """Whether a unit's trainers may begin to fill the slot of their next record."""
+        acknowledged = self.seen[self.places[unit].name] >= self.made[unit] + 1 - self.setting.slots
+        lifted = self.lifted.get(self.places[unit].name, False)
+        return unit not in self.staging and (acknowledged or lifted or not self.setting.wait)
+
+    def stage(self, unit: Unit) -> None:
+        self.staging.add(unit)
+        if unit not in self.anew:
+            self.places[unit].live[unit].generations[-1].slots.open(self.made[unit] + 1)
+
+    def may_commit(self, unit: Unit) -> bool:
+        """Its backward needs all ranks in it, and so their commits of the record before."""
+        made = self.made[unit]
+        return unit in self.staging and all(one > made or other in self.staging for other, one in self.made.items())
+
+    def commit(self, unit: Unit) -> None:
+        node = self.places[unit]
+        live = node.live[unit]
+        self.staging.remove(unit)
+        record = self.made[unit] = self.made[unit] + 1
+        past = self.right(self.history, record)
+        if unit in self.anew:
+            self._begin_generation(unit)
+        else:
+            live.generations[-1].commit(record, past)
+            self._owner(node, unit).committed(record)
+        live.let_go(self.members[node.name].watermark.record)
+
+    def may_start(self, unit: Unit) -> bool:
+        """Whether a unit's trainers, which have found a new agent, can write their state as it is."""
+        return not self.places[unit].live[unit].generations and self.made[unit] > 0 and unit not in self.staging
+
+    def start(self, unit: Unit) -> None:
+        self._begin_generation(unit)
+
+    def _begin_generation(self, unit: Unit) -> None:
+        self.anew.discard(unit)
+        node, record = self.places[unit], self.made[unit]
+        self._names += 1
+        name = f"{self.attempt}/{unit}/{self._names}"
+        self.bases[name] = record
+        past = self.right(self.history, record)
+        node.live[unit].generations.append(Generation(name, unit, self.setting, record, past))
+        self._send_generation(node, unit)
+
+    def _owner(self, node: Node, unit: Unit) -> Any:
+        return next(one for one in self.members[node.name].owners if one.ranks == unit)
+
+    def _send_generation(self, node: Node, unit: Unit) -> None:
+        setting, generation = self.setting, node.live[unit].generations[-1]
+        spec = setting.spec(unit)
+        sizes = sizes_of(spec, setting.private)
+        window = Window(
+            owner=unit,
+            node=node.name,
+            generation=generation.name,
+            attempt=self.attempt,
+            piece=0,
+            data=setting.data,
+            tolerate=setting.tolerate,
+            base=generation.base,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
+            private=setting.private,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
+            history=self.history,
+            spec=msgspec.msgpack.encode(spec),
+        )
+        self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
+
+    def begin_anew(self, unit: Unit) -> None:
+        """With the next record a generation begins: its layout has changed."""
+        if unit not in self.staging:
+            self.anew.add(unit)
+
+    def lose_courier(self, node: Node) -> None:
+        """What it keeps for others is gone; its agent starts another one."""
+        self._restart(node)
+        for unit, live in node.live.items():
+            if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
+                self._send_generation(node, unit)
+
+    def lose_agent(self, node: Node) -> None:
+        """Its courier goes with it. Trainers find another one, and begin generations."""
+        self._restart(node)
+        mine = [unit for unit, other in self.places.items() if other is node]
+        node.live = {unit: Live(unit, self.history) for unit in mine}
+        self.anew |= set(mine)
+
+    def _restart(self, node: Node) -> None:
+        self.emptied.add(node.name)
+        self.network.restart(node.name)
+        self.members.pop(node.name).close()
+        node.holder.close()
+        node.holder = Holder(node.name, Memory)
+        self._join(node, None)
+
+    def deliver(self, pair: tuple[str, str]) -> Any:
+        """The next message from the first to the second; returns it, or None if they have met."""
+        sender, receiver = pair
+        message = self.network.pop(pair)
+        if message is None:
+            self.members[receiver].met(sender)
+            return None
+        self._handle(receiver, sender, *message)
+        return decode(message[0])
+
+    def _handle(self, receiver: str, sender: str, body: bytes, payload: bytes) -> None:
+        self.members[receiver].handle(sender, decode(body), payload, self.now)
+
+    def work(self, name: str) -> None:
+        """A turn of a courier's loop."""
+        self.now += 1.0
+        member = self.members[name]
+        member.work(self.now)
+        while member.loopback:
+            self._handle(name, *member.loopback.popleft())
+
+    def settle(self) -> None:
+        """All that can be sent is sent and delivered."""
+        for _ in range(1000):
+            for name in self.members:
+                self.work(name)
+            ready = self.network.ready()
+            if not ready:
+                return
+            for pair in ready:
+                while self.network.queues[pair]:
+                    self.deliver(pair)
+        raise AssertionError("couriers do not come to rest")
+
+    # What is promised
+
+    def look(self) -> None:
+        """Note whether the loss of any m nodes can be borne."""
+        owners = [owner for member in self.members.values() for owner in member.owners]
+        everywhere = min(owner.acknowledged for owner in owners)
+        noticed = all(None not in queue for queue in self.network.queues.values())
+        whole = all(owner.whole and self.bases_of(owner)[-1] <= everywhere for owner in owners)
+        if noticed and whole:
+            self.whole, self.emptied = True, set()
+
+    @staticmethod
+    def bases_of(owner: Any) -> list[int]:
+        return [outgoing.window.base for outgoing in owner._generations]
+
+    def promised(self, lost: Collection[str]) -> int:
+        """The record that must be reachable without some nodes; 0: none."""
+        names = [node.name for node in self.job.nodes]
+        gone = set(lost) | self.emptied
+        borne = self.setting.tolerate if self.whole else 0
+        groups = next(iter(self.members.values())).placement.groups
+        if not self.setting.wait or any(len(gone & {names[one] for one in group.nodes}) > borne for group in groups):
+            return 0
+        return max(seen for name, seen in self.seen.items() if name not in lost)

@@ -1,0 +1,533 @@
+"""Recoveries that are given up, cut off or slow, and couriers that die at a bad moment: in one process."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt.agent import helper_process, peers
+from memckpt.agent.channel import Channel
+from memckpt.agent.client import AgentClient
+from memckpt.agent.helper_process import HelperProcess
+from memckpt.agent.mirrors import Mirrors
+from memckpt.agent.peer_messages import (
+    BadSourceSeen,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    Halt,
+    Halted,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    Passed,
+    PeerJob,
+    PeerNode,
+    Pieces,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+    UnitSource,
+)
+from memckpt.agent.peers import Peers
+from memckpt.agent.recovery import Recovery
+from memckpt.config import AgentConfig, ErasureConfig
+from memckpt.errors import AgentError, AgentGoneError, PeerError
+from memckpt.peers.wire import WindowIs
+from memckpt.recovery.peers import BadSource, Fetch
+from memckpt.recovery.plan import RestoreRecord, StartOver
+from memckpt.session import peers as session_peers
+from memckpt.state.records import Timeline
+from tests.peers_records import layout_spec
+from tests.test_peers_courier import Node
+
+SPEC = layout_spec((0,), elements=64)
+
+
+def source(*ranks: int) -> UnitSource:
+    return UnitSource(ranks, 5, "g", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+
+
+class Room:
+    """Stands for a generation that is filled."""
+
+    regions = ()
+
+    def __init__(self) -> None:
+        self.closed = self.filled = False
+
+    def refill(self, *arguments: object) -> None:
+        assert not self.closed
+        self.filled = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Place:
+    """Stands for the holding of the ranks that get what is fetched."""
+
+    def __init__(self) -> None:
+        self.rooms: list[Room] = []
+        self.held: Room | None = None
+
+    def make_room_for(self, spec: object, budget: object) -> Room:
+        self.rooms.append(Room())
+        return self.rooms[-1]
+
+    def take_over(self, room: Room, history: object) -> None:
+        self.held = room
+
+
+class Fetching:
+    """A recovery of two units, and what it says to the courier and the trainer."""
+
+    def __init__(self, number: int) -> None:
+        self.places = {(0,): Place(), (1,): Place()}
+        self.sent: list[Any] = []
+        self.done: list[Any] = []
+        message = Recover(5, (), (source(0), source(1)), None)
+        places: Any = self.places.get
+        self.recovery = Recovery(
+            number, message, places, lambda message, fds: self.sent.append(message), self.done.append
+        )
+        self.recovery.start()
+
+
+# The agent's side
+
+
+def test_what_a_courier_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
+    now = Fetching(2)
+    assert [(one.source.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
+    now.recovery.answered(Described((0,), SPEC, recovery=1))
+    now.recovery.answered(Described((0,), None, "nobody says", recovery=1))
+    assert not now.places[(0,)].rooms
+    assert not now.done
+    now.recovery.answered(Described((0,), SPEC, recovery=2))
+    now.recovery.answered(Filled((0,), recovery=1))
+    [room] = now.places[(0,)].rooms
+    assert not room.filled
+    now.recovery.answered(Filled((0,), recovery=2))
+    assert now.places[(0,)].held is room
+    assert room.filled
+
+
+@pytest.mark.parametrize(
+    "said", [Filled((7,), recovery=1), Described((7,), SPEC, recovery=1), Filled((1,), recovery=1)]
+)
+def test_an_answer_to_what_was_not_asked_is_ignored(said: Described | Filled) -> None:
+    now = Fetching(1)
+    now.recovery.answered(said)
+    assert not now.done
+    for ranks in ((0,), (1,)):
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+    assert [len(place.rooms) for place in now.places.values()] == [1, 1]
+    assert [type(one) for one in now.done] == [Recovered]
+    assert not now.done[0].problem
+
+
+def test_a_courier_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
+    done: list[Any] = []
+
+    def send(message: object, fds: object) -> None:
+        recovery.fail("the courier is gone")
+
+    recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
+    recovery.start()
+    assert [one.problem for one in done] == ["the courier is gone"]
+
+
+class Desk:
+    """An agent's part in the tier. Its couriers are what a test makes of them.
+
+    Attributes:
+        started: those that it has started, all of them.
+        make: makes the next one.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeCourier] = []
+        self.make: Callable[[Desk, Callable[[str], None]], FakeCourier] = FakeCourier
+        self.lost: list[str] = []
+        self.places = {(0,): Place(), (1,): Place()}
+        monkeypatch.setattr(peers, "HelperProcess", self._start)
+        mirrors = Mirrors("a", lambda key, message: None, lambda: 0)
+        find: Any = self.places.get
+        nothing: Any = None
+        self.peers = Peers(nothing, find, lambda passed: None, self.lost.append, mirrors)
+
+    def _start(self, module: str, arguments: object, selector: object, received: Any, ended: Any) -> FakeCourier:
+        courier = self.make(self, ended)
+        self.started.append(courier)
+        return courier
+
+    def join(self, **other: Any) -> None:
+        self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
+
+
+class FakeCourier:
+    """Stands for the process."""
+
+    address = "tcp://127.0.0.1:4321"
+
+    def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
+        self.ended = ended
+        self.sent: list[Any] = []
+        self.asked: list[Any] = []
+        self.closed = False
+
+    def send(self, message: object, fds: object) -> None:
+        assert not self.closed
+        self.sent.append(message)
+
+    def ask(self, message: object, expected: type, timeout: float, patience: float | None = None) -> Any:
+        assert not self.closed
+        self.asked.append(message)
+        if isinstance(message, Listen):
+            return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
+        return Pieces(()) if isinstance(message, ListPieces) else Halted()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
+JOB = PeerJob("a1", (PeerNode("a", FakeCourier.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    desk = Desk(monkeypatch)
+    with closing(desk.peers):
+        yield desk
+
+
+@pytest.mark.parametrize(
+    "end", [lambda desk: desk.peers.begin_attempt(), lambda desk: desk.peers.close(), lambda desk: desk.join()]
+)
+def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Callable[[Desk], None]) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers.recover(Recover(5, (), (source(0), source(1)), None), answers.append)
+    desk.peers._received(Described((0,), SPEC, recovery=1))
+    [room] = desk.places[(0,)].rooms
+    assert not room.closed
+    end(desk)
+    assert room.closed
+    assert [bool(one.problem) for one in answers] == [True]
+    desk.peers._received(Filled((0,), recovery=1))
+    assert not room.filled
+
+
+# Couriers that die
+
+
+def broken(desk: Desk, ended: Callable[[str], None]) -> FakeCourier:
+    """One that dies as it is asked."""
+
+    class Broken(FakeCourier):
+        def ask(self, message: object, *arguments: object) -> Any:
+            raise AgentGoneError("the port is taken")
+
+    return Broken(desk, ended)
+
+
+def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
+    before = desk.peers.listen(LISTEN)
+    desk.started[0].ended("killed")
+    assert desk.started[0].closed
+    assert not desk.started[1].closed
+    assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
+    assert desk.peers.listen(LISTEN) == before
+    desk.join()
+    assert [type(one) for one in desk.started[1].sent] == [Join]
+    # From now on peers are told where another one listens.
+    desk.started[1].ended("killed")
+    assert desk.started[2].asked[0] == LISTEN
+    assert [type(one) for one in desk.started[2].sent] == [Join]
+    assert not desk.lost
+
+
+def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.make = broken
+    desk.started[0].ended("killed")
+    assert all(one.closed for one in desk.started)
+    assert len(desk.lost) == 1
+    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (source(0),), None), desk.lost.append)):
+        with pytest.raises(PeerError, match=r"killed.*the port is taken"):
+            ask()
+    desk.peers.join(Join(JOB, rejoin=True))
+    desk.make = FakeCourier
+    desk.peers.begin_attempt()
+    desk.peers.listen(LISTEN)
+    desk.join()
+    assert [type(one) for one in desk.started[-1].sent] == [Join]
+
+
+def test_what_was_handed_out_to_a_courier_that_has_died_is_not_taken_for_handed_out(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: desk.started[0].ended("killed") or "")
+    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    assert [one.problem for one in answers] == ["the courier is gone"]
+
+
+def test_a_courier_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
+    class Dies(FakeCourier):
+        def ask(self, message: Any, *arguments: Any) -> Any:
+            if isinstance(message, Halt):
+                self.ended("it was not in its right mind")
+                raise AgentGoneError("what it said has led to its end")
+            return super().ask(message, *arguments)
+
+    desk.make = Dies
+    for _ in range(2):
+        desk.peers.listen(LISTEN)
+        desk.peers.begin_attempt()
+        assert all(one.closed for one in desk.started)
+
+
+class Started:
+    """Stands for a process that was started; `channel` is its end. What it does once it is looked at is `looked`."""
+
+    pid = 1
+
+    def __init__(self, arguments: object, pass_fds: list[int], **other: object) -> None:
+        self.channel = Channel(socket.socket(fileno=os.dup(pass_fds[0])))
+        self.looked: Callable[[], int | None] = lambda: None
+
+    def poll(self) -> int | None:
+        return self.looked()
+
+    def kill(self) -> None:
+        self.channel.close()
+
+    def wait(self, timeout: float) -> int:
+        return 0
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any, list[Any]]]:
+    received: list[Any] = []
+    monkeypatch.setattr(helper_process.subprocess, "Popen", Started)
+
+    def take(message: Any) -> None:
+        received.append(message)
+        if isinstance(message, Passed):
+            process.close()
+
+    with selectors.DefaultSelector() as selector:
+        process = HelperProcess("memckpt.courier", [], selector, take, received.append)
+        with closing(process):
+            yield process, process._process, received
+
+
+def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: Any) -> None:
+    process, started, received = helper
+    started.channel.send(RecoveryProgress(1))
+    started.channel.send(Passed(1, True))
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+    assert [type(one) for one in received] == [RecoveryProgress, Passed]
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+
+
+def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    process, started, _ = helper
+    started.looked = lambda: started.channel.send(Halted())
+    with caplog.at_level(logging.WARNING):
+        assert process.ask(Halt(), Halted, 0.01, patience=20.0) == Halted()
+    assert "it lives" in caplog.text
+    started.looked = lambda: -9
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=20.0)
+    started.looked = lambda: None
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=0.02)
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no more"), OSError(errno.ENOMEM, "no memory")])
+def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **other: object) -> None:
+        raise error
+
+    monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
+        HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> None:
+    now = Fetching(1)
+    bad = BadSourceSeen("c", (0,), "g")
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.fail("no room")
+    assert now.done[-1].bad == ()
+    now = Fetching(1)
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.answered(Described((1,), None, "too few", (bad,), recovery=1))
+    assert now.done[-1].bad == (bad, bad)
+
+
+# The trainer's side
+
+
+class Alone:
+    """Stands for the ranks of a job of which this is the only one."""
+
+    rank, node, nonce, groups, local_ranks = 0, "a", "a1", ((0,),), (0,)
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        return [work()]
+
+
+class Answering:
+    """Stands for the link to an agent whose answers to Recover are known before."""
+
+    def __init__(self, *answers: Recovered) -> None:
+        self.client = self
+        self.answers = list(answers)
+        self.passed = 0
+
+    def send(self, message: object) -> None:
+        pass
+
+    def recover(self, message: Recover, progress: object) -> Recovered:
+        return self.answers.pop(0)
+
+
+FETCH = Fetch((0,), "a", 5, generation="g", pieces=(("c", 0),), data=1, period=2)
+RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
+NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
+
+
+def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
+    """The plan that is carried out in the end, and without what each of the plans was made."""
+    link, asked = Answering(*answers), []
+
+    def plan_without(bad: Collection[BadSource]) -> RestoreRecord | StartOver:
+        asked.append(set(bad))
+        return StartOver(Timeline(2, "n"), "lost", False) if bad else RESTORE
+
+    ranks: Any = Alone()
+    ours: Any = link
+    tier = session_peers.Peers(ErasureConfig(data=1, tolerate=1), ranks, ours, AgentConfig())
+    tier._nodes = tuple(PeerNode(name, FakeCourier.address, (name,)) for name in "ab")
+    tier.units = [("a", (0,))]
+    try:
+        return tier.carry_out(plan_without, SPEC), asked
+    finally:
+        assert not link.answers
+
+
+@pytest.fixture
+def client() -> Iterator[tuple[AgentClient, Channel]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Of one message: a recovery is not bound to it.
+    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01), None), Channel(ends[1])
+    with closing(channel):
+        yield client, channel
+        client.abandon()
+
+
+def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
+    client: tuple[AgentClient, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, agent = client
+    answers = deque([None, None, RecoveryProgress(5), None, Recovered(nbytes=7)])
+    limits: list[float | None] = []
+
+    def poll(timeout: float | None) -> tuple[Any, list[int]] | None:
+        limits.append(timeout)
+        answer = answers.popleft()
+        return None if answer is None else (answer, [])
+
+    heard: list[RecoveryProgress] = []
+    with monkeypatch.context() as context:
+        context.setattr(trainer.channel, "poll", poll)
+        assert trainer.recover(Recover(5, (), (), None), heard.append) == Recovered(nbytes=7)
+    assert heard == [RecoveryProgress(5)]
+    assert not answers
+    agent.send(RecoveryProgress(6))
+    agent.shut_down()
+    with pytest.raises(AgentGoneError):
+        trainer.recover(Recover(5, (), (), None), heard.append)
+
+
+def test_a_node_that_cannot_fetch_for_a_reason_of_its_own_ends_the_start_and_drops_nothing() -> None:
+    assert carry_out(NO_ROOM, Recovered()) == (RESTORE, [set(), set()])
+    with pytest.raises(AgentError, match="no room"):
+        carry_out(NO_ROOM, NO_ROOM)
+
+
+def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
+    plan, asked = carry_out(NO_ROOM, BAD)
+    assert isinstance(plan, StartOver)
+    assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
+
+
+# The courier's side
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with closing(Node()) as node:
+        yield node
+
+
+def read_two(node: Node, recovery: int) -> list[Any]:
+    """Have the courier ask of one unit, and fill another; the regions that it fills."""
+    regions = node.records[0].duplicates()
+    node.courier._handle(Describe(source(2), recovery), [])
+    node.courier._fill(Fill(source(0), node.records[0].spec, recovery), regions)
+    return regions
+
+
+def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None:
+    first = read_two(node, 1)
+    [former] = node.courier._asking
+    second = read_two(node, 2)
+    assert {region.fd for region in first} == {-1}
+    assert all(region.fd >= 0 for region in second)
+    assert len(node.courier._readers) == len(node.courier._asking) == 1
+    [asking] = node.courier._asking
+    spec = msgspec.msgpack.encode(node.records[2].spec)
+    for one in (former, asking):
+        for peer in ("a", "c"):
+            node.says(peer, WindowIs(min(one.requests), (2,), spec))
+    node.courier._finish_readers()
+    assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
+
+
+def test_a_plan_that_is_made_once_more_ends_what_is_read_by_the_former_code(node: Node) -> None:
+    regions = read_two(node, 1)
+    node.courier._join(Join(node.job))
+    assert {region.fd for region in regions} == {-1}
+    assert not node.courier._readers
+    assert not node.courier._asking
+    assert not [one for one in node.wire.told if isinstance(one, (Filled, RecoveryProgress))]
