@@ -13,8 +13,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from memckpt.agent.mirror import EXTRA_SLOTS
 from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorRecord, OpenMirror
-from memckpt.agent.mirrors import EXTRA_SLOTS
 from memckpt.agent.replica import Replica
 from memckpt.memory import budget
 from memckpt.memory.region import Region
