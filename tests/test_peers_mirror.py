@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.mirrors import EXTRA_SLOTS
+from memckpt.agent.mirror import EXTRA_SLOTS
+from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorRecord, OpenMirror
 from memckpt.agent.replica import Replica
 from memckpt.memory import budget
 from memckpt.memory.region import Region
@@ -20,9 +22,9 @@ from memckpt.peers.wire import NotStored, Stored
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.state.layout import Layout
-from memckpt.state.records import HeldRecords, RecordMeta
+from memckpt.state.records import HeldRecords, RecordMeta, encode_meta
 from tests.engine_optimizers import Momentum, local_momentum
-from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair, Strict
+from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair, Strict, wait_idle
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -344,6 +346,36 @@ def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int, optim
         assert check_all(one, one.end())[-1] == one.training.record
 
 
+def test_a_skip_while_a_record_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts when that one is done: what it reads is not overwritten before."""
+    entered, go_on = threading.Event(), threading.Event()
+    original = Replica._apply
+
+    def wait(self: Replica, meta: RecordMeta) -> None:
+        entered.set()
+        assert go_on.wait(60)
+        original(self, meta)
+
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        one.settle()
+        monkeypatch.setattr(Replica, "_apply", wait)
+        for _ in range(2):
+            assert one.train()
+        one.send()
+        one.deliver()
+        one.agent()
+        one.pass_watermark()
+        [mirror] = one.mirrors._all.values()
+        replica = mirror.generation.replica
+        assert replica is not None
+        assert entered.wait(60)
+        mirror.skip(7)
+        assert replica.applied == 1
+        go_on.set()
+        wait_idle(replica)
+        assert replica.applied == 7
+
+
 # What there is no replica for
 
 
@@ -360,7 +392,16 @@ def test_a_redo_that_fails(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
             original(self, meta)
 
         monkeypatch.setattr(Replica, "_apply", fail)
-        for _ in range(10):
+        while not refusals(one):
+            assert one.train()
+            one.send()
+            one.deliver()
+            one.agent()
+            one.pass_watermark()
+            one.redo()
+            one.pass_watermark()
+        assert not one.owner.whole, "nothing is there any more"
+        while one.training.record < 11:
             one.settle()
             one.train()
         one.settle()
@@ -387,6 +428,16 @@ def test_an_optimizer_that_nobody_finds_by_name(mode: str) -> None:
         assert one.mirroring.kept() == (("o", (1,), 4),)
 
 
+def test_state_that_cannot_be_read() -> None:
+    with pair("lazy", OPTIMIZERS["own"]) as one:
+        spec = one.training.spec()
+        one.mirrors.open(OpenMirror((1,), "x", "a", 1, spec, HISTORY))
+        meta = encode_meta(RecordMeta(1, 1, True, (), (), b"no codec's"))
+        answer = one.mirrors.record(MirrorRecord((1,), "x", 1, 1, meta, {1: b""}))
+        assert isinstance(answer, MirrorFailed)
+        assert len(one.mirrors) == 0
+
+
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         monkeypatch.setattr(budget, "available_bytes", lambda: 4096)
@@ -396,6 +447,22 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.owner.whole
 
 
+def test_plain_copies_go_when_a_mirror_has_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pair("lazy", OPTIMIZERS["adam"]) as one:
+        with monkeypatch.context() as patch:
+            patch.setattr(budget, "available_bytes", lambda: 4096)
+            one.settle()
+        assert (len(one.mirrors), len(one.mirroring.windows())) == (0, 1)
+        one.train()
+        one.settle()
+        one.training.begin()
+        one.send_generation()
+        one.train()
+        one.settle()
+        assert (len(one.mirrors), len(one.mirroring.windows())) == (1, 0)
+        assert check_all(one, one.end())[-1] == one.training.record
+
+
 def test_mirrors_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
@@ -403,9 +470,8 @@ def test_mirrors_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch
         one.end()
         one.mirrors.begin("b", 1, needed + 4096, 1)
         [mirror] = one.mirrors._all.values()
-        message = type(mirror.opened)((1,), "h1", "b", 1, mirror.opened.spec, HISTORY)
-        answer, _ = one.mirrors.open(message)
-        assert type(answer).__name__ == "MirrorOpened"
+        answer, _ = one.mirrors.open(OpenMirror((1,), "h1", "b", 1, mirror.opened.spec, HISTORY))
+        assert isinstance(answer, MirrorOpened)
         assert len(one.mirrors) == 1
 
 
