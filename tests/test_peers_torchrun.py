@@ -14,21 +14,21 @@ import pytest
 from memckpt.agent.address import AgentAddress
 from tests.engine_harness import Lab
 from tests.peers_job import RANKS, STEPS, setup_of
+from tests.script_runs import ROOT
 from tests.sharded_lab import check_same, job_of, reference
 
 pytestmark = pytest.mark.slow
 _LIMIT_SECONDS = 240
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_lost_nodes_are_replaced_and_training_goes_on_from_peers(lab: Lab, kind: str) -> None:
-    expected = reference(lab, job_of(lab, setup_of(kind), None, last_step=STEPS))
-    deaths = ["1:5", "3:8"]
+def torchrun(lab: Lab, restarts: int, *program: str) -> str:
+    """Run a program with a rank on each of four nodes; what it prints."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    command += [f"--max-restarts={len(deaths)}", "-m", "tests.peers_job", str(lab.directory), kind, *deaths]
+    command += [f"--max-restarts={restarts}", *program]
     # Without it all restarts share one store, where gloo finds the addresses of the dead: docs/operations.md.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     log = lab.directory / "torchrun.log"
+    log.unlink(missing_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
     try:
@@ -37,8 +37,26 @@ def test_lost_nodes_are_replaced_and_training_goes_on_from_peers(lab: Lab, kind:
         process.send_signal(signal.SIGTERM)  # it ends its workers, which have sessions of their own
         process.wait(timeout=60)
         pytest.fail(f"torchrun did not end:\n{log.read_text()[-6000:]}")
-    output_text = log.read_text()
-    assert code == 0, output_text[-6000:]
+    assert code == 0, log.read_text()[-6000:]
+    return log.read_text()
+
+
+def test_the_example_ends_with_the_weights_of_an_undisturbed_run(lab: Lab) -> None:
+    example = [str(ROOT / "examples/lost_node.py"), "--size", "tiny", "--steps", "12"]
+    undisturbed = torchrun(lab, 0, *example, str(lab.directory / "undisturbed"))
+    lossy = torchrun(lab, 2, *example, "--lose", "2:6", "--lose", "1:9", str(lab.directory / "lossy"))
+    assert lossy.count("is lost in step") == 2
+    assert lossy.count("tier='peers'") == 2
+    done = [re.findall("done at step 12: weights ([0-9a-f]+)", text) for text in (undisturbed, lossy)]
+    assert len(done[0]) == 1
+    assert done[0] == done[1]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_lost_nodes_are_replaced_and_training_goes_on_from_peers(lab: Lab, kind: str) -> None:
+    expected = reference(lab, job_of(lab, setup_of(kind), None, last_step=STEPS))
+    deaths = ["1:5", "3:8"]
+    output_text = torchrun(lab, len(deaths), "-m", "tests.peers_job", str(lab.directory), kind, *deaths)
     for rank, step in [death.split(":") for death in deaths]:
         assert f"node of rank {rank} dies at step {step}" in output_text
     resumed = [int(step) for step in re.findall(r"resumed at step (\d+) from peers", output_text)]
