@@ -80,10 +80,8 @@ def test_goes_on_from_mirrors_when_nodes_are_lost(lab: Lab, setup: Setup, copies
 def test_goes_on_from_mirrors_wherever_a_node_is_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
     """At each place, with records on their way: no less than what was acknowledged."""
     lost = [f"node{index % 4}" + f",node{(index + 2) % 4}" * (copies > 2) for index in range(len(PLACES))]
-    deaths = [
-        Death(who, min(number + 3, 8), place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))
-    ]
-    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths)
+    deaths = [Death(who, number + 3, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
+    survives(lab, peers_job(lab, setup, mirror_config(copies, redo), last_step=12), deaths)
 
 
 @slow
