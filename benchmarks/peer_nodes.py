@@ -89,7 +89,7 @@ class Nodes:
             found = None if status is None else status.peers
             if found is not None and (found.watermark or 0) >= record:
                 return found
-            time.sleep(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes know it, and say it only when asked
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
     def wait_stored(self, step: int) -> None:
@@ -104,7 +104,7 @@ class Nodes:
             stored = [None if each is None or each.storage is None else each.storage.step for each in statuses]
             if all(each is not None and each >= step for each in stored):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes know it, and say it only when asked
         raise RuntimeError(f"expected step {step} in storage, found {stored}")
 
     def kill(self, nodes: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ Units stand in the names. Explicit arguments win over environment variables. Not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -107,7 +108,7 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeersConfig:
+class PeersConfig(ABC):
     """What both ways to keep records in other nodes' memory have in common; configure one of the two below.
 
     Args:
@@ -146,14 +147,14 @@ class PeersConfig:
         )
 
     @property
+    @abstractmethod
     def tolerated(self) -> int:
         """How many nodes of a group may be lost at once."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def group_nodes(self) -> int:
         """The least number of nodes in a group, which is the least that the job needs."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

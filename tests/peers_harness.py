@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
-        time.sleep(0.005)
+        time.sleep(0.005)  # what sockets and threads of the library do can only be looked at
 
 
 def open_things() -> tuple[int, int]:

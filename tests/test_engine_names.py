@@ -10,7 +10,7 @@ import pytest
 
 import memckpt
 from memckpt import errors
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, PeersConfig, check_resume
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, check_resume
 from memckpt.errors import ConfigurationError, MemckptError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (AgentConfig, {"memory_budget_bytes": 0}, "agent.memory_budget_bytes"),
         (AgentConfig, {"start_seconds": 0.0}, "agent.start_seconds"),
         (AgentConfig, {"niceness": 20}, "agent.niceness"),
-        (MemckptConfig, {"peers": PeersConfig()}, "peers"),
+        (MemckptConfig, {"peers": AgentConfig()}, "peers"),
         (ErasureConfig, {"data": 0}, "peers.data"),
         (ErasureConfig, {"tolerate": 33}, "peers.tolerate"),
         (ErasureConfig, {"ack": "sometimes"}, "peers.ack"),
