@@ -10,12 +10,14 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from memckpt.agent import helper_process, peers
+from memckpt.agent.backoff import Backoff
 from memckpt.agent.channel import Channel
 from memckpt.agent.client import AgentClient
 from memckpt.agent.helper_process import HelperProcess
@@ -263,6 +265,67 @@ def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listen
     assert desk.started[2].asked[0] == LISTEN
     assert [type(one) for one in desk.started[2].sent] == [Join]
     assert not desk.lost
+
+
+def test_couriers_that_die_again_and_again_are_started_ever_more_seldom(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    desk.peers._backoff = Backoff(lambda: now)
+    desk.peers.listen(LISTEN)
+    desk.join()
+    pauses = []
+    for _ in range(10):
+        living = len(desk.started)
+        desk.started[-1].ended("killed")
+        deadline = desk.peers.deadline()
+        pauses.append(0.0 if deadline is None else deadline - now)
+        if deadline is not None:
+            assert len(desk.started) == living
+            assert desk.lost[-1] == f"killed; another courier is started in {pauses[-1]:.0f} s"
+            now = deadline - 0.1
+            desk.peers.look_at_clock()
+            assert len(desk.started) == living
+            now = deadline
+            desk.peers.look_at_clock()
+        assert len(desk.started) == living + 1
+        assert [type(one) for one in desk.started[-1].sent] == [Join]
+        assert desk.peers.deadline() is None
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
+    now += 60  # the last one has lived
+    desk.started[-1].ended("killed")
+    assert desk.peers.deadline() is None
+    assert not desk.started[-1].closed
+
+
+def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not_pass_the_watermark(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    holding: Any = SimpleNamespace(held=None, ranks=(0,))
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers._received(Passed(7, True))
+    desk.make = broken
+    desk.started[0].ended("killed")
+    for _ in range(3):
+        assert all(one.closed for one in desk.started)
+        assert "killed; no other one takes its place: the courier does not answer" in desk.lost[-1]
+        assert desk.lost[-1].count("the port is taken") == 1
+        assert desk.peers.gate(holding) == 7
+        now = desk.peers.deadline() or 0.0
+        desk.peers.look_at_clock()
+    desk.make = FakeCourier
+    # A trainer that is back does not wait for the clock.
+    assert desk.peers.listen(LISTEN).address == FakeCourier.address
+    desk.peers.join(Join(JOB, rejoin=True))
+    assert [type(one) for one in desk.started[-1].sent] == [Join]
+    assert desk.peers.deadline() is None
+    desk.started[-1].ended("killed")
+    desk.peers.begin_attempt()
+    assert desk.peers.deadline() is None
 
 
 def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:

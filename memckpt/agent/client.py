@@ -41,6 +41,7 @@ from memckpt.agent.messages import (
 )
 from memckpt.agent.peer_messages import (
     AskPhases,
+    CourierLost,
     Listen,
     Listening,
     Passed,
@@ -55,7 +56,7 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
-Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
+Notice = Begin | Protected | Drift | Gap | CourierLost | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
 #: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
@@ -158,7 +159,7 @@ class AgentClient:
         elif isinstance(message, Passed):
             self.passed = max(self.passed, message.record)
             self.whole, self.lifted = message.whole, message.lifted
-        elif isinstance(message, (Begin, Protected, Drift, Gap, Alarm, Saved, SaveFailed, Logged)):
+        elif isinstance(message, Notice):
             self._notices.append(message)
         elif isinstance(message, (RecoveryProgress, Recovered)):
             pass  # of a recovery that has been given up

@@ -22,6 +22,7 @@ from memckpt.agent.mirror_messages import (
 )
 from memckpt.agent.peer_messages import (
     AskPhases,
+    CourierLost,
     Describe,
     Described,
     Drain,
@@ -61,7 +62,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -490,6 +491,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     ListPieces,
     Pieces,
     Passed,
+    CourierLost,
     PeersReport,
     AskPhases,
     PhasesAre,

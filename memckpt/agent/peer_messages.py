@@ -308,6 +308,12 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     lifted: bool = False
 
 
+class CourierLost(msgspec.Struct, frozen=True, tag="courier lost"):
+    """To trainers: their node has no courier for a while, so that peers get nothing from it; why, and for how long."""
+
+    reason: str
+
+
 class PeerLinkStatus(msgspec.Struct, frozen=True):
     """The connection to one other node.
 

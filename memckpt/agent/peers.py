@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from memckpt.agent.backoff import Backoff
 from memckpt.agent.generation import Generation
+from memckpt.agent.handing_out import announce, hand_out
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
@@ -39,7 +41,6 @@ from memckpt.agent.peer_messages import (
     Recover,
     Recovered,
     RecoveryProgress,
-    SendGeneration,
     SendRecord,
 )
 from memckpt.agent.recovery import Recovery
@@ -52,8 +53,6 @@ _ANSWER_SECONDS = 20.0
 #: What a courier keeps dies with it: one that lives, and does not halt at once, gets longer. Less than the 60 s that
 #: trainers wait for the agent.
 _HALT_SECONDS = 50.0
-#: A courier that dies again and again in one attempt is not started any more.
-_MOST_RESTARTS = 5
 #: It says every second how things are.
 _QUIET_SECONDS = 5.0
 
@@ -65,7 +64,7 @@ class Peers:
         selector: of the loop.
         holding: of the ranks that share shards, or None.
         passed: called when the watermark has got further.
-        lost: called with the reason when the courier is gone, and with it what it kept for others.
+        lost: called with the reason when there is no courier for a while, or for the rest of the attempt.
         mirrors: of other nodes' ranks; belong to the caller.
 
     Attributes:
@@ -98,10 +97,12 @@ class Peers:
         #: When, of this attempt.
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
-        self._restarts = 0
+        self._backoff = Backoff()
+        #: When another courier is started, where the last one died soon after those before it.
+        self._retry_at: float | None = None
         self._newest = Passed(0, False)
-        #: Why there is no courier, where it was lost and not replaced.
-        self._problem = ""
+        #: What the last one that died has died of, and why there is none now.
+        self._died_of = self._problem = ""
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
@@ -116,7 +117,7 @@ class Peers:
 
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
-        self._listening = self._job = self.watermark = None
+        self._listening = self._job = self.watermark = self._retry_at = None
         self._sent.clear()
         courier, self._courier = self._courier, None
         if courier is not None:
@@ -143,6 +144,8 @@ class Peers:
         """As the courier has said it last; if that was long ago, it stands still, and nothing is protected."""
         if self._job is None or self._report is None or self._reported is None:
             return None
+        if self._courier is None:
+            return msgspec.structs.replace(self._report, protected=False, problem=self._problem)
         quiet = time.monotonic() - self._reported
         if quiet < _QUIET_SECONDS:
             return self._report
@@ -159,12 +162,12 @@ class Peers:
         self._give_up_recovery("its attempt is over")
         self._halt()
         self._reported = None
-        self._listening = self._job = self.watermark = None
+        self._listening = self._job = self.watermark = self._retry_at = None
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
         self._newest = Passed(0, False)
-        self._restarts = 0
+        self._backoff.reset()
         self._problem = ""
         self._close_phases()
 
@@ -191,9 +194,12 @@ class Peers:
         Raises:
             AgentError: the courier does not come up.
         """
+        if self._retry_at is not None:
+            self._restart()  # a trainer that is back asks for it before its time
         try:
             if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
                 if self._courier is None:
+                    self._backoff.started()
                     self._courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
                 self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
             return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
@@ -214,6 +220,9 @@ class Peers:
             return
         self._check_courier()
         self._give_up_recovery("the plan is made once more")
+        self._take_part(message)
+
+    def _take_part(self, message: Join) -> None:
         self._job = job = message.job
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
@@ -256,7 +265,7 @@ class Peers:
     def sync(self, holding: Holding) -> None:
         """Have the courier send what is whole of a holding and has not been given to it."""
         held = holding.held
-        if self._job is None or held is None or not held.complete:
+        if self._job is None or self._courier is None or held is None or not held.complete:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
@@ -279,23 +288,7 @@ class Peers:
         self._sent[holding.ranks] = name, sent
 
     def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
-        missing: tuple[tuple[int, int, str], ...] = ()
-        plain = b""
-        assert held.base is not None
-        if held.replica is not None and held.replica.stands_at(held.base):
-            missing, plain = held.replica.describe_state()
-        message = SendGeneration(
-            ranks=holding.ranks,
-            generation=name,
-            number=held.number,
-            spec=held.spec,
-            base=held.base,
-            records=held.sendable(),
-            missing=missing,
-            plain=plain,
-            history=holding.history,
-        )
-        self._send(message, [region.fd for region in held.regions])
+        self._send(announce(holding, held, name), [region.fd for region in held.regions])
 
     def _serve(self, ranks: tuple[int, ...], message: Recover) -> str:
         """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
@@ -322,31 +315,7 @@ class Peers:
         return ""
 
     def _hand_out(self, ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> None:
-        window = range(record - held.spec.period + 1, record + 1)
-        missing: tuple[tuple[int, int, str], ...] = ()
-        metas, plain = (b"",) * held.spec.period, b""
-        if held.replica is not None:
-            missing, plain = held.replica.describe_state()
-        else:
-            metas = held.metas_for(record)
-        states = held.rank_states(record)
-        step = held.step_of(record) or 0
-        message = SendGeneration(
-            ranks=ranks,
-            generation="",
-            number=held.number,
-            spec=held.spec,
-            base=record,
-            records={
-                number: (step, meta, states if number == record else {})
-                for number, meta in zip(window, metas, strict=True)
-            },
-            missing=missing,
-            plain=plain,
-            history=history,
-            serve=True,
-        )
-        self._send(message, [region.fd for region in held.regions])
+        self._send(hand_out(ranks, held, record, history), [region.fd for region in held.regions])
 
     def gate(self, holding: Holding) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
@@ -460,31 +429,65 @@ class Peers:
 
     def _ended(self, reason: str) -> None:
         _log.error("the courier is gone, and with it what it kept for other nodes: %s", reason)
+        self._died_of = reason
+        self._lose_courier(reason)
+        self._give_up_recovery("the courier is gone")
+        self._sent.clear()
+        pause = self._backoff.died()
+        if self._job is None and (self._listening is None or pause):
+            self._do_without(reason)
+        elif pause:
+            self._wait_with_another(pause)
+        else:
+            self._restart()
+
+    def _lose_courier(self, reason: str) -> None:
+        self._problem = reason
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()
-        self._give_up_recovery("the courier is gone")
-        listening, job = self._listening, self._job
-        self._listening = self._job = None
-        self._sent.clear()
-        self._restarts += 1
-        if listening is None or self._restarts > _MOST_RESTARTS:
-            self._lose_courier(reason)
-            return
-        # Another one takes its place. What it kept is lost; its owners see that, and send anew what they have.
+
+    def _do_without(self, reason: str) -> None:
+        """Peers look for one at an address where there is none any more: the start of the attempt fails."""
+        self._listening = None
+        self._told_lost(reason)
+
+    def _wait_with_another(self, pause: float) -> None:
+        self._retry_at = time.monotonic() + pause
+        self._told_lost(f"{self._problem}; another courier is started in {pause:.0f} s")
+
+    def deadline(self) -> float | None:
+        """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
+        return self._retry_at
+
+    def look_at_clock(self) -> None:
+        """Do what is due."""
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Another one takes its place. What it kept is lost; its owners see that, and send anew what they have."""
+        assert self._listening is not None
+        self._retry_at = None
+        listen, listening = self._listening
+        job = self._job
         try:
-            self._replace(*listening, planned=job is not None)
+            self._replace(listen, listening, planned=job is not None)
         except MemckptError as error:
-            self._lose_courier(f"{reason}; no other one takes its place: {error}")
+            self._lose_courier(f"{self._died_of}; no other one takes its place: {error}")
+            if job is None:
+                self._do_without(self._problem)
+            else:
+                self._wait_with_another(max(1.0, self._backoff.died()))
             return
         if job is None:
             return
-        self.join(Join(msgspec.structs.replace(job, record=None), rejoin=True))
+        self._take_part(Join(msgspec.structs.replace(job, record=None), rejoin=True))
         if self._phases is not None:
             self._send(PhasesAre(), [self._phases.fd])
         for unit in job.units:
             holding = self._holding(unit.ranks)
-            if holding is not None and job.nodes[unit.node].name == listening[0].node:
+            if holding is not None and job.nodes[unit.node].name == listen.node:
                 self.sync(holding)
 
     def _replace(self, listen: Listen, listening: Listening, planned: bool) -> None:
@@ -496,11 +499,3 @@ class Peers:
         self.listen(where)
         if self._listening is not None:
             self._listening = listen, self._listening[1]
-
-    def _lose_courier(self, reason: str) -> None:
-        """There is none any more in this attempt."""
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.close()
-        self._problem = reason
-        self._told_lost(reason)

@@ -28,7 +28,6 @@ from memckpt.agent.messages import (
     Commit,
     Configure,
     Drift,
-    Gap,
     GenerationCommit,
     Goodbye,
     Hello,
@@ -52,7 +51,7 @@ from memckpt.agent.messages import (
     Void,
 )
 from memckpt.agent.mirrors import MirrorKey, Mirrors
-from memckpt.agent.peer_messages import AskPhases, Join, Listen, Passed, Recover
+from memckpt.agent.peer_messages import AskPhases, CourierLost, Join, Listen, Passed, Recover
 from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
 from memckpt.errors import AgentError, RunBusyError
@@ -162,9 +161,9 @@ class Agent:
         limits = [self._linger_left()]
         if self._must_save_alone:
             limits.append(self._holdings.patience(self._lonely_since or 0.0))
-        deadline = self._holdings.deadline()
-        if deadline is not None:
-            limits.append(deadline - time.monotonic())
+        for deadline in (self._holdings.deadline(), self._peers.deadline()):
+            if deadline is not None:
+                limits.append(deadline - time.monotonic())
         known = [limit for limit in limits if limit is not None]
         return max(0.0, min(known)) if known else None
 
@@ -176,6 +175,7 @@ class Agent:
 
     def _look_at_clock(self) -> None:
         self._holdings.look_at_clock()
+        self._peers.look_at_clock()
         if self._lonely_since is not None:
             self._holdings.save_asked()
         if self._must_save_alone and self._holdings.patience(self._lonely_since or 0.0) <= 0:
@@ -263,7 +263,7 @@ class Agent:
         self._tell_members(passed)
 
     def _courier_lost(self, reason: str) -> None:
-        self._tell_members(Gap(f"peers get nothing from this node any more: {reason}"))
+        self._tell_members(CourierLost(reason))
 
     # From redo threads and from signal handlers
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import PreparedRegions
 from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
+from memckpt.agent.peer_messages import CourierLost
 from memckpt.capture import flat_parameters, gradient_ops
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState, SpecRequest
@@ -27,6 +28,7 @@ from memckpt.errors import AgentGoneError, ForeignStateError, MemckptError, Unsu
 from memckpt.recovery.restore import replica_digest
 from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_tap
+from memckpt.session.due import DueGeneration
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
@@ -83,9 +85,7 @@ class Session:
         self._resumption = Resumption(
             self._live, self._ranks, self._link, self._staging, config.storage, run_dir, self._peers
         )
-        #: After which record a new generation begins, if any is to, and after which the last one did.
-        self._generation_after: int | None = None
-        self._began = 0
+        self._due = DueGeneration(self._ranks, lambda: self._request)
         self._unprotected_since: int | None = None
         self._retry_at = 0
         self._closed = False
@@ -167,7 +167,7 @@ class Session:
         self._request = self._make_request()
         self._timeline = start.timeline
         self._recorder.begin(None, start.record)
-        self._generation_after = start.record if start.anew else None
+        self._due.after = start.record if start.anew else None
 
     # What belongs to the rank state
 
@@ -210,7 +210,7 @@ class Session:
             # new generation.
             self._recorder.begin(None, record + 1)
             same = (writer.spec.mode, writer.spec.every) == (self._request.mode, self._request.every)
-            self._generation_after = self._turn(record + 1) if same else record + 1
+            self._due.after = self._due.turn(record + 1) if same else record + 1
 
     def restore_rng(self) -> None:
         """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
@@ -268,7 +268,7 @@ class Session:
         """Where it is over, on all ranks at the same record, that record begins a generation in the mode it allows."""
         if self._mode.after_record():
             self._request = self._make_request()
-            self._generation_after = record
+            self._due.after = record
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         pending = self._recorder.gradients_pending if gradients_pending is None else gradients_pending
@@ -293,13 +293,12 @@ class Session:
 
     def _commit_or_begin(self, point: RestorePoint) -> None:
         record = point.record
-        if self._generation_after is None or record < self._generation_after:
+        if self._due.after is None or record < self._due.after:
             self._staging.stage_by_value(record)
         problem = self._find_problem()
-        due = self._generation_after
-        if due is None and problem is not None:
-            due = self._generation_after = self._order_generation(record, problem)
-        if due is not None and record >= due:
+        if self._due.after is None and problem is not None:
+            self._order_generation(record, problem)
+        if self._due.after is not None and record >= self._due.after:
             self._begin_generation(point)
         elif self._staging.ready and (problem is None or self._staging.owes(record)):
             self._send_commit(point)
@@ -336,7 +335,7 @@ class Session:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
-        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec, self._began)
+        self._clock.slot_wait += self._link.wait_for_room(record, writer.spec, self._due.began)
         self._staging.begin_record(record)
 
     def _find_problem(self) -> str | None:
@@ -353,35 +352,19 @@ class Session:
             return "parameters or groups have changed"
         return self._changes.problem
 
-    def _order_generation(self, record: int, reason: str) -> int | None:
-        """When the new generation begins: now if nobody shares its slots, else after a record that all those reach."""
+    def _order_generation(self, record: int, reason: str) -> None:
+        """A new generation is due: now if nobody shares its slots, else after a record that all those reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
-        due = self._turn(record)
+        turn = self._due.turn(record)
         if len(self._ranks.unit) == 1:
-            return due
+            self._due.after = turn
+            return
         changing = frozenset(self._live.growth.changing)
-        self._note_order(self._link.client.ask_for_generation(max(due, record + 1), reason, changing))
-        return self._generation_after
-
-    @property
-    def _in_turns(self) -> bool:
-        """Whether a generation has to begin with a record that others capture, too, who go on as they are.
-
-        Captured records must be common: one that only these ranks have could not be restored.
-        """
-        return self._request.mode == "capture" and len(self._ranks.unit) < self._ranks.world_size
-
-    def _turn(self, record: int) -> int:
-        """The first record, from this one on, after which a generation may begin."""
-        if not self._in_turns:
-            return record
-        return -(-record // self._request.every) * self._request.every
+        self._note_order(self._link.client.ask_for_generation(max(turn, record + 1), reason, changing))
 
     def _note_order(self, order: Begin) -> None:
-        """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
         self._live.growth.changing |= order.changing
-        if order.record > self._began:
-            self._generation_after = self._turn(order.record)
+        self._due.note(order)
 
     def _change_tap(self, reason: str) -> None:
         self._recorder.tap_mismatch = None
@@ -411,7 +394,7 @@ class Session:
             raise
         self._staging.adopt(writer)
         self._tell_left_out()
-        self._generation_after, self._began = None, record
+        self._due.has_begun(record)
         self._changes.problem = None
         self._recorder.check.restart()
         if isinstance(self._tap, (ParameterTap, PendingTap)):
@@ -449,6 +432,8 @@ class Session:
                 self._note_drift(notice)
             elif isinstance(notice, Gap):
                 _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
+            elif isinstance(notice, CourierLost):
+                _log.warning("memckpt: peers get nothing from this node: %s", notice.reason)
             elif isinstance(notice, (Saved, Logged)):
                 self.stored_step = max(notice.step, self.stored_step or 0)
             elif isinstance(notice, SaveFailed):
@@ -486,7 +471,7 @@ class Session:
             self._link.configure(self._timeline, torch.get_num_threads())
             self._peers.rejoin()
             self._peers.mark_phases(self._recorder)
-            self._generation_after = self._turn(point.record) if len(self._ranks.unit) == 1 else None
+            self._due.after = self._due.turn(point.record) if len(self._ranks.unit) == 1 else None
             self._listen()
             self._commit_or_begin(point)
         except MemckptError as error:
@@ -548,7 +533,7 @@ class Session:
 
     def _capture_last(self, point: RestorePoint) -> None:
         """The final step goes to storage, so it has to be held, whatever is due."""
-        if not self._staging.owes(point.record) or point.record == self._began:
+        if not self._staging.owes(point.record) or point.record == self._due.began:
             return
         if self._staging.moved:
             _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)

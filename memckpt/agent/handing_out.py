@@ -1,0 +1,55 @@
+"""What a courier is told of a state in this agent's memory: one that it sends, and one that others read."""
+
+from __future__ import annotations
+
+from memckpt.agent.generation import Generation
+from memckpt.agent.holding import Holding
+from memckpt.agent.peer_messages import SendGeneration
+from memckpt.state.records import Branch
+
+
+def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
+    """A generation that is complete: all that is whole of it goes to peers, and what follows."""
+    assert held.base is not None
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain = b""
+    if held.replica is not None and held.replica.stands_at(held.base):
+        missing, plain = held.replica.describe_state()
+    return SendGeneration(
+        ranks=holding.ranks,
+        generation=name,
+        number=held.number,
+        spec=held.spec,
+        base=held.base,
+        records=held.sendable(),
+        missing=missing,
+        plain=plain,
+        history=holding.history,
+    )
+
+
+def hand_out(ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> SendGeneration:
+    """The state after a record, which stands still: for readers only."""
+    window = range(record - held.spec.period + 1, record + 1)
+    missing: tuple[tuple[int, int, str], ...] = ()
+    metas, plain = (b"",) * held.spec.period, b""
+    if held.replica is not None:
+        missing, plain = held.replica.describe_state()
+    else:
+        metas = held.metas_for(record)
+    states = held.rank_states(record)
+    step = held.step_of(record) or 0
+    return SendGeneration(
+        ranks=ranks,
+        generation="",
+        number=held.number,
+        spec=held.spec,
+        base=record,
+        records={
+            number: (step, meta, states if number == record else {}) for number, meta in zip(window, metas, strict=True)
+        },
+        missing=missing,
+        plain=plain,
+        history=history,
+        serve=True,
+    )
