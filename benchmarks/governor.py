@@ -110,7 +110,7 @@ def main(options: Options) -> None:
         report.leave_out("all of it", missing)
         report.write(options.results)
         return
-    cases = (("tiny", 16, 60, 1),) if options.quick else (("demo", 16, 400, 3), ("demo", 64, 400, 3))
+    cases = (("tiny", 16, 60, 1),) if options.quick else (("demo", 16, 160, 2), ("demo", 64, 160, 2))
     with Network(2) as network:
         for node in range(2):
             network.limit(node, 10**9)
