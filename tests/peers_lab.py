@@ -23,6 +23,7 @@ from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.netns import Network
+from tests.peers_harness import wait_for
 from tests.processes import command, kill_and_wait
 from tests.sharded_cases import Setup
 from tests.sharded_lab import (
@@ -227,11 +228,16 @@ def agent_of(job: PeersJob, name: str) -> int | None:
         return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
-def courier_of(job: PeersJob, name: str) -> int:
-    """The pid of a node's courier."""
+def couriers_of(job: PeersJob, name: str) -> set[int]:
+    """The pid of a node's courier, if it has one."""
     agent = agent_of(job, name)
     lists = (task / "children" for task in Path(f"/proc/{agent}/task").iterdir())
-    (found,) = {int(pid) for each in lists for pid in each.read_text().split() if "courier" in command(int(pid))}
+    return {int(pid) for each in lists for pid in each.read_text().split() if "courier" in command(int(pid))}
+
+
+def courier_of(job: PeersJob, name: str) -> int:
+    """The pid of a node's courier."""
+    (found,) = couriers_of(job, name)
     return found
 
 
@@ -267,6 +273,14 @@ def kill_agent(rank: PeersRank) -> None:
 def kill_courier(rank: PeersRank) -> None:
     """That of the rank's node."""
     kill_and_wait(courier_of(rank.job, rank.job.node(rank.rank)))
+
+
+def kill_couriers(rank: PeersRank) -> None:
+    """That of the rank's node, and three that take its place, each as soon as it is there."""
+    name = rank.job.node(rank.rank)
+    for _ in range(4):
+        wait_for(lambda: bool(couriers_of(rank.job, name)), "a courier")
+        kill_and_wait(courier_of(rank.job, name))
 
 
 def kill_once(job: PeersJob, name: str) -> None:

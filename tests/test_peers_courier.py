@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -13,29 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.mirror_messages import MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
     Describe,
-    Described,
     Fill,
     Filled,
-    Join,
-    PeerJob,
-    PeerNode,
-    PeerUnit,
-    SendGeneration,
+    Holds,
     UnitSource,
 )
-from memckpt.courier.asking import Asking
-from memckpt.courier.courier import Courier
-from memckpt.courier.member import Member
-from memckpt.courier.mirroring import Mirroring
-from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
+from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED
+from memckpt.errors import MemoryBudgetError
 from memckpt.peers.blob import STATIC
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import Fragment, seal_stripe
-from memckpt.peers.holder import Holder
+from memckpt.peers.code import STRIPE_BYTES
+from memckpt.peers.fragments import Fragment
 from memckpt.peers.transport import Delivery, Met
 from memckpt.peers.wire import (
     Abandon,
@@ -52,177 +40,10 @@ from memckpt.peers.wire import (
     Stored,
     Watermark,
     WindowIs,
-    WireMessage,
-    decode,
     encode,
 )
-from tests.peers_records import MemoryRoom, Records, layout_spec
-
-NODES = ("a", "b", "c")
-FAR = 1 << 62
-
-
-class Line:
-    """Stands for a transport: what has come, and what was sent to whom."""
-
-    def __init__(self) -> None:
-        self.come: deque[Delivery | Met] = deque()
-        self.sent: dict[str, list[WireMessage]] = defaultdict(list)
-        self.forgotten: list[str] = []
-        self.refused: Counter[str] = Counter()
-        self.bytes_sent = 0
-
-    def receive(self) -> Delivery | Met | None:
-        return self.come.popleft() if self.come else None
-
-    def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
-        assert peer in NODES, "nobody knows how to reach it"
-        self.sent[peer].append(decode(body))
-
-    def room(self, peer: str) -> int:
-        return 1
-
-    def connect(self, peer: str, address: str) -> None:
-        pass
-
-    def forget(self, peer: str) -> None:
-        self.forgotten.append(peer)
-
-    def peers(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-    def register(self, poller: object) -> None:
-        pass
-
-    def unregister(self, poller: object) -> None:
-        pass
-
-
-class Wire:
-    """Stands for the channel to the agent."""
-
-    def __init__(self) -> None:
-        self._ends = os.pipe()
-        self.told: list[Any] = []
-
-    def fileno(self) -> int:
-        return self._ends[0]
-
-    def send(self, message: Any) -> None:
-        self.told.append(message)
-
-    def close(self) -> None:
-        for end in self._ends:
-            os.close(end)
-
-
-def refuse_mirror(message: OpenMirror) -> MirrorRefused:
-    raise AssertionError("no mirror was planned")
-
-
-class Node:
-    """The courier of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both others."""
-
-    def __init__(self, name: str = "b") -> None:
-        self.name = name
-        self.line, self.wire = Line(), Wire()
-        self.courier = Courier(self.wire)  # type: ignore[arg-type]
-        self.holder = Holder(name, MemoryRoom)
-        self.courier._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
-        self.courier._node = name
-        self.courier._transport = self.line  # type: ignore[assignment]
-        self.job = PeerJob(
-            attempt="a1",
-            nodes=tuple(PeerNode(one, "tcp://127.0.0.1:1", (one,)) for one in NODES),
-            units=tuple(PeerUnit(index, (index,), False) for index in range(3)),
-            scheme="erasure",
-            data=2,
-            tolerate=1,
-            backend="",
-            wait=True,
-            rate_bytes_per_second=None,
-            overhead=0.01,
-            record=0,
-        )
-        self.courier._join(Join(self.job))
-        self.records = {rank: Records(layout_spec((rank,), elements=64), seed=rank) for rank in range(3)}
-        self.code = Code(2, 1)
-
-    @property
-    def member(self) -> Member:
-        assert self.courier._member is not None
-        return self.courier._member
-
-    @property
-    def refused(self) -> int:
-        return sum(self.member.refused.values())
-
-    def says(self, peer: str, *messages: WireMessage, payload: bytes = b"") -> list[WireMessage]:
-        """A peer says something; what it is told."""
-        before = len(self.line.sent[peer])
-        for message in messages:
-            self.line.come.append(Delivery(peer, encode(message), payload))
-        while self.line.come or self.member.loopback:
-            self.courier._take_deliveries()
-        return self.line.sent[peer][before:]
-
-    def piece(self, owner: str) -> int:
-        kept = dict(self.member.placement.kept_by(NODES.index(self.name)))
-        return kept[NODES.index(owner)]
-
-    def window(self, owner: str, /, **other: Any) -> Any:
-        told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
-        return msgspec.structs.replace(told, **{"piece": self.piece(owner), **other})
-
-    def put(self, owner: str, record: int, **other: Any) -> tuple[Put, bytes]:
-        rank = other.pop("rank", NODES.index(owner))
-        sealed = seal_stripe(
-            self.code,
-            b"data of " + owner.encode(),
-            generation="g" + owner,
-            owner=(rank,),
-            record=record,
-            stripe=0,
-            stripes=1,
-        )
-        fragment, payload = sealed[self.piece(owner)]
-        return Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
-
-    def keep(self, owner: str, record: int) -> list[WireMessage]:
-        put, payload = self.put(owner, record)
-        return self.says(owner, put, payload=payload)
-
-    def send_own(self) -> None:
-        """This node's own rank writes a generation, and all of it goes out."""
-        records = self.records[NODES.index(self.name)]
-        message = SendGeneration(
-            ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,
-            records=records.held, missing=(), plain=b"", history=(),
-        )  # fmt: skip
-        self.member.begin(message, records.duplicates())
-        for owner in self.member.owners:
-            for peer in NODES:
-                owner.met(peer)
-            while owner.pump(1 << 30):
-                pass
-
-    def all_store(self, *records: int) -> None:
-        rank = (NODES.index(self.name),)
-        for peer in NODES:
-            if peer != self.name:
-                self.says(peer, *(Stored(rank, "own", record) for record in (STATIC, *records)))
-        self.member.work(0.0)
-
-    def close(self) -> None:
-        self.courier._leave()
-        self.courier.close()
-        self.wire.close()
-        for records in self.records.values():
-            records.close()
-        self.code.close()
+from tests.courier_node import FAR, Node
+from tests.peers_records import Records
 
 
 @pytest.fixture
@@ -370,6 +191,15 @@ def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
     assert {region.fd for region in (*regions, *again)} == {-1}
 
 
+def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: Node) -> None:
+    node.courier._budget = 1 << 20
+    node.courier._handle(Holds((1 << 20) - 4096), [])
+    with pytest.raises(MemoryBudgetError):
+        node.courier._reserve(8192)
+    node.courier._handle(Holds(0), [])
+    node.courier._reserve(8192).close()
+
+
 # Whatever is said
 
 NUMBERS = st.sampled_from([0, 1, -1, 2, 3, 5, STATIC, FAR, -FAR, (1 << 63) - 1, -(1 << 63), STRIPE_BYTES])
@@ -441,110 +271,6 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
 
 
-# Of which layout a state is
-
-
-class Question:
-    """Of a state of which two nodes have pieces, or with another's for what all replicas have."""
-
-    def __init__(self, **other: Any) -> None:
-        source = UnitSource((0,), 5, "g", None, (("a", 0), ("b", 1), ("c", 2)), False, None, 2, 2)
-        self.source = msgspec.structs.replace(source, **other)
-        self.asked: list[tuple[str, WireMessage]] = []
-        numbers = iter(range(1, 9))
-        self.asking = Asking(self.source, lambda: next(numbers), lambda *one: self.asked.append(one), 0.0)
-
-    def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:
-        question = next(one for _, one in self.asked if isinstance(one, AskWindow) and (one.generation == generation))
-        body = spec if isinstance(spec, bytes) else msgspec.msgpack.encode(spec)
-        answer: Any = WindowIs(question.request, question.owner, body) if spec is not None else None
-        self.asking.answered(peer, answer or GotNone(question.request, "no"), 1.0)
-
-    @property
-    def result(self) -> Described:
-        assert self.asking.result is not None
-        return self.asking.result
-
-
-SPEC = layout_spec((0,), elements=64)
-OTHER = msgspec.structs.replace(SPEC, period=3)
-
-
-def bad(*nodes: str, ranks: tuple[int, ...] = (0,), generation: str = "g") -> tuple[BadSourceSeen, ...]:
-    return tuple(BadSourceSeen(node, ranks, generation) for node in nodes)
-
-
-def test_what_most_say_of_a_layout_counts() -> None:
-    question = Question()
-    question.says("stranger", OTHER)
-    question.says("a", SPEC)
-    question.says("a", OTHER)
-    question.says("b", OTHER)
-    assert question.asking.result is None
-    question.says("c", SPEC)
-    assert question.result == Described((0,), SPEC, "", bad("b"))
-    question.says("b", None)
-    assert question.result.spec == SPEC
-
-
-@pytest.mark.parametrize(
-    ("said", "named"),
-    [((SPEC, OTHER, None), "abc"), ((None, None, None), "abc"), ((b"", b"", SPEC), "abc"), ((b"x", b"x", b"x"), "abc")],
-)
-def test_where_no_layout_is_certain_all_are_named(said: tuple[Any, ...], named: str) -> None:
-    question = Question()
-    for peer, spec in zip("abc", said, strict=True):
-        question.says(peer, spec)
-    assert question.result.spec is None
-    assert "ranks [0]" in question.result.problem
-    assert question.result.bad == bad(*named)
-
-
-def test_a_layout_that_cannot_be_is_not_handed_on() -> None:
-    question = Question()
-    for peer in "abc":
-        question.says(peer, msgspec.structs.replace(SPEC, period=-1))
-    assert "period=-1" in question.result.problem
-    assert question.result.bad == bad("a", "b", "c")
-
-
-def test_those_that_are_silent_do_not_hold_it_up_for_ever() -> None:
-    question = Question()
-    question.says("a", SPEC)
-    question.asking.tend(PATIENCE_SECONDS)
-    assert question.asking.result is None
-    question.asking.tend(PATIENCE_SECONDS + 1)
-    assert question.result == Described((0,), SPEC, "", bad("b", "c"))
-    question = Question()
-    question.asking.tend(PATIENCE_SECONDS + 1)
-    assert question.result == Described((0,), None, question.result.problem, bad("a", "b", "c"))
-
-
-@pytest.mark.parametrize("first", ["pieces", "replica"])
-def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
-    for said, fits in ((SPEC, True), (OTHER, False), (None, False), (b"x", False)):
-        question = Question(private=True, replica=("a", (2,)))
-        if first == "replica":
-            question.says("a", said, LIVE_SHARED)
-        for peer in "abc":
-            question.says(peer, SPEC)
-        if first == "pieces":
-            question.says("a", said, LIVE_SHARED)
-        assert (question.result.spec == SPEC) == fits
-        if not fits:
-            assert question.result.bad == bad("a", ranks=(2,), generation="")
-
-
-def test_a_live_state_has_one_source() -> None:
-    question = Question(live="b", pieces=(), generation="")
-    assert [(peer, type(one)) for peer, one in question.asked] == [("b", AskWindow)]
-    question.says("b", SPEC, LIVE_ALL)
-    assert question.result == Described((0,), SPEC)
-    question = Question(live="b", pieces=(), generation="")
-    question.says("b", None, LIVE_ALL)
-    assert question.result.bad == bad("b", generation="")
-
-
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
     source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
     node.courier._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
@@ -555,5 +281,5 @@ def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
     node.courier._finish_readers()
     [filled] = [one for one in node.wire.told if isinstance(one, Filled)]
     assert "of ranks [0] cannot be had" in filled.problem
-    assert set(filled.bad) == set(bad("a", "c", generation="ga"))
+    assert set(filled.bad) == {BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
     assert node.courier._readers == []

@@ -30,6 +30,7 @@ from memckpt.agent.peer_messages import (
     Filled,
     Halt,
     Halted,
+    Holds,
     Join,
     Listen,
     Listening,
@@ -52,8 +53,8 @@ from memckpt.recovery.peers import BadSource, Fetch
 from memckpt.recovery.plan import RestoreRecord, StartOver
 from memckpt.session import peers as session_peers
 from memckpt.state.records import Timeline
+from tests.courier_node import Node
 from tests.peers_records import layout_spec
-from tests.test_peers_courier import Node
 
 SPEC = layout_spec((0,), elements=64)
 
@@ -326,6 +327,21 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk.started[-1].ended("killed")
     desk.peers.begin_attempt()
     assert desk.peers.deadline() is None
+
+
+def test_a_courier_knows_what_else_is_held_here(desk: Desk) -> None:
+    def told() -> list[int]:
+        return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
+
+    desk.peers.tell_own(5)  # there is none yet
+    desk.peers.listen(LISTEN)
+    desk.join()
+    for nbytes in (7, 7, 8):
+        desk.peers.tell_own(nbytes)
+    assert told() == [7, 8]
+    desk.started[-1].ended("killed")
+    desk.peers.tell_own(8)
+    assert told() == [8]
 
 
 def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:

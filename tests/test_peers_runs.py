@@ -26,6 +26,7 @@ from tests.peers_lab import (
     goes_on,
     kill_agent,
     kill_courier,
+    kill_couriers,
     kill_nodes,
     kill_once,
     peers_config,
@@ -434,6 +435,9 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
         pytest.param(FSDP, "proceed", "lazy", 1, kill_courier, marks=slow),
         pytest.param(FSDP, "wait", "eager", 1, kill_courier, marks=slow),
         pytest.param(DDP, "wait", "eager", 1, kill_courier, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, kill_couriers, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 0, kill_couriers, marks=slow),
+        pytest.param(DDP, "proceed", "lazy", 1, kill_couriers, marks=slow),
     ],
     ids=named,
 )

@@ -265,6 +265,12 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
     generation: str
 
 
+class Holds(msgspec.Struct, frozen=True, tag="holds"):
+    """To the courier: what base, log and mirrors take of this node's memory now, those that are being written too."""
+
+    nbytes: int
+
+
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
     """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
 

@@ -28,6 +28,7 @@ from memckpt.agent.peer_messages import (
     GiveUp,
     Halt,
     Halted,
+    Holds,
     Join,
     Listen,
     Listening,
@@ -103,6 +104,8 @@ class Peers:
         self._newest = Passed(0, False)
         #: What the last one that died has died of, and why there is none now.
         self._died_of = self._problem = ""
+        #: The courier knows of so many bytes; None: it has not been told.
+        self._told_own: int | None = None
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
@@ -128,6 +131,13 @@ class Peers:
         phases, self._phases = self._phases, None
         if phases is not None:
             phases.close()
+
+    def tell_own(self, nbytes: int) -> None:
+        """Have the courier know what this node's memory holds beside what it keeps: base and log of its own ranks."""
+        nbytes += self._mirrors.nbytes
+        if self._courier is not None and nbytes != self._told_own:
+            self._told_own = nbytes
+            self._send(Holds(nbytes))
 
     @property
     def held_bytes(self) -> int:
@@ -200,6 +210,7 @@ class Peers:
             if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
                 if self._courier is None:
                     self._backoff.started()
+                    self._told_own = None
                     self._courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
                 self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
             return msgspec.structs.replace(self._listening[1], pieces=self._pieces())

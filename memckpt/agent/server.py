@@ -176,6 +176,7 @@ class Agent:
     def _look_at_clock(self) -> None:
         self._holdings.look_at_clock()
         self._peers.look_at_clock()
+        self._peers.tell_own(sum(one.nbytes for one in self._holdings))
         if self._lonely_since is not None:
             self._holdings.save_asked()
         if self._must_save_alone and self._holdings.patience(self._lonely_since or 0.0) <= 0:

@@ -26,6 +26,7 @@ from memckpt.agent.peer_messages import (
     GiveUp,
     Halt,
     Halted,
+    Holds,
     Join,
     Listen,
     Listening,
@@ -104,6 +105,8 @@ class Courier:
         self._reported = 0.0
         self._security = ""
         self._budget: int | None = None
+        #: Of the node's memory, what the agent holds.
+        self._own_bytes = 0
         self._draining_until: float | None = None
 
     def run(self) -> None:
@@ -210,6 +213,8 @@ class Courier:
                 if self._member is not None:
                     self._member.give_up(message)
                 self._channel.send(GivenUp(message.ranks, message.generation))
+            case Holds():
+                self._own_bytes = message.nbytes
             case Drain():
                 self._draining_until = time.monotonic() + _DRAIN_SECONDS
                 if self._member is not None:
@@ -240,9 +245,8 @@ class Courier:
 
     def _reserve(self, nbytes: int) -> Room:
         """Memory for others' records, if there is some beside our own."""
-        own = 0 if self._member is None else self._member.own_bytes
         kept = 0 if self._holder is None else self._holder.nbytes
-        check_budget(nbytes, own + kept, self._budget, "pieces of other nodes' records")
+        check_budget(nbytes, self._own_bytes + kept, self._budget, "pieces of other nodes' records")
         return _RegionRoom(nbytes)
 
     def _join(self, message: Join) -> None:

@@ -156,11 +156,6 @@ class Member:
     def owners(self) -> list[Owner]:
         return list(self._owners.values())
 
-    @property
-    def own_bytes(self) -> int:
-        """Memory of this node's own base and log, as far as the courier has been handed it."""
-        return sum(source.nbytes for source in self._sources.values())
-
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
         if data not in self._codes:

@@ -50,11 +50,6 @@ class RegionSource:
         self._missing, self._plain = missing, plain
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Memory of all regions."""
-        return sum(region.nbytes for region in self._regions)
-
     def note(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
         """A record is whole; what belongs to it beside its slot."""
         self._records[record] = (step, meta, rank_states)

@@ -1,0 +1,200 @@
+"""A courier of one of three nodes, its transport and its agent replaced by what a test says."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import msgspec
+
+from memckpt.agent.mirror_messages import MirrorRefused, OpenMirror
+from memckpt.agent.peer_messages import (
+    Join,
+    PeerJob,
+    PeerNode,
+    PeerUnit,
+    SendGeneration,
+)
+from memckpt.courier.courier import Courier
+from memckpt.courier.member import Member
+from memckpt.courier.mirroring import Mirroring
+from memckpt.peers.blob import STATIC
+from memckpt.peers.code import Code
+from memckpt.peers.fragments import seal_stripe
+from memckpt.peers.holder import Holder
+from memckpt.peers.transport import Delivery, Met
+from memckpt.peers.wire import (
+    Put,
+    Stored,
+    WireMessage,
+    decode,
+    encode,
+)
+from tests.peers_records import MemoryRoom, Records, layout_spec
+
+NODES = ("a", "b", "c")
+FAR = 1 << 62
+
+
+class Line:
+    """Stands for a transport: what has come, and what was sent to whom."""
+
+    def __init__(self) -> None:
+        self.come: deque[Delivery | Met] = deque()
+        self.sent: dict[str, list[WireMessage]] = defaultdict(list)
+        self.forgotten: list[str] = []
+        self.refused: Counter[str] = Counter()
+        self.bytes_sent = 0
+
+    def receive(self) -> Delivery | Met | None:
+        return self.come.popleft() if self.come else None
+
+    def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
+        assert peer in NODES, "nobody knows how to reach it"
+        self.sent[peer].append(decode(body))
+
+    def room(self, peer: str) -> int:
+        return 1
+
+    def connect(self, peer: str, address: str) -> None:
+        pass
+
+    def forget(self, peer: str) -> None:
+        self.forgotten.append(peer)
+
+    def peers(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def register(self, poller: object) -> None:
+        pass
+
+    def unregister(self, poller: object) -> None:
+        pass
+
+
+class Wire:
+    """Stands for the channel to the agent."""
+
+    def __init__(self) -> None:
+        self._ends = os.pipe()
+        self.told: list[Any] = []
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+def refuse_mirror(message: OpenMirror) -> MirrorRefused:
+    raise AssertionError("no mirror was planned")
+
+
+class Node:
+    """The courier of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both others."""
+
+    def __init__(self, name: str = "b") -> None:
+        self.name = name
+        self.line, self.wire = Line(), Wire()
+        self.courier = Courier(self.wire)  # type: ignore[arg-type]
+        self.holder = Holder(name, MemoryRoom)
+        self.courier._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
+        self.courier._node = name
+        self.courier._transport = self.line  # type: ignore[assignment]
+        self.job = PeerJob(
+            attempt="a1",
+            nodes=tuple(PeerNode(one, "tcp://127.0.0.1:1", (one,)) for one in NODES),
+            units=tuple(PeerUnit(index, (index,), False) for index in range(3)),
+            scheme="erasure",
+            data=2,
+            tolerate=1,
+            backend="",
+            wait=True,
+            rate_bytes_per_second=None,
+            overhead=0.01,
+            record=0,
+        )
+        self.courier._join(Join(self.job))
+        self.records = {rank: Records(layout_spec((rank,), elements=64), seed=rank) for rank in range(3)}
+        self.code = Code(2, 1)
+
+    @property
+    def member(self) -> Member:
+        assert self.courier._member is not None
+        return self.courier._member
+
+    @property
+    def refused(self) -> int:
+        return sum(self.member.refused.values())
+
+    def says(self, peer: str, *messages: WireMessage, payload: bytes = b"") -> list[WireMessage]:
+        """A peer says something; what it is told."""
+        before = len(self.line.sent[peer])
+        for message in messages:
+            self.line.come.append(Delivery(peer, encode(message), payload))
+        while self.line.come or self.member.loopback:
+            self.courier._take_deliveries()
+        return self.line.sent[peer][before:]
+
+    def piece(self, owner: str) -> int:
+        kept = dict(self.member.placement.kept_by(NODES.index(self.name)))
+        return kept[NODES.index(owner)]
+
+    def window(self, owner: str, /, **other: Any) -> Any:
+        told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
+        return msgspec.structs.replace(told, **{"piece": self.piece(owner), **other})
+
+    def put(self, owner: str, record: int, **other: Any) -> tuple[Put, bytes]:
+        rank = other.pop("rank", NODES.index(owner))
+        sealed = seal_stripe(
+            self.code,
+            b"data of " + owner.encode(),
+            generation="g" + owner,
+            owner=(rank,),
+            record=record,
+            stripe=0,
+            stripes=1,
+        )
+        fragment, payload = sealed[self.piece(owner)]
+        return Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
+
+    def keep(self, owner: str, record: int) -> list[WireMessage]:
+        put, payload = self.put(owner, record)
+        return self.says(owner, put, payload=payload)
+
+    def send_own(self) -> None:
+        """This node's own rank writes a generation, and all of it goes out."""
+        records = self.records[NODES.index(self.name)]
+        message = SendGeneration(
+            ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,
+            records=records.held, missing=(), plain=b"", history=(),
+        )  # fmt: skip
+        self.member.begin(message, records.duplicates())
+        for owner in self.member.owners:
+            for peer in NODES:
+                owner.met(peer)
+            while owner.pump(1 << 30):
+                pass
+
+    def all_store(self, *records: int) -> None:
+        rank = (NODES.index(self.name),)
+        for peer in NODES:
+            if peer != self.name:
+                self.says(peer, *(Stored(rank, "own", record) for record in (STATIC, *records)))
+        self.member.work(0.0)
+
+    def close(self) -> None:
+        self.courier._leave()
+        self.courier.close()
+        self.wire.close()
+        for records in self.records.values():
+            records.close()
+        self.code.close()
