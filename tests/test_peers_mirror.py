@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -18,45 +14,11 @@ from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorReco
 from memckpt.agent.replica import Replica
 from memckpt.memory import budget
 from memckpt.memory.region import Region
-from memckpt.peers.wire import NotStored, Stored
-from memckpt.recovery.peers import BadSource
-from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.state.layout import Layout
-from memckpt.state.records import HeldRecords, RecordMeta, encode_meta
-from tests.engine_optimizers import Momentum, local_momentum
-from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair, Strict, wait_idle
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "own": lambda params: Momentum(params),
-    "strict": lambda params: Strict(params),
-}
-MODES = ("lazy", "eager")
-
-
-@contextmanager
-def pair(*arguments: Any, **others: Any) -> Iterator[Pair]:
-    one = Pair(*arguments, **others)
-    try:
-        yield one
-    finally:
-        one.close()
-
-
-def refusals(one: Pair) -> list[str]:
-    return [answer.reason for answer in one.answers if isinstance(answer, NotStored)]
-
-
-def stored(one: Pair) -> list[int]:
-    return [answer.record for answer in one.answers if isinstance(answer, Stored) and answer.record >= 0]
-
-
-def check_all(one: Pair, held: Sequence[HeldRecords]) -> list[int]:
-    """Everything that the mirror's node says it can produce is right; which records these are."""
-    records = [record for each in held for record in each.records]
-    for record in records:
-        one.check(record)
-    return records
+from memckpt.state.records import RecordMeta, encode_meta
+from tests.engine_optimizers import local_momentum
+from tests.mirror_lab import MODES, OPTIMIZERS, check_all, pair, refusals
+from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -217,165 +179,6 @@ def test_long_histories(mode: str, optimizer: str, wait: bool, operations: list[
     play(mode, optimizer, wait, operations, end_settled)
 
 
-# A mirror that falls behind
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_record_is_acknowledged_when_the_one_two_before_is_applied(mode: str) -> None:
-    with pair(mode, OPTIMIZERS["adam"]) as one:
-        one.settle()
-        for _ in range(2):
-            assert one.train()
-        one.send()
-        one.deliver()
-        assert stored(one)[-1] == 3  # its base is 1: two more may be there
-        one.agent()
-        one.redo()
-        one.pass_watermark()
-        assert one.train()
-        one.send()
-        one.deliver()
-        assert stored(one)[-1] == 3
-        one.settle()
-        assert stored(one)[-1] == 4
-        assert not refusals(one)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_that_are_needed_are_not_overwritten(mode: str) -> None:
-    """Training does not wait, and redo here stands still: what does not fit is refused, and comes again."""
-    with pair(mode, OPTIMIZERS["adam"], 1, wait=False) as one:
-        one.settle()
-        for _ in range(SLOTS + EXTRA_SLOTS + 1):
-            assert one.train()
-            one.send()
-            one.deliver()
-        assert "records behind" in refusals(one)[0]
-        assert len(refusals(one)) == 1, "what is still on its way is not answered"
-        one.settle()
-        assert one.owner.acknowledged == one.training.record
-        assert one.owner.whole
-        assert check_all(one, one.end())[-1] == one.training.record
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_skipped_makes_it_useless_for_a_period(mode: str) -> None:
-    with pair(mode, OPTIMIZERS["own"], 1, wait=False) as one:
-        one.settle()
-        assert one.train()
-        one.settle()
-        for _ in range(PERIOD + SLOTS + 2):
-            assert one.train()  # the first of these are gone from the owner's slots before anything is sent
-        first = one.training.record - (PERIOD if mode == "lazy" else 0) - SLOTS + 1
-        one.send()
-        one.deliver()
-        one.agent()
-        one.redo()
-        assert set(range(3, first)).isdisjoint(stored(one))
-        for _ in range(PERIOD + 1):
-            one.settle()
-            assert one.train()
-        one.settle()
-        assert one.owner.whole
-        run = [record for record in stored(one) if record >= first]
-        records = check_all(one, one.end())
-        assert records[-1] == one.training.record
-        assert min(records) >= run[0] + PERIOD - 1
-
-
-@pytest.mark.parametrize("count", [PERIOD - 1, PERIOD])
-def test_it_offers_nothing_while_its_state_is_not_exact(count: int) -> None:
-    with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
-        one.settle()
-        for _ in range(SLOTS + 5):
-            assert one.train()
-        one.send()  # what is left in the slots
-        assert one.deliver(count) == count
-        one.agent()
-        one.redo()
-        assert one.owner.whole == (count == PERIOD)
-        records = check_all(one, one.end())
-        assert records == [one.training.record] * (count == PERIOD)
-
-
-@pytest.mark.parametrize("count", [PERIOD - 1, PERIOD])
-def test_what_waits_is_let_go_of_when_what_follows_is_lost(count: int) -> None:
-    """All slots hold records that are yet to be redone, and the owner has gone on far beyond them."""
-    with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
-        one.settle()
-        for _ in range(SLOTS + EXTRA_SLOTS):
-            assert one.train()
-            one.send()
-            one.deliver()
-        for _ in range(SLOTS + EXTRA_SLOTS):
-            assert one.train()
-        one.send()
-        one.deliver()
-        assert [answer.nothing for answer in one.answers if isinstance(answer, NotStored)] == [True]
-        assert not one.owner.whole
-        one.agent()
-        one.redo()
-        one.retry()
-        one.send()
-        one.deliver(2 + count)  # behind what opens it and what is sent once
-        one.agent()
-        one.redo()
-        assert check_all(one, one.end()) == [one.training.record] * (count == PERIOD)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("behind", range(SLOTS))
-def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int, optimizer: str) -> None:
-    """Its agent may be the one that would lead: training waits for this very mirror."""
-    with pair(mode, OPTIMIZERS[optimizer]) as one:
-        for _ in range(5):
-            one.settle()
-            assert one.train()
-        one.settle()
-        for _ in range(behind):
-            one.train()
-        one.replace_agent()
-        for _ in range(3):
-            one.settle()
-        assert one.owner.acknowledged == one.training.record
-        while not one.owner.whole:
-            assert one.train()
-            one.settle()
-        assert len(one.mirrors) == 1, refusals(one)
-        assert check_all(one, one.end())[-1] == one.training.record
-
-
-def test_a_skip_while_a_record_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts when that one is done: what it reads is not overwritten before."""
-    entered, go_on = threading.Event(), threading.Event()
-    original = Replica._apply
-
-    def wait(self: Replica, meta: RecordMeta) -> None:
-        entered.set()
-        assert go_on.wait(60)
-        original(self, meta)
-
-    with pair("lazy", OPTIMIZERS["adam"]) as one:
-        one.settle()
-        monkeypatch.setattr(Replica, "_apply", wait)
-        for _ in range(2):
-            assert one.train()
-        one.send()
-        one.deliver()
-        one.agent()
-        one.pass_watermark()
-        [mirror] = one.mirrors._all.values()
-        replica = mirror.generation.replica
-        assert replica is not None
-        assert entered.wait(60)
-        mirror.skip(7)
-        assert replica.applied == 1
-        go_on.set()
-        wait_idle(replica)
-        assert replica.applied == 7
-
-
 # What there is no replica for
 
 
@@ -533,61 +336,3 @@ def test_a_model_that_has_changed_is_told() -> None:
         one.end()
         [held] = one.mirrors.inventory(lambda ranks: ("another model",))
         assert "another model" in held.problem
-
-
-# The plan
-
-PLACES = [("a", (0,)), ("b", (1,))]
-
-
-def live(node: str, rank: int, records: range, mirror: bool = False) -> HeldRecords:
-    return HeldRecords(
-        node=node,
-        records=tuple(records),
-        steps=tuple(records),
-        ranks=(rank,),
-        history=HISTORY,
-        world_size=2,
-        replicas=(rank,),
-        newest=records[-1],
-        mirror=mirror,
-    )
-
-
-def plan(*inventories: HeldRecords, units: Sequence[tuple[str, tuple[int, ...]]] = PLACES, **others: Any) -> Any:
-    return make_plan(inventories, "auto", 2, "n", units=units, **others)
-
-
-def test_a_lost_nodes_state_comes_from_its_mirror() -> None:
-    found = plan(live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True))
-    assert isinstance(found, RestoreRecord)
-    assert found.record == 6
-    [fetch] = found.fetches
-    assert (fetch.ranks, fetch.node, fetch.live) == ((1,), "b", "a")
-
-
-def test_a_mirror_on_the_ranks_own_node_is_fetched_from_too() -> None:
-    """Ranks have moved to where they were mirrored: their agent does not hold them as its own."""
-    moved = [("a", (1,)), ("b", (0,))]
-    found = plan(live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True), units=moved)
-    assert [(fetch.ranks, fetch.node, fetch.live) for fetch in found.fetches] == [((0,), "b", "a"), ((1,), "a", "a")]
-
-
-def test_what_a_node_has_itself_and_on_a_mirror() -> None:
-    found = plan(live("a", 0, range(5, 8)), live("b", 1, range(5, 7)), live("b", 1, range(7, 8), mirror=True))
-    assert (found.record, [fetch.ranks for fetch in found.fetches]) == (7, [(1,)])
-    found = plan(live("a", 0, range(5, 7)), live("b", 1, range(5, 7)), live("b", 1, range(4, 6), mirror=True))
-    assert (found.record, found.fetches) == (6, ())
-
-
-def test_a_mirror_that_cannot_be_read_is_done_without() -> None:
-    bad = {BadSource("a", (1,), damaged=False)}
-    moved = [("a", (1,)), ("b", (0,))]
-    held = [live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True)]
-    assert isinstance(plan(*held, without=bad, units=moved), StartOver)
-
-
-def test_without_peers_mirrors_are_of_no_use() -> None:
-    found = make_plan([live("a", 0, range(5, 8)), live("a", 1, range(4, 7), mirror=True)], "auto", 2, "n")
-    assert isinstance(found, StartOver)
-    assert not isinstance(found, RestoreStored)
