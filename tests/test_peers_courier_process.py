@@ -204,6 +204,10 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
         assert desk.peers.gate(holding) == 7
         now = desk.peers.deadline() or 0.0
         desk.peers.look_at_clock()
+    tried = len(desk.started)
+    with pytest.raises(AgentError, match="the port is taken"):
+        desk.peers.listen(LISTEN)
+    assert len(desk.started) == tried + 1
     desk.make = FakeCourier
     # A trainer that is back does not wait for the clock.
     assert desk.peers.listen(LISTEN).address == FakeCourier.address

@@ -206,6 +206,8 @@ class Peers:
         """
         if self._retry_at is not None:
             self._restart()  # a trainer that is back asks for it before its time
+            if self._courier is None:
+                raise AgentError(f"there is no courier: {self._problem}")
         try:
             if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
                 if self._courier is None:
