@@ -23,6 +23,7 @@ from memckpt.agent.mirrors import Mirrors
 from memckpt.agent.peer_messages import (
     Described,
     Filled,
+    GiveUp,
     Halt,
     Halted,
     Holds,
@@ -36,6 +37,7 @@ from memckpt.agent.peer_messages import (
     Pieces,
     Recover,
     RecoveryProgress,
+    SendGeneration,
 )
 from memckpt.agent.peers import Peers
 from memckpt.errors import AgentError, AgentGoneError, PeerError
@@ -217,6 +219,54 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk.started[-1].ended("killed")
     desk.peers.begin_attempt()
     assert desk.peers.deadline() is None
+
+
+def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
+    class Dies(FakeCourier):
+        def send(self, message: object, fds: object) -> None:
+            if isinstance(message, SendGeneration):
+                raise AgentGoneError("killed")
+            super().send(message, fds)
+
+    spec = SimpleNamespace(mode="eager", slots=3, every=1)
+    held = SimpleNamespace(
+        complete=True, base=4, committed={0: 9}, number=1, spec=spec, replica=None, regions=(), sendable=dict,
+        log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
+    )  # fmt: skip
+    holding: Any = SimpleNamespace(held=held, ranks=(0,), history=())
+    desk.make = Dies
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    for _ in range(3):
+        desk.peers.sync(holding)
+    assert len(desk.started) == 3
+    assert desk.peers.deadline() is not None
+    # Nobody is there who could answer: redo goes on as far as the slots ask for.
+    assert desk.peers.gate(holding) == 9 - (3 - 2)
+    desk.make = FakeCourier
+    desk.peers.recover(Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
+    desk.peers.sync(holding)
+    assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
+    assert desk.peers.gate(holding) == 0
+    assert isinstance(desk.started[-1].sent[-1], GiveUp)
+
+
+def test_a_courier_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(FakeCourier):
+        def ask(self, message: object, *arguments: Any) -> Any:
+            if isinstance(message, ListPieces) and not isinstance(self.asked[-1], Listen):
+                self.ended("it was not in its right mind")
+                raise AgentGoneError("what it said has led to its end")
+            return super().ask(message, *arguments)
+
+    desk.make = Dies
+    desk.peers.listen(LISTEN)
+    desk.join()
+    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: "")
+    answers: list[Any] = []
+    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    assert [one.problem for one in answers] == ["the courier is gone"]
+    assert [one.closed for one in desk.started] == [True, False]
 
 
 def test_a_courier_knows_what_else_is_held_here(desk: Desk) -> None:

@@ -56,7 +56,7 @@ from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
 
-Notice = Begin | Protected | Drift | Gap | CourierLost | Alarm | Saved | SaveFailed | Logged
+Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
 #: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
@@ -156,6 +156,9 @@ class AgentClient:
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
+        elif isinstance(message, CourierLost):
+            # At once: where training waits for peers, nobody looks at notices.
+            _log.warning("memckpt: peers get nothing from this node: %s", message.reason)
         elif isinstance(message, Passed):
             self.passed = max(self.passed, message.record)
             self.whole, self.lifted = message.whole, message.lifted

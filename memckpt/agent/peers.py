@@ -54,6 +54,8 @@ _ANSWER_SECONDS = 20.0
 #: What a courier keeps dies with it: one that lives, and does not halt at once, gets longer. Less than the 60 s that
 #: trainers wait for the agent.
 _HALT_SECONDS = 50.0
+#: Between two attempts at starting one that does not come up, so many times as long as that took.
+_REST_FACTOR = 5.0
 #: It says every second how things are.
 _QUIET_SECONDS = 5.0
 
@@ -155,7 +157,9 @@ class Peers:
         if self._job is None or self._report is None or self._reported is None:
             return None
         if self._courier is None:
-            return msgspec.structs.replace(self._report, protected=False, problem=self._problem)
+            return msgspec.structs.replace(
+                self._report, protected=False, problem=self._problem, held_bytes=0, kept=(), links=()
+            )
         quiet = time.monotonic() - self._reported
         if quiet < _QUIET_SECONDS:
             return self._report
@@ -247,6 +251,8 @@ class Peers:
         self._send(message)
 
     def _check_courier(self) -> None:
+        if self._retry_at is not None:
+            self._restart()
         if self._courier is None or self._listening is None:
             raise PeerError(
                 "expected a courier through which this node reaches its peers, found that it is gone "
@@ -277,8 +283,8 @@ class Peers:
 
     def sync(self, holding: Holding) -> None:
         """Have the courier send what is whole of a holding and has not been given to it."""
-        held = holding.held
-        if self._job is None or self._courier is None or held is None or not held.complete:
+        held, courier = holding.held, self._courier
+        if self._job is None or courier is None or held is None or not held.complete:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
@@ -289,7 +295,7 @@ class Peers:
         if sent_name != name:
             self._send_generation(holding, held, name)
             sent = whole
-        while sent < whole:
+        while sent < whole and self._courier is courier:
             sent += 1
             if held.spec.mode == "capture" and sent % held.spec.every:
                 continue  # it is not captured
@@ -298,7 +304,8 @@ class Peers:
                 _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, holding.ranks)
                 continue
             self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
-        self._sent[holding.ranks] = name, sent
+        if self._courier is courier:  # else it died meanwhile, and one that took its place has been given all of it
+            self._sent[holding.ranks] = name, sent
 
     def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
         self._send(announce(holding, held, name), [region.fd for region in held.regions])
@@ -341,7 +348,8 @@ class Peers:
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = max(held.committed.values()) - (held.spec.slots - 2)
         name, _ = self._sent.get(holding.ranks, ("", 0))
-        if self.watermark < held.base < needed and name and name not in self._given_up:
+        asked = self._courier is not None and name and name not in self._given_up
+        if self.watermark < held.base < needed and asked:
             self._send(GiveUp(holding.ranks, name))
             return self.watermark
         return max(self.watermark, needed)
@@ -376,10 +384,12 @@ class Peers:
 
     def _listens_to_us(self) -> bool:
         """Whether the courier is alive, and has taken all that was sent to it until now."""
+        courier = self._courier
         try:
             self._pieces()
         except AgentGoneError as error:
-            self._ended(str(error))
+            if self._courier is courier:
+                self._ended(str(error))
             return False
         return True
 
@@ -483,7 +493,7 @@ class Peers:
         assert self._listening is not None
         self._retry_at = None
         listen, listening = self._listening
-        job = self._job
+        job, began = self._job, time.monotonic()
         try:
             self._replace(listen, listening, planned=job is not None)
         except MemckptError as error:
@@ -491,7 +501,9 @@ class Peers:
             if job is None:
                 self._do_without(self._problem)
             else:
-                self._wait_with_another(max(1.0, self._backoff.died()))
+                # While it is waited for, the loop does nothing else: that must be rare.
+                took = time.monotonic() - began
+                self._wait_with_another(max(1.0, self._backoff.died(), _REST_FACTOR * took))
             return
         if job is None:
             return

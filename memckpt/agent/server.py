@@ -264,6 +264,8 @@ class Agent:
         self._tell_members(passed)
 
     def _courier_lost(self, reason: str) -> None:
+        for holding in self._holdings:
+            holding.open_gate()  # some may have waited for its answer
         self._tell_members(CourierLost(reason))
 
     # From redo threads and from signal handlers

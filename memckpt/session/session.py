@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import PreparedRegions
 from memckpt.agent.messages import Alarm, Begin, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
-from memckpt.agent.peer_messages import CourierLost
 from memckpt.capture import flat_parameters, gradient_ops
 from memckpt.capture.copier import copier_for
 from memckpt.capture.live_state import LiveState, SpecRequest
@@ -432,8 +431,6 @@ class Session:
                 self._note_drift(notice)
             elif isinstance(notice, Gap):
                 _log.warning("memckpt: not protected until the state is written anew: %s", notice.reason)
-            elif isinstance(notice, CourierLost):
-                _log.warning("memckpt: peers get nothing from this node: %s", notice.reason)
             elif isinstance(notice, (Saved, Logged)):
                 self.stored_step = max(notice.step, self.stored_step or 0)
             elif isinstance(notice, SaveFailed):
