@@ -192,7 +192,7 @@ def train(job: Job, rank: int) -> None:
             assert session.commit()
         if session is not None and session._unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
-            while session._generation_after is None and session._staging.writer is None:
+            while session._due.after is None and session._staging.writer is None:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
                 session._listen()
         at(step, "committed")
