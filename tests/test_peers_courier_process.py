@@ -130,6 +130,16 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
 # Couriers that die
 
 
+def eager_holding(base: int, newest: int, slots: int) -> Any:
+    """Stands for a holding with a generation that is complete."""
+    held = SimpleNamespace(
+        complete=True, base=base, committed={0: newest}, number=1, replica=None, regions=(), sendable=dict,
+        spec=SimpleNamespace(mode="eager", slots=slots, every=1),
+        log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
+    )  # fmt: skip
+    return SimpleNamespace(held=held, ranks=(0,), history=())
+
+
 def broken(desk: Desk, ended: Callable[[str], None]) -> FakeCourier:
     """One that dies as it is asked."""
 
@@ -228,12 +238,7 @@ def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk
                 raise AgentGoneError("killed")
             super().send(message, fds)
 
-    spec = SimpleNamespace(mode="eager", slots=3, every=1)
-    held = SimpleNamespace(
-        complete=True, base=4, committed={0: 9}, number=1, spec=spec, replica=None, regions=(), sendable=dict,
-        log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
-    )  # fmt: skip
-    holding: Any = SimpleNamespace(held=held, ranks=(0,), history=())
+    holding = eager_holding(base=4, newest=9, slots=3)
     desk.make = Dies
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
@@ -249,6 +254,22 @@ def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk
     assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
     assert desk.peers.gate(holding) == 0
     assert isinstance(desk.started[-1].sent[-1], GiveUp)
+
+
+def test_redo_goes_on_when_the_courier_dies_of_what_it_is_asked(desk: Desk) -> None:
+    class Dies(FakeCourier):
+        def send(self, message: object, fds: object) -> None:
+            if isinstance(message, GiveUp):
+                raise AgentGoneError("killed")
+            super().send(message, fds)
+
+    holding = eager_holding(base=4, newest=9, slots=3)
+    desk.make = Dies
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    desk.peers.sync(holding)
+    desk.make = broken
+    assert desk.peers.gate(holding) == 9 - (3 - 2)
 
 
 def test_a_courier_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,10 +348,10 @@ class Peers:
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = max(held.committed.values()) - (held.spec.slots - 2)
         name, _ = self._sent.get(holding.ranks, ("", 0))
-        asked = self._courier is not None and name and name not in self._given_up
-        if self.watermark < held.base < needed and asked:
+        if self.watermark < held.base < needed and name and name not in self._given_up:
             self._send(GiveUp(holding.ranks, name))
-            return self.watermark
+            if self._courier is not None:  # else nobody is there to answer, or to read the replica
+                return self.watermark
         return max(self.watermark, needed)
 
     # Recovery
