@@ -142,6 +142,7 @@ class Governor:
         limit: bytes per second; None: none is needed. The caller sends at the least what records need.
         share: by which steps were slower when last judged; None before.
         probing: nothing is to be sent in this step.
+        probe_follows: nor in the next one: what is sent late in this one would still be on its way then.
         overruled: training waits for what is sent, or soon would: limits and probes are off.
         reason: for all this, in words.
     """
@@ -164,6 +165,7 @@ class Governor:
         self._probe_steps = _PROBE_STEPS
         self._sent_since_probe = False
         self._overruled_left = 0
+        self.probe_follows = False
 
     @property
     def probing(self) -> bool:
@@ -228,13 +230,17 @@ class Governor:
             self._binding |= binding
 
     def _plan_probe(self, step: int) -> None:
+        self.probe_follows = False
         if self.probing:
             self._probe_left -= 1
             return
         unsure = self._suspects or len(self.baseline.samples) < _BASELINE_ENOUGH
         every = _PROBE_EVERY_AT_FIRST if unsure else _PROBE_EVERY
-        if step % every == 0 and self._sent_since_probe and not self.overruled:
+        if not self._sent_since_probe or self.overruled:
+            return
+        if step % every == 0:
             self._probe_left, self._sent_since_probe = self._probe_steps, False
+        self.probe_follows = (step + 1) % every == 0
 
     def _judge(self, rate: float, floor: float) -> None:
         base, steps = self.baseline.seconds, len(self._loaded)

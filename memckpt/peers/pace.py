@@ -20,6 +20,7 @@ _STILL_STEPS, _STILL_SECONDS = 10, 5.0  # without a mark for so long, no step is
 _URGENT_SHARE = 0.75  # of the room for records that wait
 _WAIT_SHARE, _WAIT_SECONDS = 0.005, 0.001  # shorter waits for acknowledgements are none
 _SETTLED_SHARE = 0.1  # of a step: what was sent earlier has arrived when the next one begins
+_LEAD_SHARE = 0.25  # of the step before a probe, at its end, in which nothing more is sent
 _LONG_STEP = 3.0  # in a probe, a step of so many times the usual length waits for what is held back
 _WAITED_STEPS, _URGENT_STEPS = 8, 2  # for which nothing is slowed down afterwards
 _FLOOR_MARGIN = 1.1
@@ -205,6 +206,9 @@ class Pacer:
                 self._why = "held back for some steps, to learn the step time without traffic"
                 return True
             self._governor.end_probe()
+        if self._leads_to_probe(now):
+            self._why = "held back for some steps, to learn the step time without traffic"
+            return True
         longest = self._longest_hold()
         if self._held_since is not None and now - self._held_since >= longest:
             return False
@@ -212,6 +216,13 @@ class Pacer:
             self._why = "held back while gradients are reduced"
             return True
         return False
+
+    def _leads_to_probe(self, now: float) -> bool:
+        """Whether this is the end of the step before a probe; one that takes longer than others waits no further."""
+        step, since = self._clock.step_seconds, now - self._began
+        return (
+            self._governor.probe_follows and step is not None and (1 - _LEAD_SHARE) * step <= since <= _LONG_STEP * step
+        )
 
     def _limited(self, now: float) -> bool:
         return self._soft.rate is not None and self._runs(now) and not self._is_overruled(now)
