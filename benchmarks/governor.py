@@ -115,10 +115,10 @@ def main(options: Options) -> None:
         return
     size, rounds = ("tiny", 1) if options.quick else ("demo", 2)
     with Network(2) as network:
-        measure(report, network, size, _BATCH, 60 if options.quick else 120, rounds, "no limit")
+        measure(report, network, size, _BATCH, 40 if options.quick else 60, rounds, "no limit")
         for node in range(2):
             network.limit(node, 10**9)
-        measure(report, network, size, _BATCH, 60 if options.quick else 280, rounds, "1 Gbit/s")
+        measure(report, network, size, _BATCH, 40 if options.quick else 200, rounds, "1 Gbit/s")
     report.write(options.results)
 
 

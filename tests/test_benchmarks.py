@@ -100,19 +100,27 @@ def test_peers_overhead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_governor(tmp_path: Path) -> None:
-    """Both nodes train on each side; with the governor its baseline is known, without it nothing is."""
+    """Both nodes train on each side; without the governor no step is timed."""
     reason = problem()
     if reason is not None:
         pytest.skip(reason)
     report = _quick_run("governor", tmp_path)
-    rows = {row["arm"]: row for row in report["tables"][0]["rows"]}
-    assert set(rows) == {"nothing", "without", "with"}
-    assert all(row["step_seconds"] > 0 for row in rows.values())
-    for arm in ("without", "with"):
-        assert rows[arm]["peers"]["watermark"] > 10  # as it was said a second before
-        assert rows[arm]["peers"]["bytes_per_record"] > 0
-    assert "no step has been timed" in rows["without"]["peers"]["pace"]
-    assert "no step has been timed" not in rows["with"]["peers"]["pace"]
+    assert len(report["tables"]) == 2
+    for table in report["tables"]:
+        rows = {row["arm"]: row for row in table["rows"]}
+        assert set(rows) == {"nothing", "without", "with"}
+        assert all(row["step_seconds"] > 0 for row in rows.values())
+        for arm in ("without", "with"):
+            assert rows[arm]["peers"]["watermark"] > 10  # as it was said a second before
+            assert rows[arm]["peers"]["bytes_per_record"] > 0
+        # How long steps take is not known there, but what waits to be sent is.
+        untimed = {
+            "no step has been timed yet",
+            "training waits for acknowledgements",
+            "there is hardly any room left for records that wait to be sent",
+        }
+        assert rows["without"]["peers"]["pace"] in untimed
+        assert rows["with"]["peers"]["pace"] != "no step has been timed yet"
 
 
 @pytest.mark.slow
