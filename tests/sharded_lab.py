@@ -257,6 +257,7 @@ class Rank:
         while self.session.stored_step is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
             self.session._listen()
+        dist.barrier()  # all have heard of it before one goes on and has the agent die
 
 
 class _Probe:
