@@ -58,7 +58,7 @@ def test_whatever_is_lost_what_was_promised_is_there_and_nothing_else_is_given_o
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_many_jobs_drawn_at_random(setting: Setting) -> None:
-    for seed in range(200):
+    for seed in range(600):
         said: list[str] = []
         try:
             play(setting, random.Random(seed).choice, said.append)
