@@ -130,6 +130,18 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
 # Couriers that die
 
 
+def dies_of(kind: type) -> type[FakeCourier]:
+    """A courier that dies as it is sent a message of this type."""
+
+    class Dies(FakeCourier):
+        def send(self, message: object, fds: object) -> None:
+            if isinstance(message, kind):
+                raise AgentGoneError("killed")
+            super().send(message, fds)
+
+    return Dies
+
+
 def eager_holding(base: int, newest: int, slots: int) -> Any:
     """Stands for a holding with a generation that is complete."""
     held = SimpleNamespace(
@@ -232,14 +244,8 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 
 
 def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
-    class Dies(FakeCourier):
-        def send(self, message: object, fds: object) -> None:
-            if isinstance(message, SendGeneration):
-                raise AgentGoneError("killed")
-            super().send(message, fds)
-
     holding = eager_holding(base=4, newest=9, slots=3)
-    desk.make = Dies
+    desk.make = dies_of(SendGeneration)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
     for _ in range(3):
@@ -257,14 +263,8 @@ def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk
 
 
 def test_redo_goes_on_when_the_courier_dies_of_what_it_is_asked(desk: Desk) -> None:
-    class Dies(FakeCourier):
-        def send(self, message: object, fds: object) -> None:
-            if isinstance(message, GiveUp):
-                raise AgentGoneError("killed")
-            super().send(message, fds)
-
     holding = eager_holding(base=4, newest=9, slots=3)
-    desk.make = Dies
+    desk.make = dies_of(GiveUp)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
     desk.peers.sync(holding)
