@@ -182,6 +182,18 @@ def test_after_the_longest_hold_a_backward_holds_nothing_back() -> None:
         pacer.sent(MIB, 451.1 + 0.001 * piece)
 
 
+@pytest.mark.parametrize(("step_seconds", "asks"), [(0.05, 0.002), (1.0, 0.01), (30.0, 0.02)])
+def test_what_is_held_back_asks_seldom_where_steps_are_long(step_seconds: float, asks: float) -> None:
+    """Each look at the marks takes the courier's core: a probe must not slow down what it measures."""
+    pacer, now = Pacer(None), 100.0
+    for step in range(1, 6):
+        pacer.mark(step, F, ns(now))
+        now += step_seconds
+    pacer.mark(6, F, ns(now))
+    pacer.mark(6, B, ns(now))
+    assert pacer.delay(MIB, now) == pytest.approx(asks)
+
+
 def test_where_no_step_is_running_no_limit_holds() -> None:
     """Training has come to its end, or evaluates: nobody is slowed down."""
     pacer, now = limited_pacer()

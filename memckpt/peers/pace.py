@@ -12,7 +12,8 @@ from memckpt.peers.governor import Governor, StepClock
 from memckpt.state.phases import Phase
 
 _BURST_SECONDS = 0.02
-_LOOK_AGAIN_SECONDS = 0.002  # marks are in shared memory: nobody says that a phase is over
+_LOOK_AGAIN_SHARE = 0.01  # of a step: marks are in shared memory, and nobody says that a phase is over
+_LOOK_AGAIN_SECONDS = (0.002, 0.02)  # a look takes a quarter of a millisecond, which is not to slow steps down
 _HOLD_SECONDS = 1.0  # bulk is held back in one backward for so long at the most,
 _HOLD_SHARE = 0.75  # for this share of a step,
 _HOLD_UNKNOWN_SECONDS = 0.25  # and for so long while step times are not known
@@ -182,7 +183,7 @@ class Pacer:
     def delay(self, nbytes: int, now: float) -> float:
         """Seconds after which to ask again whether so many bytes may go; 0: they may go now.
 
-        Read the marks first. While phases hold bulk back the answer is a few milliseconds.
+        Read the marks first. While phases hold bulk back the answer is a hundredth of a step, 2 to 20 ms.
         """
         wait = self._cap.delay(nbytes, now)
         if wait > 0:
@@ -191,7 +192,7 @@ class Pacer:
         if self._holding:
             if self._held_since is None:
                 self._held_since = now
-            return max(wait, _LOOK_AGAIN_SECONDS)
+            return max(wait, self._look_again())
         if self._limited(now):
             soft = self._soft.delay(nbytes, now)
             self._binding |= soft > wait
@@ -236,6 +237,10 @@ class Pacer:
         if self._room is not None and self._waiting > _URGENT_SHARE * self._room:
             self._governor.overrule("there is hardly any room left for records that wait to be sent", _URGENT_STEPS)
         return self._governor.overruled
+
+    def _look_again(self) -> float:
+        shortest, longest = _LOOK_AGAIN_SECONDS
+        return min(max(shortest, _LOOK_AGAIN_SHARE * (self._clock.step_seconds or 0.0)), longest)
 
     def _longest_hold(self) -> float:
         step = self._clock.step_seconds
