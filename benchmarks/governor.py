@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,51 @@ TITLE = "What sending records to peers costs training on a slow link, with and w
 METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that
 a bridge joins. Every step gathers parameters and reduces gradients over the same cables as records. The first table has
 the cables as they are, and shows what the couriers' work (encryption, checksums, copies) costs ranks with which they
-share the cores; for the second, tc's token bucket limits each cable in both directions. Trainings without peers, with
-peers but without the governor (nothing is marked, so that records go as soon as they are made), and with it follow one
-another, in another order in each round. Of each training the second half of its steps counts. A share is the median
-step over that of the same round without peers, less one. Each record has to go, whatever that costs: training waits for
-peers (`ack="wait"`), so that the governor chooses when, and not whether."""
+share the cores; for the others, tc's token bucket limits each cable in both directions. In the last two, ranks wait for
+most of each step as for an accelerator, so that cores are free and the link alone is shared. Trainings without memckpt,
+with it but without peers, with peers but without the governor (nothing is marked, so that records go as soon as they
+are made), and with it follow one another, in another order in each round. Of each training the second half of its steps
+counts. A share is the median step over that of the same round without memckpt, less one. Each record has to go,
+whatever that costs: training waits for peers (`ack="wait"`), so that the governor chooses when, and not whether."""
 
-NAMES = {"nothing": "no peers", "without": "peers, no governor", "with": "peers, governor"}
+NAMES = {
+    "nothing": "no memckpt",
+    "local": "no peers",
+    "without": "peers, no governor",
+    "with": "peers, governor",
+}
 _PATIENCE_SECONDS = 900.0
-_BATCH = 16  # sequences a rank
 _PORT = 29500  # in a network of its own
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, and how often.
+
+    Args:
+        title: of its table.
+        size: of the model.
+        batch: sequences a rank.
+        steps: of each training.
+        rounds: trainings of each kind.
+        elsewhere: seconds of each step that take no core.
+        security: of the peers.
+    """
+
+    title: str
+    size: str
+    batch: int
+    steps: int
+    rounds: int
+    elsewhere: float = 0.0
+    security: str = "curve"
 
 
 class TrainingFailed(RuntimeError):
     """A rank has failed."""
 
 
-def train(network: Network, directory: Path, arm: str, size: str, batch: int, steps: int) -> dict[str, Any]:
+def train(network: Network, directory: Path, arm: str, setting: Setting) -> dict[str, Any]:
     """One training on both nodes; what rank 0 has said.
 
     Raises:
@@ -51,8 +80,9 @@ def train(network: Network, directory: Path, arm: str, size: str, batch: int, st
                 "GLOO_SOCKET_IFNAME": "eth0", "MEMCKPT_NODE": f"node{rank}",
             }  # fmt: skip
             command = [
-                sys.executable, "-m", "benchmarks.governor_rank", "--arm", arm, "--size", size,
-                "--batch", str(batch), "--steps", str(steps), "--run-dir", str(directory),
+                sys.executable, "-m", "benchmarks.governor_rank", "--arm", arm, "--size", setting.size,
+                "--batch", str(setting.batch), "--steps", str(setting.steps), "--run-dir", str(directory),
+                "--elsewhere", str(setting.elsewhere), "--security", setting.security,
             ]  # fmt: skip
             ranks.append(network.popen(rank, command, env=environment, stdout=subprocess.PIPE, text=True))
         said = [one.communicate(timeout=_PATIENCE_SECONDS)[0] for one in ranks]
@@ -68,16 +98,16 @@ def train(network: Network, directory: Path, arm: str, size: str, batch: int, st
     return found
 
 
-def measure(report: Report, network: Network, size: str, batch: int, steps: int, rounds: int, title: str) -> None:
+def measure(report: Report, network: Network, setting: Setting) -> None:
     found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    for number in range(rounds):
+    for number in range(setting.rounds):
         shift = number % len(ARMS)
         for arm in ARMS[shift:] + ARMS[:shift]:
             with scratch_directory() as directory:
-                found[arm].append(train(network, directory, arm, size, batch, steps))
+                found[arm].append(train(network, directory, arm, setting))
     numel = found["nothing"][0]["numel"]
     table = report.table(
-        f"{title}, {numel / 1e6:.1f}M parameters",
+        f"{setting.title}, {numel / 1e6:.1f}M parameters",
         "", "step, ms", "share", "rounds", "stall, ms", "sent per record, MB", "limit, MB/s", "at the end"
     )  # fmt: skip
     alone = [_median(one) for one in found["nothing"]]
@@ -115,12 +145,18 @@ def main(options: Options) -> None:
         report.leave_out("all of it", missing)
         report.write(options.results)
         return
-    size = "tiny" if options.quick else "demo"
+    quick = options.quick
+    size, steps, rounds = ("tiny", 40, 1) if quick else ("demo", 200, 2)
     with Network(2) as network:
-        measure(report, network, size, _BATCH, 40 if options.quick else 60, 1, "no limit")
+        measure(report, network, Setting("no limit", size, 16, 40 if quick else 60, 1))
         for node in range(2):
             network.limit(node, 10**9)
-        measure(report, network, size, _BATCH, 40 if options.quick else 200, 1 if options.quick else 2, "1 Gbit/s")
+        measure(report, network, Setting("1 Gbit/s", size, 16, steps, rounds))
+        waits = 0.05 if quick else 0.75
+        steps = 40 if quick else 150
+        for security, rounds in (("curve", 1 if quick else 2), ("plain", 1)):
+            title = f"1 Gbit/s, {waits * 1e3:.0f} ms of each step computed elsewhere, security={security}"
+            measure(report, network, Setting(title, size, 1, steps, rounds, waits, security))
     report.write(options.results)
 
 

@@ -12,30 +12,60 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import memckpt
 from benchmarks.workloads import OPTIMIZERS
-from examples.gpt import GPT, SIZES, Corpus
+from examples.gpt import GPT, SIZES, Block, Corpus
 from memckpt import ErasureConfig, MemckptConfig, Session
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status
 
-#: What is done beside training: nothing; peers without a governor; with it.
-ARMS = ("nothing", "without", "with")
+#: What is done beside training: nothing; capture and redo on the own node; peers without a governor; with it.
+ARMS = ("nothing", "local", "without", "with")
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Stands for compute on an accelerator: the rank waits for it, and its core is free. The identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
+        ctx.backward_seconds = backward_seconds
+        time.sleep(forward_seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_seconds)
+        return gradient, None, None
+
+
+def compute_elsewhere(model: GPT, seconds: float) -> None:
+    """Each block takes its part of so many seconds a step, a third of it in forward, without a core."""
+    share = seconds / 3 / len(model.blocks)
+
+    def wait(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _Elsewhere.apply(args[0], share, 2 * share), *args[1:]  # type: ignore[no-untyped-call]
+
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attention.register_forward_pre_hook(wait)
 
 
 class Trainee:
-    """A sharded model and what each step needs. Its batch sets how long steps compute."""
+    """A sharded model and what each step needs. The batch sets how long steps compute, `elsewhere` how they wait."""
 
-    def __init__(self, size: str, batch: int) -> None:
+    def __init__(self, size: str, batch: int, elsewhere: float) -> None:
         torch.manual_seed(0)
         self.model = GPT(replace(SIZES[size], dropout=0.0))
         self.numel = self.model.numel
+        if elsewhere:
+            compute_elsewhere(self.model, elsewhere)
         for block in self.model.blocks:
             fully_shard(block)
         fully_shard(self.model)
@@ -49,8 +79,8 @@ class Trainee:
         self.optimizer.zero_grad()
 
 
-def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
-    peers = ErasureConfig(data=1, tolerate=1)
+def attach(trainee: Trainee, arm: str, run_dir: Path, security: Literal["curve", "plain"]) -> Session:
+    peers = None if arm == "local" else ErasureConfig(data=1, tolerate=1, security=security)
     config = MemckptConfig(redo="lazy", peers=peers, storage=None)
     session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
     session.restore()
@@ -80,17 +110,19 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--batch", type=int, required=True, help="of each rank")
+    parser.add_argument("--elsewhere", type=float, default=0.0, help="seconds a step that are computed without a core")
+    parser.add_argument("--security", choices=("curve", "plain"), default="curve")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    trainee = Trainee(args.size, args.batch)
+    trainee = Trainee(args.size, args.batch, args.elsewhere)
     found: dict[str, Any] = {"numel": trainee.numel, "agent": None, "peers": None}
     with contextlib.ExitStack() as stack:
         session = None
         if args.arm != "nothing":
-            session = stack.enter_context(attach(trainee, args.arm, args.run_dir))
+            session = stack.enter_context(attach(trainee, args.arm, args.run_dir, args.security))
             found["agent"] = session.agent_pid
         found["seconds"] = train(trainee, session, args.steps)
         if session is not None:
