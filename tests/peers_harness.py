@@ -116,6 +116,14 @@ def open_things() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
+    """There are no more threads and descriptors than before. A thread that was joined stays listed for an instant."""
+    deadline = time.monotonic() + 10
+    while any(now > then for now, then in zip(open_things(), before, strict=True)):
+        assert time.monotonic() < deadline, f"threads and descriptors: {open_things()}, before: {before}"
+        time.sleep(0.005)  # the kernel says nothing when it takes a thread from its list
+
+
 class Proxy:
     """Forwards TCP connections to a port of this host.
 
