@@ -36,12 +36,12 @@ class _Elsewhere(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
         ctx.backward_seconds = backward_seconds
-        time.sleep(forward_seconds)
+        time.sleep(forward_seconds)  # the time is what is measured: compute that takes no core
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_seconds)
+        time.sleep(ctx.backward_seconds)  # likewise
         return gradient, None, None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,14 +16,15 @@ from tests.engine_optimizers import Momentum, OneOptimizer
 from tests.engine_training import CLASSES, INPUTS, Case, Training
 
 
-class Plain(Optimizer):
+class Plain(Optimizer, ABC):
     """SGD whose step size is scaled by what a subclass says."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
 
+    @abstractmethod
     def factor(self) -> Tensor | float:
-        raise NotImplementedError
+        """By which this step is scaled."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

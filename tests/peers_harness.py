@@ -108,7 +108,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
-        time.sleep(0.005)  # what sockets and threads of the library do can only be looked at
+        time.sleep(0.005)  # what sockets and threads of the library, and the kernel, do can only be looked at
 
 
 def open_things() -> tuple[int, int]:
@@ -118,10 +118,10 @@ def open_things() -> tuple[int, int]:
 
 def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
     """There are no more threads and descriptors than before. A thread that was joined stays listed for an instant."""
-    deadline = time.monotonic() + 10
-    while any(now > then for now, then in zip(open_things(), before, strict=True)):
-        assert time.monotonic() < deadline, f"threads and descriptors: {open_things()}, before: {before}"
-        time.sleep(0.005)  # the kernel says nothing when it takes a thread from its list
+    wait_for(
+        lambda: all(now <= then for now, then in zip(open_things(), before, strict=True)),
+        f"threads and descriptors as before: {before}",
+    )
 
 
 class Proxy:
