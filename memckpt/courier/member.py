@@ -43,7 +43,7 @@ from memckpt.peers.wire import (
 )
 
 #: Handed over before the loop looks at what has arrived.
-_PUMP_BYTES = 256 << 10
+_PUMP_BYTES = 1 << 20
 #: Of a reason in the log, in characters: peers write them.
 _MOST_WORDS = 500
 _log = logging.getLogger("memckpt.courier")
@@ -366,6 +366,7 @@ class Member:
             owner.retry(now)
         self._paused_until = 0.0
         self._note_waiting(now)
+        self.pacer.in_flight(self._transport.in_flight_bytes)
         if any(owner.wants for owner in self._owners.values()):
             self._tell_pacer()
             delay = self.pacer.delay(_PUMP_BYTES, now)

@@ -16,15 +16,18 @@ from typing import NamedTuple
 from memckpt.state.phases import Phase
 
 _WARM_UP_STEPS = 3  # of an attempt: compilers, allocators and caches
-_PROBE_STEPS = 2  # where the link is never idle, the first only lets arrive what is on its way
+_PROBE_STEPS = 2  # at the most: where the link is never idle, the first only lets arrive what is on its way
 _PROBE_EVERY = 200
-_PROBE_EVERY_AT_FIRST = 25  # until the baseline is known well, and where it may have moved
+_PROBE_EVERY_AT_FIRST = 10  # until the baseline is known well, and where it may have moved
 _FRESH_STEPS = 50
 _BASELINE_STEPS = (12, 64)  # as many as the spread of step times asks for
 _BASELINE_ENOUGH = 6
+_BASELINE_WELL = 12
 _ERRORS = 2.5  # standard errors by which a difference has to be beyond doubt
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations of a sample over the root of their number
 _WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least, and at the most
+_FIRST_LIMIT = 2.0  # times what records need
+_RAISE_AT_FIRST = 2.0  # until steps were too slow once
 _RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
 _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
 _LOWER_IN_NOISE = (0.6, 0.9)
@@ -135,6 +138,10 @@ class Baseline:
 class Governor:
     """Lowers the permitted rate while steps are slower than allowed, and raises it gently while they are not.
 
+    It begins near what records need, and doubles that until steps become too slow or nothing is held up any more: a
+    link that is much faster than it has to be is found to be so within some ten windows, and one that is not is never
+    filled. How fast bulk can go does not show in how fast it is handed over, since kernels take some MiB at once.
+
     Args:
         overhead: by what share steps may be slower than without traffic.
 
@@ -161,7 +168,10 @@ class Governor:
         self._suspects = False
         self._confirmed = False
         self._lowered_since_quiet = False
-        self._probe_left = 0
+        self._lowered = False
+        self._unlimited_from: float | None = None  # a limit that held nothing up
+        self._probing = False
+        self._probed = 0
         self._probe_steps = _PROBE_STEPS
         self._sent_since_probe = False
         self._overruled_left = 0
@@ -169,7 +179,7 @@ class Governor:
 
     @property
     def probing(self) -> bool:
-        return self._probe_left > 0
+        return self._probing
 
     @property
     def overruled(self) -> bool:
@@ -182,16 +192,16 @@ class Governor:
         """
         if not self.overruled and not self.probing and self.limit is not None:
             self.limit *= 1.5  # it was too low
+            self._begin_window()
         self.end_probe()
         self._overruled_left = max(self._overruled_left, steps)
-        self._loaded.clear()
         self.reason = reason
 
     def end_probe(self) -> None:
         """Send again. Training got no further than this without: the next probes are no longer."""
         if self.probing:
-            self._probe_steps = max(1, self._probe_steps - self._probe_left)
-            self._probe_left = 0
+            self._probe_steps = 1
+            self._probing = False
 
     def step_ended(
         self, step: int, seconds: float, *, sent: int, settled: bool, rate: float, floor: float, binding: bool
@@ -208,42 +218,48 @@ class Governor:
             binding: whether something was held up by the limit.
         """
         self._steps += 1
-        quiet = sent == 0
+        quiet, learnt = sent == 0, False
         if self._steps > _WARM_UP_STEPS:
-            self._take(seconds, quiet, settled, binding)
+            learnt = self._take(seconds, quiet, settled, binding)
             if self.overruled:
                 self._overruled_left -= 1
             elif not self.probing:
                 self._judge(rate, floor)
         self._quiet_before = quiet
         self._sent_since_probe |= not quiet
-        self._plan_probe(step)
+        self._plan_probe(step, learnt)
 
-    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> None:
+    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> bool:
+        """Count a step, if it tells something; whether it was one without traffic."""
         self._since_quiet += 1
         if quiet and (settled or self._quiet_before) and not self.overruled:
             self.baseline.add(seconds)
             self._confirmed |= self._suspects
             self._since_quiet, self._suspects, self._lowered_since_quiet = 0, False, False
-        elif not quiet and not self.overruled:
+            return True
+        if not quiet and not self.overruled:
             self._loaded.append(seconds)
             self._binding |= binding
+        return False
 
-    def _plan_probe(self, step: int) -> None:
+    def _plan_probe(self, step: int, learnt: bool) -> None:
         self.probe_follows = False
         if self.probing:
-            self._probe_left -= 1
+            self._probed += 1
+            self._probing = not learnt and self._probed < self._probe_steps
             return
-        unsure = self._suspects or len(self.baseline.samples) < _BASELINE_ENOUGH
+        unsure = self._suspects or len(self.baseline.samples) < _BASELINE_WELL
         every = _PROBE_EVERY_AT_FIRST if unsure else _PROBE_EVERY
         if not self._sent_since_probe or self.overruled:
             return
         if step % every == 0:
-            self._probe_left, self._sent_since_probe = self._probe_steps, False
+            self._probing, self._probed, self._sent_since_probe = True, 0, False
         self.probe_follows = (step + 1) % every == 0
 
     def _judge(self, rate: float, floor: float) -> None:
         base, steps = self.baseline.seconds, len(self._loaded)
+        if self.limit is None and self._unlimited_from is None and floor > 0:
+            self.limit = _FIRST_LIMIT * floor
         if base is None:
             self.reason = "the step time without traffic is not known yet"
             return
@@ -273,12 +289,12 @@ class Governor:
             self.reason = "step time is as allowed, as far as its spread shows"
 
     def _lower(self, share: float, factors: tuple[float, float], rate: float, floor: float) -> None:
-        current = rate if self.limit is None else self.limit
+        current = min(rate, self._unlimited_from or rate) if self.limit is None else self.limit
         least, most = factors
         lowered = current * min(max(self._overhead / share, least), most)
         at_floor = lowered <= floor
         self.limit = max(lowered, floor)
-        self._lowered_since_quiet = True
+        self._lowered = self._lowered_since_quiet = True
         self._begin_window()
         self.reason = (
             "steps are slower than allowed, but records need what is sent"
@@ -290,10 +306,11 @@ class Governor:
         if self.limit is None:
             self.reason = "step time is as allowed"
         elif not self._binding:
-            self.limit = None
+            self.limit, self._unlimited_from = None, self.limit
             self.reason = "step time is as allowed, and the limit held nothing up"
         else:
-            self.limit *= _RAISE[share < self._overhead / 2]
+            far = share < self._overhead / 2
+            self.limit *= _RAISE_AT_FIRST if far and not self._lowered else _RAISE[far]
             self.reason = "raised: step time is as allowed"
         self._confirmed = False
         self._begin_window()

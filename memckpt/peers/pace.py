@@ -20,7 +20,8 @@ _HOLD_UNKNOWN_SECONDS = 0.25  # and for so long while step times are not known
 _STILL_STEPS, _STILL_SECONDS = 10, 5.0  # without a mark for so long, no step is running
 _URGENT_SHARE = 0.75  # of the room for records that wait
 _WAIT_SHARE, _WAIT_SECONDS = 0.005, 0.001  # shorter waits for acknowledgements are none
-_SETTLED_SHARE = 0.1  # of a step: what was sent earlier has arrived when the next one begins
+_SETTLED_SHARE = 0.1  # of a step: what was sent earlier has arrived when the next one begins,
+_SETTLED_BYTES = 256 << 10  # unless more than that is not acknowledged
 _LEAD_SHARE = 0.25  # of the step before a probe, at its end, in which nothing more is sent
 _LONG_STEP = 3.0  # in a probe, a step of so many times the usual length waits for what is held back
 _WAITED_STEPS, _URGENT_STEPS = 8, 2  # for which nothing is slowed down afterwards
@@ -105,6 +106,7 @@ class Pacer:
         self._needed = 0
         self._room: int | None = None
         self._waiting = 0
+        self._in_flight = 0
         # Of the step that runs.
         self._step_sent = 0
         self._step_waited = 0.0
@@ -152,6 +154,10 @@ class Pacer:
         self._waiting = max(0, self._waiting - nbytes)
         self._last_sent, self._held_since = now, None
 
+    def in_flight(self, nbytes: int) -> None:
+        """So many bytes have gone, and are not acknowledged. Kernels take MiBs long before they are on the wire."""
+        self._in_flight = nbytes
+
     def waited(self, seconds: float) -> None:
         """Training has waited so long for acknowledgements; may be called while it still does, each time with more."""
         self._step_waited += seconds
@@ -166,7 +172,8 @@ class Pacer:
         )
         self._step_sent, self._step_waited, self._busy_seconds, self._binding = 0, 0.0, 0.0, False
         self._began = at
-        self._settled = self._last_sent is None or at - self._last_sent > _SETTLED_SHARE * seconds
+        long_ago = self._last_sent is None or at - self._last_sent > _SETTLED_SHARE * seconds
+        self._settled = long_ago and self._in_flight <= _SETTLED_BYTES
         limit = self._governor.limit
         self._soft.set_rate(None if limit is None else max(limit, floor), at)
 

@@ -167,6 +167,11 @@ class Transport:
         """Bytes of bodies and payloads that were handed over, those sent again included."""
         return self._directory.bytes_sent
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of bodies and payloads that were handed over, and that peers have not acknowledged."""
+        return self._directory.in_flight_bytes
+
     # Sending
 
     def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
