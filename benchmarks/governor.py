@@ -21,7 +21,7 @@ TITLE = "What sending records to peers costs training on a slow link, with and w
 METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that
 a bridge joins. Every step gathers parameters and reduces gradients over the same cables as records. The first table has
 the cables as they are, and shows what the couriers' work (encryption, checksums, copies) costs ranks with which they
-share the cores; for the others, tc's token bucket limits each cable in both directions. In the last two, ranks wait for
+share the cores; for the others, tc's token bucket limits each cable in both directions. In the last, ranks wait for
 most of each step as for an accelerator, so that cores are free and the link alone is shared. Trainings without memckpt,
 with it but without peers, with peers but without the governor (nothing is marked, so that records go as soon as they
 are made), and with it follow one another, in another order in each round. Of each training the second half of its steps
@@ -49,7 +49,6 @@ class Setting:
         steps: of each training.
         rounds: trainings of each kind.
         elsewhere: seconds of each step that take no core.
-        security: of the peers.
     """
 
     title: str
@@ -58,7 +57,6 @@ class Setting:
     steps: int
     rounds: int
     elsewhere: float = 0.0
-    security: str = "curve"
 
 
 class TrainingFailed(RuntimeError):
@@ -82,7 +80,7 @@ def train(network: Network, directory: Path, arm: str, setting: Setting) -> dict
             command = [
                 sys.executable, "-m", "benchmarks.governor_rank", "--arm", arm, "--size", setting.size,
                 "--batch", str(setting.batch), "--steps", str(setting.steps), "--run-dir", str(directory),
-                "--elsewhere", str(setting.elsewhere), "--security", setting.security,
+                "--elsewhere", str(setting.elsewhere),
             ]  # fmt: skip
             ranks.append(network.popen(rank, command, env=environment, stdout=subprocess.PIPE, text=True))
         said = [one.communicate(timeout=_PATIENCE_SECONDS)[0] for one in ranks]
@@ -147,16 +145,14 @@ def main(options: Options) -> None:
         return
     quick = options.quick
     size, steps, rounds = ("tiny", 40, 1) if quick else ("demo", 200, 2)
+    waits = 0.05 if quick else 0.75
     with Network(2) as network:
         measure(report, network, Setting("no limit", size, 16, 40 if quick else 60, 1))
         for node in range(2):
             network.limit(node, 10**9)
-        measure(report, network, Setting("1 Gbit/s", size, 16, steps, rounds))
-        waits = 0.05 if quick else 0.75
-        steps = 40 if quick else 150
-        for security, rounds in (("curve", 1 if quick else 2), ("plain", 1)):
-            title = f"1 Gbit/s, {waits * 1e3:.0f} ms of each step computed elsewhere, security={security}"
-            measure(report, network, Setting(title, size, 1, steps, rounds, waits, security))
+        measure(report, network, Setting("1 Gbit/s", size, 16, steps, 1))
+        title = f"1 Gbit/s, {waits * 1e3:.0f} ms of each step computed elsewhere"
+        measure(report, network, Setting(title, size, 1, steps, rounds, waits))
     report.write(options.results)
 
 

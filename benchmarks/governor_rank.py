@@ -12,7 +12,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,8 @@ class Trainee:
         self.optimizer.zero_grad()
 
 
-def attach(trainee: Trainee, arm: str, run_dir: Path, security: Literal["curve", "plain"]) -> Session:
-    peers = None if arm == "local" else ErasureConfig(data=1, tolerate=1, security=security)
+def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
+    peers = None if arm == "local" else ErasureConfig(data=1, tolerate=1)
     config = MemckptConfig(redo="lazy", peers=peers, storage=None)
     session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
     session.restore()
@@ -111,7 +111,6 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--batch", type=int, required=True, help="of each rank")
     parser.add_argument("--elsewhere", type=float, default=0.0, help="seconds a step that are computed without a core")
-    parser.add_argument("--security", choices=("curve", "plain"), default="curve")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
     args = parser.parse_args()
@@ -122,7 +121,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         session = None
         if args.arm != "nothing":
-            session = stack.enter_context(attach(trainee, args.arm, args.run_dir, args.security))
+            session = stack.enter_context(attach(trainee, args.arm, args.run_dir))
             found["agent"] = session.agent_pid
         found["seconds"] = train(trainee, session, args.steps)
         if session is not None:

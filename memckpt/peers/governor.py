@@ -27,7 +27,8 @@ _ERRORS = 2.5  # standard errors by which a difference has to be beyond doubt
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations of a sample over the root of their number
 _WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least, and at the most
 _FIRST_LIMIT = 2.0  # times what records need
-_RAISE_AT_FIRST = 2.0  # until steps were too slow once
+_RAISE_AT_FIRST = 2.0  # until steps were too slow once, and while twice the cost is well within what is allowed
+_CHEAP_SHARE = 0.25  # of what is allowed
 _RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
 _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
 _LOWER_IN_NOISE = (0.6, 0.9)
@@ -309,8 +310,8 @@ class Governor:
             self.limit, self._unlimited_from = None, self.limit
             self.reason = "step time is as allowed, and the limit held nothing up"
         else:
-            far = share < self._overhead / 2
-            self.limit *= _RAISE_AT_FIRST if far and not self._lowered else _RAISE[far]
+            cheap = share < _CHEAP_SHARE * self._overhead and not self._lowered
+            self.limit *= _RAISE_AT_FIRST if cheap else _RAISE[share < self._overhead / 2]
             self.reason = "raised: step time is as allowed"
         self._confirmed = False
         self._begin_window()
