@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from dataclasses import dataclass, field
 
@@ -255,10 +256,15 @@ class Link:
     """A job that computes, then reduces gradients over a link which records take a part of. Ticks of a millisecond."""
 
     pacer: Pacer
-    marks: bool = True
+    steps: bool = True  # whether there are marks at all
+    marks: bool = True  # whether there are those of backward
     bandwidth: float = 100 * MIB
     compute: float = 0.06
     reduced: int = 4 * MIB
+    gathered: int = 0  # bytes of parameters that are gathered in forward, layer by layer
+    layers: int = 1
+    kernel: int = 256 << 10  # bytes that are handed over and not on the wire
+    part: float = 0.5  # of the link, that these take while something else is on it
     record: int = 3 * MIB
     room: int = 9 * MIB
     now: float = 1000.0
@@ -267,12 +273,18 @@ class Link:
     durations: list[float] = field(default_factory=list)
     waited: float = 0.0
     most_waiting: int = 0
+    noise: random.Random = field(default_factory=lambda: random.Random(0))
+    spread: float = 0.0  # standard deviation of the time to compute, as a share
 
     def run(self, steps: int) -> None:
         for step in range(1, steps + 1):
             began = self.now
-            self.pacer.mark(step, F, ns(self.now))
-            self.work(self.compute)
+            self.pacer.in_flight(round(self.flying))
+            if self.steps:
+                self.pacer.mark(step, F, ns(self.now))
+            for _ in range(self.layers):
+                self.transfer(self.gathered / self.layers)
+                self.work(self.compute / self.layers * max(0.0, self.noise.gauss(1, self.spread)))
             if self.marks:
                 self.pacer.mark(step, B, ns(self.now))
             self.transfer(self.reduced)
@@ -297,20 +309,20 @@ class Link:
     def tick(self, *, reducing: bool) -> float:
         """A millisecond; returns the bytes that were reduced."""
         piece = 64 << 10
-        while self.waiting and self.flying < 4 * piece and self.pacer.delay(piece, self.now) == 0:
+        while self.waiting and self.flying < self.kernel and self.pacer.delay(piece, self.now) == 0:
             went = min(piece, self.waiting)
             self.pacer.sent(went, self.now)
             self.waiting -= went
             self.flying += went
         capacity = self.bandwidth * 0.001
-        ours = min(self.flying, capacity / 2 if reducing else capacity)
+        ours = min(self.flying, capacity * self.part if reducing else capacity)
         self.flying -= ours
         self.now += 0.001
         return capacity - ours
 
 
 def late_share(link: Link, steps: int) -> float:
-    alone = link.compute + link.reduced / link.bandwidth
+    alone = link.compute + (link.gathered + link.reduced) / link.bandwidth
     return statistics.mean(link.durations[-steps:]) / alone - 1
 
 
@@ -348,6 +360,25 @@ def test_without_marks_of_backward_the_governor_slows_down() -> None:
     state = governed.pacer.state()
     assert state.share is not None
     assert state.rate_limit_bytes_per_second is not None
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.015])
+def test_a_slow_link_that_training_uses_in_forward_too(noise: float) -> None:
+    """1 Gbit/s, and kernels that take 4 MiB at once: sent as they are made, records delay what is gathered."""
+
+    def seconds(record: int, governed: bool) -> float:
+        link = Link(
+            Pacer(None), steps=governed, marks=governed, bandwidth=125e6, compute=0.7, gathered=12 * MIB, layers=2,
+            reduced=6 * MIB, kernel=4 * MIB, part=0.9, record=record, room=3 * record, noise=random.Random(0),
+            spread=noise,
+        )  # fmt: skip
+        link.run(150)
+        assert link.waited == 0
+        return statistics.mean(link.durations[-100:])
+
+    alone = seconds(0, False)
+    assert seconds(9 * MIB, False) > 1.05 * alone
+    assert seconds(9 * MIB, True) < 1.03 * alone
 
 
 def test_more_than_the_link_takes_makes_training_wait_at_full_rate() -> None:
