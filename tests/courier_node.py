@@ -54,6 +54,8 @@ class Line:
         assert peer in NODES, "nobody knows how to reach it"
         self.sent[peer].append(decode(body))
 
+    in_flight_bytes = 0
+
     def room(self, peer: str) -> int:
         return 1
 

@@ -240,5 +240,7 @@ class Port:
     def send(self, peer: str, body: bytes, payload: Any) -> None:
         self._network.send(self._node, peer, body, payload)
 
+    in_flight_bytes = 0
+
     def room(self, peer: str) -> int:
         return self._room - len(self._network.queues[self._node, peer])

@@ -266,6 +266,7 @@ class Network:
         self._numbers = itertools.count(1)
         self.now = 1000.0
         self.progress = 0
+        self.fetched: list[tuple[int, int]] = []  # bytes of the state, and those expected, as they arrived
 
     def send(self, peer: str, message: WireMessage) -> None:
         self._questions.append((peer, encode(message)))
@@ -300,6 +301,7 @@ class Network:
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:
                     deliver(reader, peer, answer, bytes(payload), self.now)
+                    self.fetched.append((reader.taken_bytes, reader.expected_bytes))
             if reader.result is not None:
                 break
             self.now += PATIENCE_SECONDS / 4

@@ -105,10 +105,10 @@ def test_governor(tmp_path: Path) -> None:
     if reason is not None:
         pytest.skip(reason)
     report = _quick_run("governor", tmp_path)
-    assert len(report["tables"]) == 2
+    assert len(report["tables"]) == 3
     for table in report["tables"]:
         rows = {row["arm"]: row for row in table["rows"]}
-        assert set(rows) == {"nothing", "without", "with"}
+        assert set(rows) == {"nothing", "local", "without", "with"}
         assert all(row["step_seconds"] > 0 for row in rows.values())
         for arm in ("without", "with"):
             assert rows[arm]["peers"]["watermark"] > 10  # as it was said a second before

@@ -34,8 +34,12 @@ class Stage:
         self._keys = keys
         self._context = context
 
+    @property
+    def encrypted(self) -> bool:
+        return self._keys is not None
+
     @contextlib.contextmanager
-    def intruder(self) -> Iterator[zmq.Socket[bytes]]:
+    def intruder(self, address: str | None = None) -> Iterator[zmq.Socket[bytes]]:
         sock = self._context.socket(zmq.DEALER)
         try:
             sock.linger = 0
@@ -43,7 +47,7 @@ class Stage:
                 sock.curve_publickey = self._keys.client_public.encode()
                 sock.curve_secretkey = self._keys.client_secret.encode()
                 sock.curve_serverkey = self._keys.server_public.encode()
-            sock.connect(self.a.transport.address)
+            sock.connect(address or self.a.transport.address)
             yield sock
         finally:
             sock.close()
@@ -221,6 +225,40 @@ def test_bytes_of_garbage(stage: Stage, streams: list[bytes]) -> None:
                 sock.sendall(stream)
         stage.check()
     stage.check()
+
+
+@given(cut=st.integers(1, 1200))
+@settings(parent=FUZZ, max_examples=60)
+def test_a_conversation_is_cut_off_and_its_bytes_come_once_more(stage: Stage, cut: int) -> None:
+    """All that a proper client says, up to some byte; then the same, as who has listened sends it."""
+    stage.number += 1
+    name, heard = f"cut {stage.number}", bytearray()
+    greeting = envelopes.encode(envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sock = stack.enter_context(stage.intruder(f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
+        sock.send(greeting)
+        client = stack.enter_context(listener.accept()[0])
+        server = stack.enter_context(socket.create_connection(("127.0.0.1", stage.a.port)))
+        client.setblocking(False)
+        server.setblocking(False)
+
+        def pass_on() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                said = client.recv(cut - len(heard))
+                heard.extend(said)
+                server.sendall(said)
+            with contextlib.suppress(BlockingIOError):
+                client.sendall(server.recv(1 << 16))
+            return len(heard) == cut or name in stage.a.transport.peers()
+
+        drive(stage.a, stage.b, until=pass_on)
+    stage.check()
+    with socket.create_connection(("127.0.0.1", stage.a.port)) as replay:
+        replay.sendall(heard)
+        stage.check()
+        if stage.encrypted:
+            assert name not in stage.a.transport.peers()
 
 
 @pytest.mark.parametrize("size", [LIMIT + 1, 64 << 10])

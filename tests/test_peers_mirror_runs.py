@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from memckpt import StorageConfig
 from memckpt.agent.replica import Replica
 from memckpt.state.records import RecordMeta
 from tests.engine_harness import Lab
@@ -26,11 +27,13 @@ from tests.peers_lab import (
     recovers_with,
     start,
     survives,
+    told,
 )
 from tests.sharded_cases import Setup, named
 from tests.sharded_lab import Death, logs, noted, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
+FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 slow = pytest.mark.slow
 
@@ -62,6 +65,10 @@ def all_mirrored(lab: Lab) -> None:
         pytest.param(DDP, 2, "eager", marks=slow),
         pytest.param(DDP, 3, "lazy", marks=slow),
         pytest.param(DDP, 3, "eager", marks=slow),
+        pytest.param(FSDP6, 2, "eager", marks=slow),
+        pytest.param(FSDP6, 3, "lazy", marks=slow),
+        pytest.param(DDP6, 2, "lazy", marks=slow),
+        pytest.param(DDP6, 3, "eager", marks=slow),
     ],
     ids=named,
 )
@@ -70,7 +77,7 @@ def test_goes_on_from_mirrors_when_nodes_are_lost(lab: Lab, setup: Setup, copies
     both = "node1,node2" if copies > 2 else "node3"
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
     survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths, protected_before=1)
-    if setup is not DDP:  # every node has a replica of its own
+    if setup.kind != "ddp":  # every node has a replica of its own
         all_mirrored(lab)
 
 
@@ -122,6 +129,36 @@ def test_instants_at_random(lab: Lab, seed: int) -> None:
 def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
     deaths = [Death("node1", 3, "backward"), Death("node2", 7, "stepped")]
     survives(lab, peers_job(lab, setup, mirror_config(2, redo)), deaths, protected_before=1)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("setup", "copies", "lost"),
+    [(FSDP, 2, "node0,node1"), (FSDP, 3, "node0,node1,node2"), (DDP, 2, "node0,node1,node2,node3")],
+    ids=named,
+)
+def test_falls_to_storage_when_all_copies_are_lost(lab: Lab, setup: Setup, copies: int, lost: str) -> None:
+    settings = mirror_config(copies, storage=StorageConfig(every_steps=4))
+    job = peers_job(lab, setup, settings, wait_at=5)
+    expected = reference(lab, job)
+    died = fail(lab, job, Death(lost, 7, "backward"))
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
+    assert "resuming from storage" in told(lab)
+
+
+@slow
+def test_falls_to_storage_when_the_other_copy_is_lost_before_protection_is_whole(lab: Lab) -> None:
+    settings = mirror_config(2, storage=StorageConfig(every_steps=4))
+    job = peers_job(lab, FSDP, settings, wait_at=5, protected_at=(6,))
+    expected = reference(lab, job)
+    first = fail(lab, job, Death("node1", 7, "backward"))
+    begin = bounds(first)[0]
+    again = fail(lab, first.again(lab), Death("node0", begin, "forward"))
+    last = again.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
 
 
 # Ranks come back elsewhere

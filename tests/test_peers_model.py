@@ -27,7 +27,9 @@ SETTINGS = [
     Setting(data=1, tolerate=2, nodes=3, slots=3),
     Setting(data=2, tolerate=1, nodes=3, period=3),
     Setting(data=2, tolerate=2, nodes=4),
+    Setting(data=3, tolerate=1, nodes=4),
     Setting(data=2, tolerate=2, nodes=5, period=1),
+    Setting(data=4, tolerate=2, nodes=6),
     Setting(data=2, tolerate=1, nodes=6, slots=3),
     Setting(data=1, tolerate=2, nodes=3, private=True),
     Setting(data=2, tolerate=2, nodes=4, private=True),
@@ -113,6 +115,49 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
         job.close()
 
 
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: int) -> None:
+    """After each single event of a job, for each choice of up to m nodes: what was promised is there, and right."""
+    choose = random.Random(seed).choice
+    job, said, promises = Job(setting, room=4), list[str](), list[int]()
+    try:
+        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
+        for number in range(2):
+            names = {node.name for node in places.values()}
+            job.begin(job.plan(places, f"attempt{number}"), places, f"attempt{number}", hear=names)
+            for event in range(120):
+                if event < 3:
+                    _step(job, said.append)
+                    job.settle()
+                    job.look()
+                _let_happen(job, choose, said.append)
+                promises += _lose_each_choice(job, said)
+            # They are lost for real, and the next attempt begins with what is left.
+            stay = list(places.items())[setting.tolerate :]
+            lost = list(places)[: setting.tolerate]
+            places = {**{unit: Node(f"new{number}{index}") for index, unit in enumerate(lost)}, **dict(stay)}
+        assert not setting.wait or sum(map(bool, promises)) > len(promises) / 10
+    finally:
+        job.close()
+
+
+def _lose_each_choice(job: Job, said: list[str]) -> Iterator[int]:
+    """The record that was promised, for each choice."""
+    nodes = list(job.places.values())
+    for count in range(1, job.setting.tolerate + 1):
+        for lost in itertools.combinations(nodes, count):
+            names = {node.name for node in lost}
+            promised = job.promised(names)
+            after = {unit: Node(f"spare{node.name}") if node in lost else node for unit, node in job.places.items()}
+            found = job.plan(after, "then")
+            said_so = f"{sorted(names)} are lost after:\n" + "\n".join(said)
+            assert not promised or (isinstance(found, RestoreRecord) and found.record >= promised), said_so
+            if isinstance(found, RestoreRecord):
+                job.check_plan(found, after)
+            yield promised
+
+
 def _some(things: list[Any], count: int, choose: Choose) -> list[Any]:
     left = list(things)
     return [left.pop(choose(range(len(left)))) for _ in range(min(count, len(left)))]
@@ -180,7 +225,8 @@ def _job_of_two() -> tuple[Job, list[Unit]]:
 
 
 _HAPPENS = [
-    *["deliver"] * 6, *["work"] * 4, *["train"] * 6, *["step"] * 2, "settle", "generation", "courier", "agent",
+    *["deliver"] * 6, *["work"] * 4, *["train"] * 6, *["step"] * 2, *["slow"] * 2, "settle", "generation", "courier",
+    "agent",
 ]  # fmt: skip
 
 
@@ -201,6 +247,10 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
         case "settle":
             say("all comes to rest")
             job.settle()
+        case "slow":
+            name = choose(sorted(job.members))
+            say(f"all but {name} comes to rest")
+            job.settle(name)
         case "generation":
             unit = choose(job.setting.units)
             say(f"{unit} is to begin a generation")

@@ -100,6 +100,16 @@ def test_step_times_are_medians_and_survive_missed_marks() -> None:
     assert clock.step_seconds == pytest.approx(1.0)  # an evaluation of 30 s does not count
 
 
+def test_each_backward_counts_up_to_the_longest() -> None:
+    """Of gradients that are accumulated; bulk is held back in each of them."""
+    clock = StepClock(longest_backward=1.0)
+    for at, phase in ((0.0, F), (0.5, B), (2.0, F), (2.5, B), (3.0, S)):
+        clock.mark(1, phase, ns(10 + at))
+    ended = clock.mark(2, F, ns(14.0))
+    assert ended is not None
+    assert ended.backward_seconds == pytest.approx(1.5)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.sampled_from([F, B, S]), st.integers(0, 10**11)), max_size=60))
 def test_any_marks_are_borne(marks: list[tuple[int, Phase, int]]) -> None:
@@ -238,6 +248,19 @@ def test_where_training_waits_everything_goes_but_the_cap() -> None:
     assert pacer.delay(MIB, now + 0.001) == pytest.approx(1.0, rel=0.05)  # the cap is the user's word
 
 
+def test_what_went_while_training_waited_is_not_owed() -> None:
+    pacer, now = limited_pacer()
+    pacer.mark(9000, F, ns(now))
+    pacer.waited(0.5)
+    pacer.sent(1 << 30, now)
+    for step in range(9001, 9020):
+        now += 0.1
+        pacer.mark(step, F, ns(now))
+    assert not pacer.state().overruled
+    assert pacer.state().rate_limit_bytes_per_second is not None
+    assert pacer.delay(MIB // 4, now) == 0
+
+
 def test_little_room_lets_records_go_in_backward() -> None:
     pacer = Pacer(None)
     pacer.mark(1, B, ns(0.0))
@@ -360,6 +383,22 @@ def test_without_marks_of_backward_the_governor_slows_down() -> None:
     state = governed.pacer.state()
     assert state.share is not None
     assert state.rate_limit_bytes_per_second is not None
+
+
+@pytest.mark.parametrize("records", [2, 3])
+def test_the_baseline_is_learnt_where_a_probe_makes_training_wait(records: int) -> None:
+    """There is room for fewer records than a step without traffic takes: once it is over, training waits for them."""
+    link = Link(Pacer(None), record=3 * MIB, room=records * 3 * MIB - 1, reduced=6 * MIB)
+    link.run(200)
+    alone = link.compute + link.reduced / link.bandwidth
+    learnt = link.pacer._governor.baseline.samples
+    assert len(learnt) == 12
+    assert learnt == pytest.approx([alone] * 12, rel=0.03)
+    assert link.waited < 13 * 2 * link.record / link.bandwidth
+    state = link.pacer.state()
+    assert state.share is not None
+    assert state.share < 0.03
+    assert not state.overruled
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.015])

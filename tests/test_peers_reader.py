@@ -45,6 +45,9 @@ def test_a_whole_state_is_right(job: Job) -> None:
         assert result.problem == ""
         check_right(job.records, result, regions)
     assert result.bad == ()
+    taken, expected = zip(*network.fetched, strict=True)
+    assert list(taken) == sorted(taken)
+    assert 0 < sorted(set(taken))[1] < taken[-1] == expected[-1] == network.progress
     assert network.progress > 2 * STRIPE_BYTES
     if job.code.data == 1:
         assert result.nbytes == network.progress

@@ -284,7 +284,19 @@ class Courier:
         if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
             return
         self._reported = now
-        self._channel.send(PeersReport(self._member.status(self._security, len(self._readers))))
+        self._channel.send(PeersReport(self._member.status(self._security, self._recovering())))
+
+    def _recovering(self) -> str:
+        """What is being fetched, and how far that is, in words."""
+        if not self._readers:
+            return ""
+        taken = sum(reader.taken_bytes for reader in self._readers)
+        expected = sum(reader.expected_bytes for reader in self._readers)
+        ranks = ", ".join(str(rank) for rank in sorted({rank for one in self._readers for rank in one.source.ranks}))
+        record = self._readers[0].source.record
+        return (
+            f"ranks {ranks} from peers after record {record}, {taken / max(1, expected):.0%} of {expected / 1e6:.1f} MB"
+        )
 
     def _list_pieces(self, fingerprints: dict[int, tuple[str, ...]]) -> tuple[HeldPieces, ...]:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:

@@ -119,6 +119,7 @@ class Member:
             for unit in job.units
             if unit.node == index
         }
+        self._turns = deque(self._owners.values())
         self._private = {unit.ranks for unit in job.units if unit.private}
         pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
         #: By their ranks, the node, and which of its pieces is kept here.
@@ -137,13 +138,12 @@ class Member:
         self._reach: dict[tuple[int, ...], int] = {}
         self._told = Acknowledged(node, start, start, False, rejoined)
         self.watermark = self._led = Watermark(start, False)
-        if self._leader is not None:
-            self._leader.acknowledged(self._told)
         for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
             self._connect(other)
         if self._leader is not None:
             for other in names:
                 self._connect(other)
+            self._lead(self._told)
 
     def close(self) -> None:
         for owner in self._owners.values():
@@ -373,7 +373,7 @@ class Member:
             if delay > 0:
                 self._paused_until = now + delay
             else:
-                self.pacer.sent(sum(owner.pump(_PUMP_BYTES) for owner in self._owners.values()), now)
+                self.pacer.sent(self._pump(), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
         whole = all(
             owner.whole and self.unheard.isdisjoint(owner.holders) and not self._late(ranks)
@@ -394,6 +394,16 @@ class Member:
         else:
             self._pass_led()
 
+    def _pump(self) -> int:
+        """Send a piece, of the owners in turns; returns the bytes."""
+        sent = 0
+        for owner in list(self._turns):
+            self._turns.rotate(-1)
+            sent += owner.pump(_PUMP_BYTES - sent)
+            if sent >= _PUMP_BYTES:
+                break
+        return sent
+
     def leave(self, now: float) -> None:
         """Training is over on this node, and soon on all: nobody is to wait for what it keeps or leads any more."""
         self._leaving = True
@@ -408,23 +418,24 @@ class Member:
 
     def _tell_pacer(self) -> None:
         owners = self._owners.values()
-        needed = sum(owner.record_bytes for owner in owners)
+        needed = sum(owner.bytes_per_step for owner in owners)
+        record = sum(owner.record_bytes for owner in owners)
         waiting = sum(owner.waiting_bytes for owner in owners)
         # Where training waits for what is acknowledged, it does so long before peers have no room.
         records = (
             min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in owners), default=0)
         )
-        self.pacer.needs(needed, waiting, needed * records or None)
+        self.pacer.needs(needed, waiting, record * records or None)
 
     def _note_waiting(self, now: float) -> None:
         """Tell the pacer for how long training has waited for acknowledgements by now."""
         newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
         waits = self.job.wait and any(
-            record is not None and record - self.watermark.record >= self._ahead[ranks]
+            record is not None and record - self.watermark.record >= self._reach[ranks]
             for ranks, record in newest.items()
-            if ranks in self._ahead
+            if ranks in self._reach
         )
-        if waits and self._waiting_since is not None:
+        if self._waiting_since is not None:
             self.pacer.waited(now - self._waiting_since)
         self._waiting_since = now if waits else None
 
@@ -439,12 +450,12 @@ class Member:
 
     # What is shown
 
-    def status(self, security: str, readers: int) -> PeersStatus:
+    def status(self, security: str, recovering: str) -> PeersStatus:
         """How things are.
 
         Args:
             security: of the transport.
-            readers: how many states are being fetched.
+            recovering: what is being fetched, in words; empty if nothing is.
         """
         job = self.job
         owners = list(self._owners.values())
@@ -468,7 +479,7 @@ class Member:
             pace=pace.reason,
             refused=sum(self._transport.refused.values()) + sum(self.refused.values()),
             gap=next((owner.gap for owner in owners if owner.gap is not None), None),
-            recovering=f"{readers} states are being fetched from peers" if readers else "",
+            recovering=recovering,
         )
 
     def _links(self) -> tuple[PeerLinkStatus, ...]:

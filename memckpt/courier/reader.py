@@ -40,6 +40,10 @@ class Reader:
         send: gives a message to a node.
         number: makes a number that no other question has.
         progress: told how many bytes more are here, now and then.
+
+    Attributes:
+        taken_bytes: of the state, that are where they belong.
+        expected_bytes: of it; what is not known yet counts as the room for it.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Reader:
         self._heard: dict[str, float] = {}
         self._into: BlobReader | None = None
         self.result: Filled | None = None
+        self.taken_bytes = 0
+        self.expected_bytes = sum(self._room(part.record).nbytes for part in self._parts)
         for part in self._parts:
             part.request = number()
             for node in part.sources:
@@ -250,6 +256,7 @@ class Reader:
             return False
         (nbytes, digests), _ = votes[0]
         part.manifest = Manifest(part.request, part.record, nbytes, digests)
+        self.expected_bytes += nbytes - self._room(part.record).nbytes
         for peer, what in said.items():
             if what != votes[0][0]:
                 part.lost[peer] = "it says other things of the record than most"
@@ -305,6 +312,7 @@ class Reader:
                 if data is None:
                     return False
                 self._into.take(data)
+                self.taken_bytes += len(data)
                 self._report(len(data))
                 del part.stripes[part.next_taken]
                 part.next_taken += 1

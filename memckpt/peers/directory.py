@@ -111,11 +111,6 @@ class Directory:
         """Bytes of bodies and payloads that were handed over, to former peers too."""
         return self._sent_to_former + sum(known.link.traffic.sent_bytes for known in self.peers.values())
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes of bodies and payloads that were handed over and are not acknowledged."""
-        return sum(known.link.in_flight_bytes for known in self.peers.values())
-
     def connect(self, peer: str, address: str) -> None:
         """Speak with a peer that listens at an address, or from now on at another one.
 

@@ -1,8 +1,8 @@
 """The governor: how fast records may be sent, so that training stays within the allowed share of its own pace.
 
 What training does without traffic is learnt from steps in which nothing is sent: those before the first record, and
-probes, a few steps in which records are held back. Probes begin at step numbers that are the same on all nodes, since
-the traffic of one slows the reductions of all. Times are given by the caller; nothing here looks at a clock.
+probes, single steps in which records are held back. These are steps of the same numbers on all nodes, since the traffic
+of one slows the reductions of all. Times are given by the caller; nothing here looks at a clock.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from typing import NamedTuple
 from memckpt.state.phases import Phase
 
 _WARM_UP_STEPS = 3  # of an attempt: compilers, allocators and caches
-_PROBE_STEPS = 2  # at the most: where the link is never idle, the first only lets arrive what is on its way
-_PROBE_EVERY = 200
-_PROBE_EVERY_AT_FIRST = 10  # until the baseline is known well, and where it may have moved
+# Steps from probe to probe; the second until the baseline is known well, and where it may have moved. Primes, and a
+# multiple of the other: what comes round in training (loaders' workers, logging) does not always meet a probe.
+_PROBE_EVERY = 209
+_PROBE_EVERY_AT_FIRST = 11
+_LEAD = (0.25, 0.75)  # shares of the step before a probe, at its end, in which nothing more is sent
 _FRESH_STEPS = 50
 _BASELINE_STEPS = (12, 64)  # as many as the spread of step times asks for
 _BASELINE_ENOUGH = 6
-_BASELINE_WELL = 12
 _ERRORS = 2.5  # standard errors by which a difference has to be beyond doubt
 _MEDIAN_ERROR = 1.2533  # standard error of a median, in standard deviations of a sample over the root of their number
 _WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least, and at the most
 _FIRST_LIMIT = 2.0  # times what records need
-_RAISE_AT_FIRST = 2.0  # until steps were too slow once, and while twice the cost is well within what is allowed
+_RAISE_FAST = 2.0  # at first, or after so many gentle ones, where twice the cost is well within what is allowed
+_GENTLE_RAISES = 3
 _CHEAP_SHARE = 0.25  # of what is allowed
 _RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
 _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
@@ -35,7 +37,7 @@ _LOWER_IN_NOISE = (0.6, 0.9)
 
 
 class EndedStep(NamedTuple):
-    """A step that is over; seconds of it, and of its backwards where all of its marks were seen."""
+    """A step that is over; seconds of it, and of its backwards, each as far as it counts, if all marks were seen."""
 
     seconds: float
     backward_seconds: float | None
@@ -44,18 +46,22 @@ class EndedStep(NamedTuple):
 class StepClock:
     """How long steps and their backwards take, by the marks of one rank.
 
+    Args:
+        longest_backward: seconds; what one takes beyond that does not count.
+
     Attributes:
         step: number of the step that runs; None before the first mark.
         phase: that it is in.
         since_ns: when that began.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest_backward: float = math.inf) -> None:
+        self._longest_backward = longest_backward
         self.step: int | None = None
         self.phase: Phase | None = None
         self.since_ns = 0
         self._began_ns = 0
-        self._backward_ns = 0
+        self._backward = 0.0
         self._seconds: deque[float] = deque(maxlen=_WINDOW[1])
         self._backward_seconds: deque[float] = deque(maxlen=_WINDOW[1])
         #: Medians over the last steps; None before there are any.
@@ -71,17 +77,17 @@ class StepClock:
         if before is not None and step == before and ns < self.since_ns:
             return None
         if self.phase == Phase.BACKWARD:
-            self._backward_ns += ns - self.since_ns
+            self._backward += min((ns - self.since_ns) * 1e-9, self._longest_backward)
         if before is None or step != before:
             if before is not None and step > before and ns > self._began_ns:
                 ended = self._end(step - before, ns)
-            self._began_ns, self._backward_ns = ns, 0
+            self._began_ns, self._backward = ns, 0.0
         self.step, self.phase, self.since_ns = step, phase, ns
         return ended
 
     def _end(self, steps: int, ns: int) -> EndedStep:
         seconds = (ns - self._began_ns) * 1e-9 / steps
-        backward = self._backward_ns * 1e-9 if steps == 1 else None
+        backward = self._backward if steps == 1 else None
         self._seconds.append(seconds)
         self.step_seconds = statistics.median(self._seconds)
         if backward is not None:
@@ -104,12 +110,14 @@ class Baseline:
 
     Attributes:
         doubtful: whether the last step lay far off: the next one tells whether by chance, or training has changed.
+        wanted: how many steps are kept: as many as the accuracy takes.
     """
 
     def __init__(self, accuracy: float) -> None:
         self._accuracy = accuracy
         self.samples: deque[float] = deque(maxlen=_BASELINE_STEPS[1])
         self.doubtful = False
+        self.wanted = _BASELINE_STEPS[0]
 
     def add(self, seconds: float) -> None:
         """A step without traffic. Two that both lie far to one side of those before say that training has changed."""
@@ -126,8 +134,9 @@ class Baseline:
             self.samples.clear()
             self.samples.extend((last, seconds))
             return
-        needed = (_MEDIAN_ERROR * spread / (self._accuracy * centre)) ** 2
-        while len(self.samples) > max(_BASELINE_STEPS[0], needed):
+        needed = math.ceil((_MEDIAN_ERROR * spread / (self._accuracy * centre)) ** 2)
+        self.wanted = min(max(_BASELINE_STEPS[0], needed), _BASELINE_STEPS[1])
+        while len(self.samples) > self.wanted:
             self.samples.popleft()
 
     @property
@@ -139,9 +148,9 @@ class Baseline:
 class Governor:
     """Lowers the permitted rate while steps are slower than allowed, and raises it gently while they are not.
 
-    It begins near what records need, and doubles that until steps become too slow or nothing is held up any more: a
-    link that is much faster than it has to be is found to be so within some ten windows, and one that is not is never
-    filled. How fast bulk can go does not show in how fast it is handed over, since kernels take some MiB at once.
+    It begins at twice what records need, and doubles that while it costs next to nothing, until nothing is held up any
+    more: a link that is much faster than it has to be is found to be so within some ten windows, and one that is not is
+    never filled. How fast bulk can go does not show in how fast it is handed over: kernels take some MiB at once.
 
     Args:
         overhead: by what share steps may be slower than without traffic.
@@ -150,7 +159,9 @@ class Governor:
         limit: bytes per second; None: none is needed. The caller sends at the least what records need.
         share: by which steps were slower when last judged; None before.
         probing: nothing is to be sent in this step.
-        probe_follows: nor in the next one: what is sent late in this one would still be on its way then.
+        probe_follows: nor in the next one. What waits goes at its beginning, and nothing at its end, so that it has
+            arrived by then.
+        lead: the share of that step in which nothing is sent.
         overruled: training waits for what is sent, or soon would: limits and probes are off.
         reason: for all this, in words.
     """
@@ -169,18 +180,15 @@ class Governor:
         self._suspects = False
         self._confirmed = False
         self._lowered_since_quiet = False
-        self._lowered = False
-        self._unlimited_from: float | None = None  # a limit that held nothing up
-        self._probing = False
-        self._probed = 0
-        self._probe_steps = _PROBE_STEPS
+        self._gentle_raises = _GENTLE_RAISES  # since it was lowered last
+        self._first: float | None = _FIRST_LIMIT  # the limit, in what records need; None: judged since
+        self._unlimited_from = math.inf  # a limit that held nothing up
+        self.probing = False
+        self._probe_waits = False
+        self.lead = _LEAD[0]
         self._sent_since_probe = False
         self._overruled_left = 0
         self.probe_follows = False
-
-    @property
-    def probing(self) -> bool:
-        return self._probing
 
     @property
     def overruled(self) -> bool:
@@ -191,18 +199,20 @@ class Governor:
 
         Nothing is learnt from these: that they are slow is not the network's doing.
         """
-        if not self.overruled and not self.probing and self.limit is not None:
+        if self.probing or self._probe_waits:  # that is why, and it is over with this step
+            self.probing, self._probe_waits = False, True
+            self._overruled_left = max(self._overruled_left, 1)
+            return
+        if not self.overruled and self.limit is not None:
             self.limit *= 1.5  # it was too low
+            self._first = None if self._first is None else self._first * 1.5
             self._begin_window()
-        self.end_probe()
         self._overruled_left = max(self._overruled_left, steps)
         self.reason = reason
 
     def end_probe(self) -> None:
-        """Send again. Training got no further than this without: the next probes are no longer."""
-        if self.probing:
-            self._probe_steps = 1
-            self._probing = False
+        """Send again: training gets no further without."""
+        self.probing = False
 
     def step_ended(
         self, step: int, seconds: float, *, sent: int, settled: bool, rate: float, floor: float, binding: bool
@@ -219,48 +229,43 @@ class Governor:
             binding: whether something was held up by the limit.
         """
         self._steps += 1
-        quiet, learnt = sent == 0, False
+        quiet, probe = sent == 0, self.probing or self._probe_waits
+        if probe and quiet and not settled:  # what was handed over last was still on its way
+            self.lead = min(2 * self.lead, _LEAD[1])
         if self._steps > _WARM_UP_STEPS:
-            learnt = self._take(seconds, quiet, settled, binding)
+            self._take(seconds, quiet, settled, binding)
             if self.overruled:
                 self._overruled_left -= 1
             elif not self.probing:
                 self._judge(rate, floor)
-        self._quiet_before = quiet
+        self._quiet_before, self._probe_waits = quiet, False
         self._sent_since_probe |= not quiet
-        self._plan_probe(step, learnt)
+        self._plan_probe(step)
 
-    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> bool:
-        """Count a step, if it tells something; whether it was one without traffic."""
+    def _take(self, seconds: float, quiet: bool, settled: bool, binding: bool) -> None:
         self._since_quiet += 1
-        if quiet and (settled or self._quiet_before) and not self.overruled:
+        if quiet and (settled or self._quiet_before) and (self._probe_waits or not self.overruled):
             self.baseline.add(seconds)
             self._confirmed |= self._suspects
             self._since_quiet, self._suspects, self._lowered_since_quiet = 0, False, False
-            return True
-        if not quiet and not self.overruled:
+        elif not quiet and not self.overruled and not self.probe_follows:
             self._loaded.append(seconds)
             self._binding |= binding
-        return False
 
-    def _plan_probe(self, step: int, learnt: bool) -> None:
-        self.probe_follows = False
-        if self.probing:
-            self._probed += 1
-            self._probing = not learnt and self._probed < self._probe_steps
-            return
-        unsure = self._suspects or len(self.baseline.samples) < _BASELINE_WELL
+    def _plan_probe(self, step: int) -> None:
+        self.probing = self.probe_follows = False
+        unsure = self._suspects or len(self.baseline.samples) < self.baseline.wanted
         every = _PROBE_EVERY_AT_FIRST if unsure else _PROBE_EVERY
         if not self._sent_since_probe or self.overruled:
             return
         if step % every == 0:
-            self._probing, self._probed, self._sent_since_probe = True, 0, False
+            self.probing, self._sent_since_probe = True, False
         self.probe_follows = (step + 1) % every == 0
 
     def _judge(self, rate: float, floor: float) -> None:
         base, steps = self.baseline.seconds, len(self._loaded)
-        if self.limit is None and self._unlimited_from is None and floor > 0:
-            self.limit = _FIRST_LIMIT * floor
+        if self._first is not None and floor > 0:
+            self.limit = self._first * floor
         if base is None:
             self.reason = "the step time without traffic is not known yet"
             return
@@ -279,7 +284,10 @@ class Governor:
         # Where times are spread widely, one wrong baseline must not lower the rate again and again.
         old = self._since_quiet > _FRESH_STEPS or (noisy and self._lowered_since_quiet)
         doubtful = old or not self._confirmed or self.baseline.doubtful
-        if doubtful and (beyond or (full and share > self._overhead)):
+        if share + margin < -self._overhead:
+            self._suspects = True
+            self.reason = "steps are faster than those without traffic were, and the next probe will tell how fast"
+        elif doubtful and (beyond or (full and share > self._overhead)):
             self._suspects = True  # before anything is slowed down: is it still the traffic?
             self.reason = "steps are slower than allowed, and the next probe will tell whether traffic is why"
         elif beyond or (full and share > self._overhead > margin):
@@ -290,12 +298,12 @@ class Governor:
             self.reason = "step time is as allowed, as far as its spread shows"
 
     def _lower(self, share: float, factors: tuple[float, float], rate: float, floor: float) -> None:
-        current = min(rate, self._unlimited_from or rate) if self.limit is None else self.limit
+        current = min(rate, self._unlimited_from if self.limit is None else self.limit)
         least, most = factors
         lowered = current * min(max(self._overhead / share, least), most)
         at_floor = lowered <= floor
         self.limit = max(lowered, floor)
-        self._lowered = self._lowered_since_quiet = True
+        self._first, self._gentle_raises, self._lowered_since_quiet = None, 0, True
         self._begin_window()
         self.reason = (
             "steps are slower than allowed, but records need what is sent"
@@ -307,11 +315,12 @@ class Governor:
         if self.limit is None:
             self.reason = "step time is as allowed"
         elif not self._binding:
-            self.limit, self._unlimited_from = None, self.limit
+            self.limit, self._unlimited_from, self._first = None, self.limit, None
             self.reason = "step time is as allowed, and the limit held nothing up"
         else:
-            cheap = share < _CHEAP_SHARE * self._overhead and not self._lowered
-            self.limit *= _RAISE_AT_FIRST if cheap else _RAISE[share < self._overhead / 2]
+            fast = share < _CHEAP_SHARE * self._overhead and self._gentle_raises >= _GENTLE_RAISES
+            self._first, self._gentle_raises = None, self._gentle_raises + 1
+            self.limit *= _RAISE_FAST if fast else _RAISE[share < self._overhead / 2]
             self.reason = "raised: step time is as allowed"
         self._confirmed = False
         self._begin_window()

@@ -384,11 +384,18 @@ class Owner:
         return 0 if newest is None else newest.window.record_bytes * len(self._streams) // self._code.data
 
     @property
+    def bytes_per_step(self) -> float:
+        """That records of the newest generation are, in pieces for all holders, on average."""
+        newest = self._newest
+        return 0.0 if newest is None else self.record_bytes / newest.window.every
+
+    @property
     def waiting_bytes(self) -> int:
-        """About what is yet to be sent, to all holders that are there."""
+        """About what is yet to be sent, to all holders that take something."""
         newest = self._newest
         each = 0 if newest is None else newest.window.record_bytes // self._code.data
-        return each * sum(self.behind.values())
+        behind = self.behind
+        return each * sum(behind[holder] for holder in self.holders if self._room(holder) > 0)
 
     @property
     def kept(self) -> int:

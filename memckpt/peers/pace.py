@@ -22,7 +22,6 @@ _URGENT_SHARE = 0.75  # of the room for records that wait
 _WAIT_SHARE, _WAIT_SECONDS = 0.005, 0.001  # shorter waits for acknowledgements are none
 _SETTLED_SHARE = 0.1  # of a step: what was sent earlier has arrived when the next one begins,
 _SETTLED_BYTES = 256 << 10  # unless more than that is not acknowledged
-_LEAD_SHARE = 0.25  # of the step before a probe, at its end, in which nothing more is sent
 _LONG_STEP = 3.0  # in a probe, a step of so many times the usual length waits for what is held back
 _WAITED_STEPS, _URGENT_STEPS = 8, 2  # for which nothing is slowed down afterwards
 _FLOOR_MARGIN = 1.1
@@ -99,17 +98,18 @@ class Pacer:
     def __init__(self, rate_bytes_per_second: float | None = None, overhead: float = 0.03) -> None:
         self._cap = RateCap(rate_bytes_per_second)
         self._soft = RateCap(None)
-        self._clock = StepClock()
+        self._clock = StepClock(_HOLD_SECONDS)
         self._governor = Governor(overhead)
         self._backwards: dict[int, float] = {}  # ranks in backward, since when
         self._marked_at: float | None = None
-        self._needed = 0
+        self._needed = 0.0
         self._room: int | None = None
         self._waiting = 0
         self._in_flight = 0
         # Of the step that runs.
         self._step_sent = 0
         self._step_waited = 0.0
+        self._step_probes = False  # a probe, and nothing has gone before training waited
         self._busy_seconds = 0.0
         self._binding = False
         self._settled = False
@@ -134,7 +134,7 @@ class Pacer:
             if ended is not None:
                 self._step_ended(step, ended.seconds, at)
 
-    def needs(self, bytes_per_step: int, waiting: int, room: int | None = None) -> None:
+    def needs(self, bytes_per_step: float, waiting: int, room: int | None = None) -> None:
         """What there is to send. Call it whenever a record is queued or dropped.
 
         Args:
@@ -147,7 +147,9 @@ class Pacer:
     def sent(self, nbytes: int, now: float) -> None:
         """So many bytes of bulk went."""
         self._cap.sent(nbytes, now)
-        self._soft.sent(nbytes, now)
+        if self._limited(now):
+            self._soft.sent(nbytes, now)
+        self._step_probes &= self._step_waited > 0
         if self._last_sent is not None and self._step_sent:
             self._busy_seconds += min(max(now - self._last_sent, 0.0), _BURST_SECONDS)
         self._step_sent += nbytes
@@ -159,7 +161,11 @@ class Pacer:
         self._in_flight = nbytes
 
     def waited(self, seconds: float) -> None:
-        """Training has waited so long for acknowledgements; may be called while it still does, each time with more."""
+        """Training has waited so long for acknowledgements; may be called while it still does, each time with more.
+
+        A probe ends with that. It counts, less the waiting: with little room a step without traffic cannot be had
+        otherwise.
+        """
         self._step_waited += seconds
         if self._step_waited > max(_WAIT_SECONDS, _WAIT_SHARE * (self._clock.step_seconds or 0.0)):
             self._governor.overrule("training waits for acknowledgements", _WAITED_STEPS)
@@ -167,9 +173,12 @@ class Pacer:
     def _step_ended(self, step: int, seconds: float, at: float) -> None:
         rate = self._step_sent / (max(self._busy_seconds, 1e-4) if self._busy_seconds > 0 else seconds)
         floor = self._floor()
+        sent = 0 if self._step_probes else self._step_sent
+        seconds -= self._step_waited if self._step_probes else 0.0
         self._governor.step_ended(
-            step, seconds, sent=self._step_sent, settled=self._settled, rate=rate, floor=floor, binding=self._binding
+            step, seconds, sent=sent, settled=self._settled, rate=rate, floor=floor, binding=self._binding
         )
+        self._step_probes = self._governor.probing
         self._step_sent, self._step_waited, self._busy_seconds, self._binding = 0, 0.0, 0.0, False
         self._began = at
         long_ago = self._last_sent is None or at - self._last_sent > _SETTLED_SHARE * seconds
@@ -182,7 +191,7 @@ class Pacer:
         step = self._clock.step_seconds
         if step is None:
             return 0.0
-        held = min(self._clock.backward_seconds or 0.0, self._longest_hold())
+        held = min(self._clock.backward_seconds or 0.0, _HOLD_SHARE * step)
         return _FLOOR_MARGIN * self._needed / max(step - held, 1e-9)
 
     # What follows from it
@@ -227,13 +236,13 @@ class Pacer:
 
     def _leads_to_probe(self, now: float) -> bool:
         """Whether this is the end of the step before a probe; one that takes longer than others waits no further."""
-        step, since = self._clock.step_seconds, now - self._began
-        return (
-            self._governor.probe_follows and step is not None and (1 - _LEAD_SHARE) * step <= since <= _LONG_STEP * step
-        )
+        step, since, lead = self._clock.step_seconds, now - self._began, self._governor.lead
+        return self._governor.probe_follows and step is not None and (1 - lead) * step <= since <= _LONG_STEP * step
 
     def _limited(self, now: float) -> bool:
-        return self._soft.rate is not None and self._runs(now) and not self._is_overruled(now)
+        if self._soft.rate is None or self._governor.probe_follows:  # before a probe what waits has to go
+            return False
+        return self._runs(now) and not self._is_overruled(now)
 
     def _runs(self, now: float) -> bool:
         """Whether steps are being made: else nobody can be slowed down."""

@@ -169,8 +169,9 @@ class Transport:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of bodies and payloads that were handed over, and that peers have not acknowledged."""
-        return self._directory.in_flight_bytes
+        """Bytes of bodies and payloads that were handed over, and that peers that are heard have not acknowledged."""
+        peers = self._directory.peers.items()
+        return sum(known.link.in_flight_bytes for peer, known in peers if peer not in self.silent)
 
     # Sending
 
