@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from memckpt.peers.governor import Baseline, Governor
-from memckpt.peers.pace import Pacer
-from memckpt.state.phases import Phase
 
 MIB = 1 << 20
 

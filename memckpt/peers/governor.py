@@ -30,6 +30,7 @@ _WINDOW = (8, 32)  # steps under one rate, from which it is judged: at the least
 _FIRST_LIMIT = 2.0  # times what records need
 _RAISE_FAST = 2.0  # at first, or after so many gentle ones, where twice the cost is well within what is allowed
 _GENTLE_RAISES = 3
+_MOST = 1e12  # bytes per second, which no link takes
 _CHEAP_SHARE = 0.25  # of what is allowed
 _RAISE = (1.1, 1.2)  # the latter where steps are far from too slow
 _LOWER = (0.3, 0.9)  # factors: at the most, and at the least, in one go
@@ -204,7 +205,7 @@ class Governor:
             self._overruled_left = max(self._overruled_left, 1)
             return
         if not self.overruled and self.limit is not None:
-            self.limit *= 1.5  # it was too low
+            self.limit = min(1.5 * self.limit, _MOST)  # it was too low
             self._first = None if self._first is None else self._first * 1.5
             self._begin_window()
         self._overruled_left = max(self._overruled_left, steps)
@@ -298,7 +299,7 @@ class Governor:
             self.reason = "step time is as allowed, as far as its spread shows"
 
     def _lower(self, share: float, factors: tuple[float, float], rate: float, floor: float) -> None:
-        current = min(rate, self._unlimited_from if self.limit is None else self.limit)
+        current = min(rate, self._unlimited_from) if self.limit is None else self.limit
         least, most = factors
         lowered = current * min(max(self._overhead / share, least), most)
         at_floor = lowered <= floor
@@ -315,7 +316,7 @@ class Governor:
         if self.limit is None:
             self.reason = "step time is as allowed"
         elif not self._binding:
-            self.limit, self._unlimited_from, self._first = None, self.limit, None
+            self._unlimited_from, self.limit, self._first = self.limit, None, None
             self.reason = "step time is as allowed, and the limit held nothing up"
         else:
             fast = share < _CHEAP_SHARE * self._overhead and self._gentle_raises >= _GENTLE_RAISES
