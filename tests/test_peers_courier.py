@@ -17,6 +17,8 @@ from memckpt.agent.peer_messages import (
     Fill,
     Filled,
     Holds,
+    Join,
+    Passed,
     UnitSource,
 )
 from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED
@@ -269,6 +271,31 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         assert len(node.courier._readers) == len(node.courier._asking) == 1
         node.all_store(1, 2, 3, 4, 5)
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
+
+
+def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
+    """Or they would wait for a node that loses its memory while this one is not whole, and all others for them."""
+    with closing(Node("a")) as node:
+        node.courier._join(Join(node.job, rejoin=True))
+        assert [one.lifted for one in node.wire.told if isinstance(one, Passed)] == [True]
+
+
+def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
+    node.send_own()
+    [owner] = node.member.owners
+    assert owner.bytes_per_step == owner.record_bytes > 0
+    outgoing = owner._generations[-1]
+    outgoing.window = msgspec.structs.replace(outgoing.window, every=10)
+    assert owner.bytes_per_step == owner.record_bytes / 10
+
+
+def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
+    source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+    node.courier._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+    [reader] = node.courier._readers
+    reader.taken_bytes = reader.expected_bytes // 4
+    megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
+    assert node.courier._recovering() == f"ranks 0 from peers after record 5, 25% of {megabytes}"
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
