@@ -306,7 +306,9 @@ def test_what_nobody_needs_any_more_goes(records: Records) -> None:
     assert shelf.holder.open(newer) is None
     shelf.holder.passed(5, whole=True)
     assert shelf.records() == [4, 5]
-    shelf.holder.passed(6, whole=False)
+    shelf.holder.passed(6, whole=True)  # of which the earlier generation may have been told
+    assert [one.window.generation for one in shelf.holder.windows()] == ["g", "h"]
+    shelf.holder.passed(7, whole=False)
     assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
     # Of another attempt, until all that this one has is protected.
     shelf.holder.begin("a2", 6, CODE)

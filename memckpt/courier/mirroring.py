@@ -157,7 +157,7 @@ class Mirroring:
         newest: dict[tuple[int, ...], int] = {}
         begun = [one.window for one in self._mirrors.values()] + [one.window for one in self.windows()]
         for window in begun:
-            if window.attempt == self._attempt and window.base <= watermark:
+            if window.attempt == self._attempt and window.base < watermark:  # as holders do
                 newest[window.owner] = max(window.base, newest.get(window.owner, window.base))
         for owner, base in newest.items():
             self._holder.forget_before(owner, base)

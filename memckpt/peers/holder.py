@@ -318,10 +318,11 @@ class Holder:
     def passed(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self.watermark = max(self.watermark, watermark)
+        # Beyond the base: that itself was acknowledged before, where a generation begins because its agent was lost.
         newest = {
             window.window.owner: window.window.base
             for window in sorted(self.windows(), key=lambda one: one.window.base)
-            if window.window.attempt == self._attempt and window.window.base <= self.watermark
+            if window.window.attempt == self._attempt and window.window.base < self.watermark
         }
         for window in self.windows():
             told = window.window
