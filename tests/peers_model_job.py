@@ -227,7 +227,8 @@ class Job:
     def may_commit(self, unit: Unit) -> bool:
         """Its backward needs all ranks in it, and so their commits of the record before."""
         made = self.made[unit]
-        return unit in self.staging and all(one > made or other in self.staging for other, one in self.made.items())
+        reached = [one > made or (one == made and other in self.staging) for other, one in self.made.items()]
+        return unit in self.staging and all(reached)
 
     def commit(self, unit: Unit) -> None:
         node = self.places[unit]
