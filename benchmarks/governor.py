@@ -144,7 +144,7 @@ def main(options: Options) -> None:
         report.write(options.results)
         return
     quick = options.quick
-    size, steps, rounds = ("tiny", 40, 1) if quick else ("demo", 200, 2)
+    size, steps, rounds = ("tiny", 40, 1) if quick else ("demo", 150, 2)
     waits = 0.05 if quick else 0.75
     with Network(2) as network:
         measure(report, network, Setting("no limit", size, 16, 40 if quick else 60, 1))

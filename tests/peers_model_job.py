@@ -286,6 +286,9 @@ class Job:
             history=self.history,
             spec=msgspec.msgpack.encode(spec),
         )
+        member = self.members[node.name]
+        member._ahead[unit] = sizes.kept - sizes.period
+        member._reach[unit] = member._ahead[unit] * sizes.every
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
     def begin_anew(self, unit: Unit) -> None:
@@ -357,8 +360,11 @@ class Job:
         owners = [owner for member in self.members.values() for owner in member.owners]
         everywhere = min(owner.acknowledged for owner in owners)
         noticed = all(None not in queue for queue in self.network.queues.values())
-        whole = all(owner.whole and self.bases_of(owner)[-1] <= everywhere for owner in owners)
-        if noticed and whole:
+        whole = all(
+            owner.whole and owner.since <= everywhere and self.bases_of(owner)[-1] <= everywhere for owner in owners
+        )
+        leader = next(member._leader for member in self.members.values() if member._leader is not None)
+        if noticed and whole and leader.watermark.whole:
             self.whole, self.emptied = True, set()
 
     @staticmethod

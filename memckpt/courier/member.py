@@ -134,6 +134,8 @@ class Member:
         #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
         self._ahead: dict[tuple[int, ...], int] = {}
         self._waiting_since: float | None = None
+        #: Nobody waited for a while, and training may still be further ahead than it is to be.
+        self._strayed = False
         #: By unit: how many records later the node cannot go back to one.
         self._reach: dict[tuple[int, ...], int] = {}
         self._told = Acknowledged(node, start, start, False, rejoined)
@@ -285,6 +287,7 @@ class Member:
         if watermark == self.watermark:
             return
         self.watermark = watermark
+        self._strayed |= watermark.lifted
         self._holder.passed(watermark.record, watermark.whole)
         for owner in self._owners.values():
             owner.passed(watermark.record)
@@ -375,8 +378,11 @@ class Member:
             else:
                 self.pacer.sent(self._pump(), now)
         record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
-        whole = all(
-            owner.whole and self.unheard.isdisjoint(owner.holders) and not self._late(ranks)
+        late = [ranks for ranks in self._owners if self._late(ranks)]
+        self._strayed &= self.watermark.lifted or bool(late)
+        # While training here does not wait it may get too far ahead of others at any time.
+        whole = not self.watermark.lifted and all(
+            owner.whole and self.unheard.isdisjoint(owner.holders) and ranks not in late
             for ranks, owner in self._owners.items()
         )
         since = max((owner.since for owner in self._owners.values()), default=record)
@@ -412,9 +418,10 @@ class Member:
     def _late(self, ranks: tuple[int, ...]) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
         owner = self._owners[ranks]
-        if self.job.wait or owner.newest is None or ranks not in self._reach:
+        if owner.newest is None or ranks not in self._reach or (self.job.wait and not self._strayed):
             return False
-        return owner.newest - owner.acknowledged >= self._reach[ranks]
+        known = self.watermark.record if self.job.wait else owner.acknowledged
+        return owner.newest - known >= self._reach[ranks]
 
     def _tell_pacer(self) -> None:
         owners = self._owners.values()
