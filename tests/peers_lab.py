@@ -411,6 +411,16 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_befo
     return attempt
 
 
+def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
+    """More nodes are lost than can be borne, and all ranks go on with step 4, which is in storage."""
+    expected = reference(lab, job)
+    died = fail(lab, job, Death(lost, 7, "backward"))
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
+    assert "resuming from storage" in told(lab)
+
+
 def told(lab: Lab) -> str:
     """What went on, for a test that has failed."""
     agents = "".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(lab.run_dir.glob("agent-*.log")))

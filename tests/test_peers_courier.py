@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -21,6 +22,7 @@ from memckpt.agent.peer_messages import (
     Passed,
     UnitSource,
 )
+from memckpt.courier.member import _PUMP_BYTES
 from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.errors import MemoryBudgetError
 from memckpt.peers.blob import STATIC
@@ -278,6 +280,22 @@ def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
     with closing(Node("a")) as node:
         node.courier._join(Join(node.job, rejoin=True))
         assert [one.lifted for one in node.wire.told if isinstance(one, Passed)] == [True]
+
+
+def test_owners_send_in_turns(node: Node) -> None:
+    turns: list[str] = []
+
+    class Sender:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def pump(self, limit: int) -> int:
+            turns.append(self.name)
+            return limit
+
+    node.member._turns = deque([Sender("first"), Sender("second")])  # type: ignore[list-item]
+    assert [node.member._pump() for _ in range(3)] == [_PUMP_BYTES] * 3
+    assert turns == ["first", "second", "first"]
 
 
 def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:

@@ -110,6 +110,12 @@ def test_training_that_becomes_slower_by_itself_is_not_blamed_on_traffic() -> No
     assert min(course.limits[430:]) >= 500
 
 
+def test_training_that_becomes_faster_by_itself_is_timed_anew_soon() -> None:
+    governor = Governor(0.03)
+    govern(governor, lambda step, rate: 1.0 if step < 435 else 0.5, range(1, 490))
+    assert governor.baseline.seconds == pytest.approx(0.5)
+
+
 def test_a_limit_that_is_not_needed_any_more_goes() -> None:
     governor = Governor(0.03)
     govern(governor, lambda step, rate: 1 + rate / 1000, range(1, 300))

@@ -18,6 +18,7 @@ from tests.peers_lab import (
     PeersRank,
     bounds,
     fail,
+    falls_to_storage,
     finishes,
     goes_on,
     kill_agent,
@@ -28,7 +29,6 @@ from tests.peers_lab import (
     recovers_with,
     start,
     survives,
-    told,
 )
 from tests.sharded_cases import Setup, named
 from tests.sharded_lab import Death, logs, noted, reference
@@ -149,13 +149,7 @@ def test_falls_to_storage_when_all_copies_are_lost(lab: Lab, setup: Setup, copie
     """Of one node's shards; with DDP every node has them all."""
     lost = ",".join(with_copies_of("node1", copies) if setup is FSDP else [f"node{node}" for node in range(4)])
     settings = mirror_config(copies, storage=StorageConfig(every_steps=4))
-    job = peers_job(lab, setup, settings, wait_at=5)
-    expected = reference(lab, job)
-    died = fail(lab, job, Death(lost, 7, "backward"))
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, 4, 4, "storage")
-    assert "resuming from storage" in told(lab)
+    falls_to_storage(lab, peers_job(lab, setup, settings, wait_at=5), lost)
 
 
 @slow

@@ -385,6 +385,18 @@ def test_without_marks_of_backward_the_governor_slows_down() -> None:
     assert state.rate_limit_bytes_per_second is not None
 
 
+def test_a_probe_in_which_training_waited_longer_than_it_took_is_none() -> None:
+    pacer, now = Pacer(None), 100.0
+    for step in range(1, 100):
+        pacer.mark(step, F, ns(now))
+        now += 0.1
+        if pacer.delay(MIB, now - 0.09) > 0 and step % 11 == 0:
+            pacer.waited(0.04 if step < 50 else 0.2)  # a courier that was stopped for a while finds out late
+        pacer.sent(MIB, now - 0.05)
+    assert len(pacer._governor.baseline.samples) >= 3
+    assert min(pacer._governor.baseline.samples) == pytest.approx(0.06)
+
+
 @pytest.mark.parametrize("records", [2, 3])
 def test_the_baseline_is_learnt_where_a_probe_makes_training_wait(records: int) -> None:
     """There is room for fewer records than a step without traffic takes: once it is over, training waits for them."""

@@ -22,6 +22,7 @@ from tests.peers_lab import (
     courier_of,
     damage,
     fail,
+    falls_to_storage,
     finishes,
     goes_on,
     kill_agent,
@@ -197,13 +198,7 @@ def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
 def test_falls_to_storage_when_more_nodes_are_lost_than_tolerated(
     lab: Lab, setup: Setup, data: int, tolerate: int, lost: str
 ) -> None:
-    job = stored_job(lab, setup, data, tolerate)
-    expected = reference(lab, job)
-    died = fail(lab, job, Death(lost, 7, "backward"))
-    last = died.again(lab)
-    finishes(lab, last, expected)
-    goes_on(last, 4, 4, "storage")
-    assert "resuming from storage" in told(lab)
+    falls_to_storage(lab, stored_job(lab, setup, data, tolerate), lost)
 
 
 @slow

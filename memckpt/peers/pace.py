@@ -173,6 +173,7 @@ class Pacer:
     def _step_ended(self, step: int, seconds: float, at: float) -> None:
         rate = self._step_sent / (max(self._busy_seconds, 1e-4) if self._busy_seconds > 0 else seconds)
         floor = self._floor()
+        self._step_probes &= self._step_waited < seconds  # or part of the waiting was before it
         sent = 0 if self._step_probes else self._step_sent
         seconds -= self._step_waited if self._step_probes else 0.0
         self._governor.step_ended(
