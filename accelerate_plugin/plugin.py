@@ -7,6 +7,9 @@ A resumed training goes through three moments:
    registered objects and generators are put back, and loaders learn where to go on.
 3. The resumed iteration is about to fetch its first new batch: the global generators are put back once more. What the
    top of an epoch has drawn by then, it had drawn before the killed process committed, too.
+
+With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
+that the killed process took last. Steps before which an epoch ended, or in which Accelerate saved, are not repeated.
 """
 
 from __future__ import annotations
@@ -20,10 +23,13 @@ import accelerate
 from accelerate import Accelerator
 
 import memckpt
+from accelerate_plugin.check_parts import check_parts
 from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch, Place
 from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
 from memckpt.arguments import with_environment
+from memckpt.capture.attributes import AttributesOf
+from memckpt.capture.scaler import scaler_state
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
 from memckpt.messages import Messages
@@ -86,8 +92,10 @@ class MemCheckpointPlugin:
         self._epoch = 0
         self._batch = 0
         self._commits = 0
+        self._rounds_at_commit = 0
+        self._handles: list[Any] = []
         #: The gradient scaler's at the last commit.
-        self._scale: float | None = None
+        self._scale: Any = None
 
     # Before the loop
 
@@ -136,8 +144,13 @@ class MemCheckpointPlugin:
             self._step = session.held.step
             self._epoch = session.held.rank_state[STATE]["epoch"]
             self._batch = session.held.rank_state[STATE]["batch"]
-        session.provide(STATE, self._capture)
+        session.provide(STATE, self._capture, check_parts, self._put_back)
+        session.announce_accumulation(lambda: not self.accelerator.sync_gradients)
         self._watch.install(prepared.torch_optimizers)
+        self._handles = [
+            self.accelerator.register_save_state_pre_hook(lambda *_: session.unrepeatable("save_state() ran in it")),
+            self.accelerator.register_load_state_pre_hook(lambda *_: session.unrepeatable("load_state() ran in it")),
+        ]
         for number, loader in enumerate(prepared.loaders):
             name = f"loader {number}"
             self._followers.append(
@@ -159,18 +172,26 @@ class MemCheckpointPlugin:
                 'start as many, or use resume="never"'
             )
 
-    def register(self, name: str, obj: Any) -> None:
+    def register(self, name: str, obj: Any, attributes: Sequence[str] = ()) -> None:
         """Make an object with `state_dict` and `load_state_dict` part of the state. Before the loop.
 
         Objects of `accelerator.register_for_checkpointing` belong to it anyway.
 
+        Args:
+            name: by which it is restored.
+            obj: such an object, or any with `attributes`.
+            attributes: names of plain attributes of the object that are carried in place of its state.
+
         Raises:
             UsageError: the loop has begun, the name is taken, or the object has no such methods.
+            ConfigurationError, UnsupportedStateError: an attribute is not there, or cannot be stored.
         """
         if self._begun:
             raise UsageError(f"register({name!r}): expected it before the loop, which has begun")
         if name in self._registered:
             raise UsageError(f"register({name!r}): expected a new name, found one that is registered already")
+        if attributes:
+            obj = AttributesOf(name, obj, attributes)
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
@@ -258,10 +279,13 @@ class MemCheckpointPlugin:
         before = self._step, self._batch
         self._step += int(stepped)
         self._batch = max((each.batches for each in self._followers if each.active), default=self._batch + 1)
+        if self._rounds.ended != self._rounds_at_commit:
+            session.unrepeatable("an epoch, or another iteration over a loader, ended before it")
         if not session.commit(step=self._step, gradients_pending=pending):
             self._step, self._batch = before
             self._watch.nothing_to_commit()
             return False
+        self._rounds_at_commit = self._rounds.ended
         self._warn_inexact(self._watch.committed(self._places(), self._in_epochs))
         self._commits += 1
         if self._commits % _LOOK_EVERY_COMMITS == 1:
@@ -277,7 +301,7 @@ class MemCheckpointPlugin:
         """
         if not self.accelerator.optimizer_step_was_skipped:
             return False
-        return stepped or self.accelerator.scaler.get_scale() != self._scale
+        return stepped or self._scale is None or self.accelerator.scaler.get_scale() != float(self._scale)
 
     def metrics(self) -> dict[str, float]:
         """What a step costs, see docs/lightning.md: milliseconds stalled since the last call, and more."""
@@ -307,7 +331,7 @@ class MemCheckpointPlugin:
     def _capture(self) -> dict[str, Any]:
         assert self._prepared is not None
         scaler = self.accelerator.scaler
-        scaling = None if scaler is None else scaler.state_dict()
+        scaling = None if scaler is None else scaler_state(scaler)
         self._scale = None if scaling is None else scaling.get("scale")
         return {
             "accelerate": accelerate.__version__,
@@ -346,6 +370,12 @@ class MemCheckpointPlugin:
             self._messages.resumed(report)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
+        self._put_back(state)
+        self.accelerator.step = state["micro_step"]
+        self._load_loaders(state["loaders"])
+
+    def _put_back(self, state: Mapping[str, Any]) -> None:
+        """All but the place in the data, which a repeated step that has come out differently leaves as it is."""
         assert self._prepared is not None
         self._load("scheduler", self._prepared.schedulers, state["schedulers"])
         self._load("object of register_for_checkpointing", self.accelerator._custom_objects, state["custom"])
@@ -360,8 +390,6 @@ class MemCheckpointPlugin:
             self._scale = state["scaler"].get("scale")
         for optimizer, skipped in zip(self._prepared.optimizers, state.get("skipped", ()), strict=False):
             optimizer._is_overflow = skipped
-        self.accelerator.step = state["micro_step"]
-        self._load_loaders(state["loaders"])
 
     def _load(self, kind: str, objects: list[Any], states: list[Any]) -> None:
         if len(objects) != len(states):
@@ -413,6 +441,9 @@ class MemCheckpointPlugin:
             return
         self._closed = True
         self._watch.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         if finished:
             self._warn_inexact(self._watch.left(self._places()))
         for follower in self._followers:

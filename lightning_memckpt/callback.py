@@ -12,9 +12,10 @@ import lightning.pytorch as pl
 from lightning_memckpt import engine
 from lightning_memckpt.engine import Resume
 from lightning_memckpt.internals import check_version
-from lightning_memckpt.notes import refuse
+from lightning_memckpt.notes import is_tuning, refuse
 from lightning_memckpt.protection import Protection
 from memckpt.arguments import with_environment
+from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig
 from memckpt.messages import Messages
 
@@ -42,6 +43,8 @@ class MemCheckpoint(pl.Callback):
         config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
             on all ranks. Others are taken for a rank's own.
+        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be carried, too:
+            ``"module.level"``, ``"datamodule.stage"``, ``"callbacks.Curriculum.level"`` (its class, or its state_key).
 
     Raises:
         ConfigurationError: a setting that cannot be, in the arguments or in the environment.
@@ -54,14 +57,16 @@ class MemCheckpoint(pl.Callback):
         resume: Resume | None = None,
         config: MemckptConfig | None = None,
         replicated: Sequence[str] = (),
+        attributes: Sequence[str] = (),
     ) -> None:
         self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self.replicated = tuple(replicated)
+        self.attributes = checked_names(attributes)
         self._protection: Protection | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Take hold of the strategy, before it is set up."""
-        if stage != "fit":
+        if stage != "fit" or is_tuning(trainer):
             return
         check_version()
         refuse(trainer, MemCheckpoint)
@@ -80,10 +85,16 @@ class MemCheckpoint(pl.Callback):
             resume=self.resume,
             config=self.config,
             replicated=self.replicated,
+            attributes=self.attributes,
             messages=messages,
         )
         protection.install()
         self._protection = protection
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A step is repeated as a proof, a validation is not."""
+        if self._protection is not None:
+            self._protection.unrepeatable("a validation ran before it")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """A resumed epoch is an ordinary one from here on."""

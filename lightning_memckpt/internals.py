@@ -17,7 +17,7 @@ import lightning
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 
 from lightning_memckpt.shadowing import Shadows
 
@@ -39,6 +39,8 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_logger_connector._logged_metrics", "logged_metrics hands out this dictionary"),
     ("_logger_connector._progress_bar_metrics", "progress_bar_metrics hands out this dictionary"),
     ("fit_loop._data_fetcher", "argument of _should_check_val_fx; holds batches fetched ahead"),
+    ("fit_loop._combined_loader", "training loaders that were built before strategy.setup() has ended"),
+    ("fit_loop._should_reload_train_dl", "whether they are built again before training"),
     ("fit_loop._can_stop_early", "whether should_stop takes effect"),
     ("fit_loop._last_train_dl_reload_epoch", "when the training loaders are reloaded next"),
     ("fit_loop.epoch_loop._batches_that_stepped", "the step on the loggers' axis"),
@@ -114,6 +116,11 @@ def set_callback_fields(callback: pl.Callback, fields: Mapping[str, Any]) -> Non
 def saves_by_wall_clock(callback: ModelCheckpoint) -> bool:
     """Whether the time that has passed decides when it saves."""
     return getattr(callback, "_train_time_interval", None) is not None
+
+
+def is_tuners_own(callback: object) -> bool:
+    """Whether a Tuner has put it there for a trial of its own, and not the user for all trainings."""
+    return isinstance(callback, (LearningRateFinder, BatchSizeFinder)) and bool(getattr(callback, "_early_exit", False))
 
 
 def _counts(progress: Any) -> dict[str, Any]:
@@ -218,7 +225,7 @@ class TrainerInternals:
             self._progress = None
 
     def should_accumulate(self) -> bool:
-        """Whether the batch that just ended leaves its gradients to a later one."""
+        """Whether the batch that is being trained, or has just ended, leaves its gradients to a later one."""
         return bool(self.epoch_loop._should_accumulate())
 
     def epoch_is_over(self) -> bool:
@@ -239,6 +246,26 @@ class TrainerInternals:
         One where the loader has no length: Lightning then looks ahead to know which batch is the last.
         """
         return len(getattr(self.fit_loop._data_fetcher, "batches", ()))
+
+    @property
+    def train_loaders_are_built(self) -> bool:
+        """Whether the loop has its training loaders, and will train with them as they are."""
+        return self.fit_loop._combined_loader is not None and not self.fit_loop._should_reload_train_dl
+
+    @property
+    def train_loaders_are_due(self) -> bool:
+        """Whether the loop builds its training loaders when it is next asked to set them up."""
+        return self.fit_loop._combined_loader is None or bool(self.fit_loop._should_reload_train_dl)
+
+    def iterate_train_loaders_anew(self) -> None:
+        """Let the fetcher, which has begun to iterate the training loaders, do so again, from their positions now."""
+        fetcher = self.fit_loop._data_fetcher
+        fetcher.combined_loader.reset()  # ends workers of the iterators that are dropped
+        iter(fetcher)
+
+    def train_iterators(self) -> list[Any]:
+        """The iterators that training takes its batches from, in the order of the loaders; empty where unknown."""
+        return list(getattr(getattr(self.fit_loop._combined_loader, "_iterator", None), "iterators", ()))
 
     @property
     def logger_axis_step(self) -> int:

@@ -2,10 +2,17 @@
 
 Lightning hands each training and validation loader through `strategy.process_dataloader` after it has put in
 its DistributedSampler, and again whenever it reloads them. That is where a loader is grafted.
+
+User code can have the training loaders built before it is known what is held: `trainer.estimated_stepping_batches` in
+configure_optimizers() does, and `trainer.fit_loop.setup_data()`. They stay, as building them may draw random numbers;
+they are given their positions, and iterated anew, as soon as these are known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,19 +41,62 @@ class Loaders:
         self._grafted: list[Any] = []
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
         self.notes: list[str] = []
+        #: The global generators before the training loaders were built, where that was done anew while training ran.
+        self.built_under: Any = None
 
-    def hold(self, positions: Positions, *, epoch_over: bool) -> None:
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the building of the training loaders, which is user code and may draw random numbers.
+
+        The first ones are built as a restart builds them, before training. Those that Lightning reloads in the middle
+        of training are built by a restart before training, too: under the generators that they were built under.
+        """
+        if self._held is not None:
+            if self.built_under is None:
+                yield
+            else:
+                with dataloader.under_generators(self.built_under):
+                    yield
+            return
+        if self._internals.fit_loop._combined_loader is not None:
+            self.built_under = dataloader.global_generators()
+        yield
+
+    def hold(self, positions: Positions, *, epoch_over: bool, built_under: Any = None) -> None:
         """Give these positions to the first loaders that are processed."""
+        self.built_under = built_under
         self._held = positions
         self._epoch_over = epoch_over
 
-    def hold_derived(self, positions: Positions, batches: int, *, epoch_over: bool) -> None:
+    def hold_derived(self, positions: Positions, batches: int, *, epoch_over: bool, built_under: Any = None) -> None:
         """The same in a run of another number of ranks: `batches` of the epoch lie behind each rank."""
         train = [
             dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
             for position in positions["train"]
         ]
-        self.hold({**positions, "train": train}, epoch_over=epoch_over)
+        self.hold({**positions, "train": train}, epoch_over=epoch_over, built_under=built_under)
+
+    def take_over(self) -> None:
+        """Graft, and put at their held positions, training loaders that have been built already.
+
+        Called when it is known whether anything is held, and with the loops at their place.
+        """
+        if not self._internals.train_loaders_are_built:
+            return
+        loaders = self._flattened("train", self._trainer.train_dataloader)
+        late = [loader for loader in loaders if isinstance(loader, DataLoader) and not dataloader.is_grafted(loader)]
+        for loader in late:
+            dataloader.graft(loader)
+            self._grafted.append(loader)
+        if late:
+            self._note(
+                "training loaders were built before MemCheckpoint.setup(), by setup() of a datamodule or of another "
+                "callback: they are iterated anew, so their order differs from that of a run without MemCheckpoint"
+            )
+        for loader in loaders:
+            self._resume(loader)
+        if late or self._held is not None:
+            self._internals.iterate_train_loaders_anew()
 
     def process(self, loader: Any) -> Any:
         """Graft a loader that Lightning has just prepared; same object, same type to `isinstance`."""
@@ -92,10 +142,11 @@ class Loaders:
     def capture(self, *, epoch_over: bool) -> Positions:
         """Where training stands in its data, at the end of a training batch."""
         ahead = self._internals.batches_fetched_ahead()
+        train = self._flattened("train", self._trainer.train_dataloader)
         return {
             "train": [
-                self._position(loader, exhausted=epoch_over, ahead=ahead)
-                for loader in self._flattened("train", self._trainer.train_dataloader)
+                self._position(loader, exhausted=epoch_over, ahead=ahead, iterator=iterator)
+                for loader, iterator in zip_longest(train, self._internals.train_iterators()[: len(train)])
             ],
             "validation": [
                 self._position(loader, exhausted=False, ahead=0) if isinstance(loader, DataLoader) else None
@@ -112,9 +163,9 @@ class Loaders:
         return self.notes
 
     @staticmethod
-    def _position(loader: Any, *, exhausted: bool, ahead: int) -> Any:
+    def _position(loader: Any, *, exhausted: bool, ahead: int, iterator: object = None) -> Any:
         if isinstance(loader, DataLoader):
-            position = dataloader.position(loader, exhausted=exhausted)
+            position = dataloader.position(loader, exhausted=exhausted, iterator=iterator)
             return _consumed(position, ahead) if ahead else position
         return loader.state_dict() if _is_stateful(loader) else None
 

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lightning_memckpt.internals import TrainerInternals, saves_by_wall_clock
+from lightning_memckpt.internals import TrainerInternals, is_tuners_own, saves_by_wall_clock
 
 # DeepSpeed and XLA derive from the supported strategies without behaving like them.
 _SUPPORTED: tuple[type[Strategy], ...] = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy, FSDPStrategy)
@@ -70,6 +70,11 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
     for kind, reason in _REFUSED:
         if any(isinstance(each, kind) for each in callbacks):
             raise MisconfigurationException(f"MemCheckpoint cannot work beside {kind.__name__}: {reason}")
+
+
+def is_tuning(trainer: pl.Trainer) -> bool:
+    """Whether this fit is one of a Tuner's: a trial, which it undoes, and which ends before training starts."""
+    return any(is_tuners_own(each) for each in list_callbacks(trainer))
 
 
 def list_callbacks(trainer: pl.Trainer) -> list[Any]:

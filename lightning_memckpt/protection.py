@@ -12,6 +12,9 @@ A resumed fit goes through three moments:
 
 From there on the state is captured at the end of the module's own `on_train_batch_end`, behind every callback's,
 whenever the batch ended with an optimizer step.
+
+With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
+that the killed process took last. Steps in which more happened (a validation, an epoch's end, a file) are not repeated.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memckpt import trainer_state
+from lightning_memckpt.check_parts import CheckParts
 from lightning_memckpt.checkpoint_files import OverwriteOrphans
 from lightning_memckpt.engine import Attach, Resume, Session
 from lightning_memckpt.internals import TrainerInternals
@@ -38,7 +42,8 @@ from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
 from lightning_memckpt.trainer_state import data_replicas
-from lightning_memckpt.user_state import Encodable, UserState, modules_beside
+from lightning_memckpt.user_state import Encodable, UserState, attribute_roots, modules_beside
+from memckpt.capture.attributes import Attributes
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
 from memckpt.messages import Messages
@@ -69,7 +74,7 @@ class Protection:
         run_dir: names the run.
         resume: what to do with held state.
         config: the engine's configuration.
-        replicated: of the callback.
+        replicated, attributes: of the callback.
         messages: what the user reads.
     """
 
@@ -85,6 +90,7 @@ class Protection:
         resume: Resume,
         config: MemckptConfig,
         replicated: Sequence[str],
+        attributes: Sequence[str],
         messages: Messages,
     ) -> None:
         self._trainer: Any = trainer
@@ -102,6 +108,7 @@ class Protection:
         self._internals.verify()
         self._shadows = Shadows()
         self._loaders = Loaders(trainer, self._internals)
+        self._attributes = Attributes(attributes, lambda: attribute_roots(trainer, pl_module))
         self._logging = LoggingState(trainer, pl_module, self._internals)
         self._beside: dict[str, nn.Module] = {}
         self._user: UserState | None = None
@@ -123,6 +130,8 @@ class Protection:
             self._shadows.put(strategy, "setup", self._around_strategy_setup)
         self._shadows.put(strategy, "process_dataloader", self._around_process_dataloader)
         self._shadows.put(strategy, "on_train_start", self._around_on_train_start)
+        self._shadows.put(self._internals.fit_loop, "setup_data", self._around_setup_data)
+        self._shadows.put(strategy, "save_checkpoint", self._around_save_checkpoint)
 
     def _around_strategy_setup(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def setup(*args: Any, **kwargs: Any) -> Any:
@@ -145,6 +154,22 @@ class Protection:
             return self._loaders.process(original(loader))
 
         return process_dataloader
+
+    def _around_save_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            self.unrepeatable("a checkpoint file was written in it")
+            return original(*args, **kwargs)
+
+        return save_checkpoint
+
+    def _around_setup_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def setup_data(*args: Any, **kwargs: Any) -> Any:
+            if not self._internals.train_loaders_are_due:
+                return original(*args, **kwargs)
+            with self._loaders.building():
+                return original(*args, **kwargs)
+
+        return setup_data
 
     def _around_on_train_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def on_train_start(*args: Any, **kwargs: Any) -> Any:
@@ -171,11 +196,13 @@ class Protection:
         held = self._session.held
         if held is not None and file is not None:
             self._internals.forget_user_checkpoint()
-        self._session.provide(STATE, lambda: self._captured)
+        self._session.provide(STATE, lambda: self._captured, CheckParts(trainer), self._put_back)
+        self._session.announce_accumulation(self._accumulates)
         self._user = UserState(trainer, self._pl_module, self._beside, skip=self._callback, encodable=self._encodable)
         for line in inexact(trainer, self._internals):
             self._messages.warn(line)
         if held is None:
+            self._loaders.take_over()
             return
         state = held.rank_state.get(STATE)
         if state is None:
@@ -190,6 +217,7 @@ class Protection:
             state = self._for_other_ranks(state, held.world_size)
         self._pending = state
         self._user.restore_early(state["user"])
+        self._attributes.restore(state.get("attributes", {}))  # before workers of the loaders copy them
         self._internals.fit_loop.load_state_dict(state["loops"])
         self._reentry = Reentry(
             trainer,
@@ -202,9 +230,12 @@ class Protection:
         self._reentry.lift()
         if moved:
             batches = batches_behind(state["loops"])
-            self._loaders.hold_derived(state["loaders"], batches, epoch_over=state["epoch_over"])
+            self._loaders.hold_derived(
+                state["loaders"], batches, epoch_over=state["epoch_over"], built_under=state.get("built_under")
+            )
         else:
-            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"])
+            self._loaders.hold(state["loaders"], epoch_over=state["epoch_over"], built_under=state.get("built_under"))
+        self._loaders.take_over()
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
         """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
@@ -232,6 +263,10 @@ class Protection:
             replicated=self._replicated,
         )
 
+    def _accumulates(self) -> bool:
+        """Whether the backward that runs now is followed by another one before Lightning steps."""
+        return self._pl_module.automatic_optimization and self._internals.should_accumulate()
+
     def _user_file(self) -> UserFile | None:
         checkpoint = self._internals.user_checkpoint()
         if not checkpoint:
@@ -253,11 +288,13 @@ class Protection:
         for line in self._loaders.look_again():
             self._messages.warn(line)
         self._messages.inform(session.describe().removeprefix("memckpt: "))
+        self._attributes.check()
         if self._pending is None:
             return
         state, self._pending = self._pending, None
         report = session.restore_tensors()
         user.restore_late(state["user"], state["loops"])
+        self._attributes.restore(state.get("attributes", {}))
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
         self._logging.restore(state["logging"])
         if not state["validation_owed"]:
@@ -269,6 +306,15 @@ class Protection:
         session.restore_rng()
         if report is not None:
             self._messages.resumed(report)
+
+    def _put_back(self, state: Mapping[str, Any]) -> None:
+        """A repeated step has come out differently: have what is beside tensors as it was when first taken.
+
+        The place in the data stays where the repeated step has left it.
+        """
+        trainer_state.restore(self._trainer, self._internals, state["trainer"])
+        self._logging.restore(state["logging"])
+        self._attributes.restore(state.get("attributes", {}))
 
     def _active(self) -> tuple[Session, UserState]:
         assert self._session is not None, "the strategy is set up before training starts"
@@ -324,12 +370,14 @@ class Protection:
             "trainer": trainer_state.capture(self._trainer, internals),
             "logging": self._logging.capture(),
             "user": user.capture(loops),
+            "attributes": self._attributes.capture(),
             "loaders": self._loaders.capture(epoch_over=epoch_over),
+            "built_under": self._loaders.built_under,
         }
         if self._commits == 0:
             self._find_unstorable(state)
         self._drop_unstorable(state)
-        if self._commits % _LOOK_EVERY_COMMITS == 0:
+        if self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:
             self._announce(state)
         return state
 
@@ -372,7 +420,7 @@ class Protection:
     def _announce(self, state: Mapping[str, Any]) -> None:
         """Say what is left out, and what costs more than it should; each once."""
         _, user = self._active()
-        for line in (*user.left_out, *sorted(self._logging.left_out)):
+        for line in (*user.left_out, *self._attributes.left_out, *sorted(self._logging.left_out)):
             self._messages.warn(f"not carried over a restart: {line}")
         for line in self._loaders.look_again():
             self._messages.warn(line)
@@ -400,8 +448,14 @@ class Protection:
 
     # --- the end --------------------------------------------------------------------------------------------
 
+    def unrepeatable(self, reason: str) -> None:
+        """More than a step happens now: to repeat it would do that twice."""
+        if self._session is not None and not self._trainer.sanity_checking:
+            self._session.unrepeatable(reason)
+
     def finish_epoch(self) -> None:
         """The end of any training epoch."""
+        self.unrepeatable("an epoch ended before it")
         self._end_silence()
         if self._reentry is not None:
             self._reentry.finish()

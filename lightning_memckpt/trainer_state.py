@@ -9,10 +9,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
+from memckpt.capture.scaler import scaler_state
 
 # Arguments that decide what a step is. Changing one of them between two starts is allowed, but not exact.
 _SETTINGS = (
@@ -60,11 +62,19 @@ def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
     """Everything beside loops, logging and user state; values may share memory until they are encoded."""
     return {
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "precision": trainer.precision_plugin.state_dict(),
+        "precision": _precision(trainer.precision_plugin),
         "loop_extras": internals.loop_extras(),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "should_stop": trainer.should_stop,
     }
+
+
+def _precision(plugin: Any) -> Any:
+    """The plugin's state. That of the mixed one is its gradient scaler's, which is read without a wait."""
+    scaler = getattr(plugin, "scaler", None)
+    if type(plugin).state_dict is MixedPrecision.state_dict:
+        return {} if scaler is None else scaler_state(scaler)
+    return plugin.state_dict()
 
 
 def restore(trainer: pl.Trainer, internals: TrainerInternals, state: Mapping[str, Any]) -> None:

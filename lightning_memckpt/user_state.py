@@ -81,6 +81,20 @@ def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
         yield (key if seen[key] == 1 else f"{key}#{seen[key]}"), callback
 
 
+def attribute_roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, object]:
+    """What the names of plain attributes may begin with; a callback by its state key, and by its class if alone."""
+    untyped: Any = trainer
+    roots: dict[str, object] = {"module": pl_module}
+    if untyped.datamodule is not None:
+        roots["datamodule"] = untyped.datamodule
+    classes = [type(callback).__name__ for callback in untyped.callbacks]
+    for key, callback in callbacks_by_key(trainer):
+        roots[f"callbacks.{key}"] = callback
+        if classes.count(type(callback).__name__) == 1:
+            roots.setdefault(f"callbacks.{type(callback).__name__}", callback)
+    return roots
+
+
 class UserState:
     """Captures and restores what user code returns from its state hooks.
 

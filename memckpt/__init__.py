@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from memckpt.arguments import ProtectionArguments, add_arguments, from_args
     from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
     from memckpt.errors import MemckptError
+    from memckpt.recovery.comparison import Kind as ComparedKind
     from memckpt.session import HeldState, RestoreReport, Session, attach
     from memckpt.state.codec import unencodable_paths
     from memckpt.storage.export import ExportedState
 
 _PUBLIC = {
     "AgentConfig": ("memckpt.config", "AgentConfig"),
+    "ComparedKind": ("memckpt.recovery.comparison", "Kind"),
     "ErasureConfig": ("memckpt.config", "ErasureConfig"),
     "MirrorConfig": ("memckpt.config", "MirrorConfig"),
     "ProtectionArguments": ("memckpt.arguments", "ProtectionArguments"),
@@ -39,6 +41,7 @@ _PUBLIC = {
 
 __all__ = [
     "AgentConfig",
+    "ComparedKind",
     "ErasureConfig",
     "ExportedState",
     "HeldState",

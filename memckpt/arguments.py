@@ -10,8 +10,8 @@
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
 An option that is given wins over its variable, a variable over a default. ``none`` stands for None where a field
-allows it. MEMCKPT_NODE and MEMCKPT_RUNTIME_DIR belong to the agent's address and are read there; MEMCKPT_RACK and
-MEMCKPT_ZONE where peers are placed.
+allows it. MEMCKPT_NODE belongs to the agent's address and is read there; MEMCKPT_RACK and MEMCKPT_ZONE where
+peers are placed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RESUME_HELP = (
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
 #: Read elsewhere: they say where a node and its agent are found.
-_ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RUNTIME_DIR", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
+_ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
 _log = logging.getLogger("memckpt")
 
 
@@ -85,6 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
             dest=setting.destination,
             type=_argument(setting.parse),
             default=argparse.SUPPRESS,
+            # What is true or false may be given without a value.
+            nargs="?" if setting.kind is bool else None,
+            const=True if setting.kind is bool else None,
             metavar="|".join(setting.choices) or (setting.kind.__name__.upper() if setting.kind else None),
             help=f"{setting.help} ({condition}default: {setting.variable}, or {default})".replace("%", "%%"),
         )

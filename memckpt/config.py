@@ -19,6 +19,7 @@ StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
 AckPolicy = Literal["wait", "proceed"]
 Security = Literal["curve", "plain"]
+ResumeCheckChoice = Literal["witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
@@ -42,7 +43,10 @@ class AgentConfig:
         threads: CPU threads it may use for redo.
         linger_seconds: how long it keeps the state with no trainer connected.
         memory_budget_bytes: the most it may hold; None means what the machine and its cgroup have left.
-        start_seconds: time limit for its start and for each of its replies.
+        start_seconds: time limit for its start and for each of its replies; an agent that stands still stops training
+            once, for at most so long.
+        fence_seconds: how long killed trainers of an earlier attempt may take to end, before a new one is refused; what
+            has used a GPU takes longest.
         niceness: added to its CPU niceness, so that training comes first.
     """
 
@@ -50,12 +54,14 @@ class AgentConfig:
     linger_seconds: float = 1800.0
     memory_budget_bytes: int | None = None
     start_seconds: float = 60.0
+    fence_seconds: float = 60.0
     niceness: int = 10
 
     def __post_init__(self) -> None:
         _require(self.threads >= 1, "agent.threads", "1 or more", self.threads)
         _require(self.linger_seconds >= 0, "agent.linger_seconds", "0 or more", self.linger_seconds)
         _require(self.start_seconds > 0, "agent.start_seconds", "more than 0", self.start_seconds)
+        _require(self.fence_seconds > 0, "agent.fence_seconds", "more than 0", self.fence_seconds)
         _require(0 <= self.niceness <= 19, "agent.niceness", "0 to 19", self.niceness)
         budget = self.memory_budget_bytes
         _require(budget is None or budget > 0, "agent.memory_budget_bytes", "None or more than 0", budget)
@@ -226,6 +232,11 @@ class MemckptConfig:
         agent: the agent's own settings.
         peers: how records are kept in other nodes' memory, an ErasureConfig or a MirrorConfig; None: they are not.
         storage: checkpoints beyond this node's memory; None: none are written or looked for.
+        resume_check: how a resume proves itself. ``"witness"`` compares the first gradients with those that the dead
+            attempt had left of the same step, and costs nothing; ``"replay"`` repeats the last step and compares the
+            whole state bit for bit; ``"require"`` does that and ends training where they differ; ``"off"`` does
+            neither.
+        accept_changes: lets one attempt go on where ``"require"`` finds a difference, for a change that is meant.
     """
 
     redo: RedoChoice = "auto"
@@ -236,6 +247,8 @@ class MemckptConfig:
     agent: AgentConfig = field(default_factory=AgentConfig)
     peers: ErasureConfig | MirrorConfig | None = None
     storage: StorageConfig | None = field(default_factory=StorageConfig)
+    resume_check: ResumeCheckChoice = "witness"
+    accept_changes: bool = False
 
     def __post_init__(self) -> None:
         known = ("auto", "eager", "lazy", "capture")
@@ -251,6 +264,14 @@ class MemckptConfig:
         _require(peers is None or isinstance(peers, kinds), "peers", "None, an ErasureConfig or a MirrorConfig", peers)
         storage = self.storage
         _require(storage is None or isinstance(storage, StorageConfig), "storage", "None or a StorageConfig", storage)
+        checks = ("witness", "replay", "require", "off")
+        expected = "'witness', 'replay', 'require' or 'off'"
+        _require(self.resume_check in checks, "resume_check", expected, self.resume_check)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a resume repeats the last step to prove itself."""
+        return self.resume_check in ("replay", "require")
 
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""

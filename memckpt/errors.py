@@ -6,6 +6,7 @@
      |   '- UnsupportedStateError           a value that the safe codec does not take
      |- NothingHeldError (LookupError)      resume="require" or a step number, and it is not held
      |- ForeignStateError (ValueError)      what is held belongs to another model or optimizer
+     |- ResumeMismatchError (RuntimeError) a repeated step has led elsewhere than before
      |- DataPositionError (RuntimeError)    a data loader does not repeat what it has handed out
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
@@ -73,6 +74,12 @@ class ForeignStateError(MemckptError, ValueError):
     """What is held was written by another model or optimizer; the first difference is named."""
 
     exit_code = 5
+
+
+class ResumeMismatchError(MemckptError, RuntimeError):
+    """With ``resume_check="require"``: the repeated step differs from the held one, which is still held."""
+
+    exit_code = 13
 
 
 class DataPositionError(MemckptError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -17,15 +18,25 @@ class Report(Protocol):
     def seconds(self) -> float: ...
     @property
     def steps_lost(self) -> int: ...
+    @property
+    def repeated(self) -> int | None: ...
 
 
 def show_by_default(logger: logging.Logger) -> None:
     """Make INFO of `logger` visible on the error stream unless the application has configured logging itself."""
-    if logger.level == logging.NOTSET:
+    if not any(each.level != logging.NOTSET for each in _named(logger)):
         logger.setLevel(logging.INFO)
-    if not logging.getLogger().hasHandlers() and not logger.handlers:
+    if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
         logger.propagate = False
+
+
+def _named(logger: logging.Logger) -> Iterator[logging.Logger]:
+    """The logger and those above it, without the root: whose level somebody has chosen for us, if it has one."""
+    each: logging.Logger | None = logger
+    while each is not None and each.parent is not None:
+        yield each
+        each = each.parent
 
 
 class Messages:
@@ -51,7 +62,10 @@ class Messages:
     def resumed(self, report: Report) -> None:
         """Say where training goes on, and what was lost."""
         lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
-        self.inform(f"resumed at step {report.step} from {report.tier} in {report.seconds:.2f} s, {lost}")
+        step, proof = report.step, ""
+        if report.repeated is not None:
+            step, proof = report.repeated, f"; step {report.repeated} is repeated first, as a proof"
+        self.inform(f"resumed at step {step} from {report.tier} in {report.seconds:.2f} s, {lost}{proof}")
 
     def warn(self, line: str) -> None:
         """Say, once, one line about something that is not as the user may expect."""

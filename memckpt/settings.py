@@ -22,6 +22,7 @@ KIND = "kind"
 PREFIX = "memckpt"
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _NONE = ("none", "null")
+_TRUTH = {"true": True, "false": False, "1": True, "0": False}
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class Setting:
         if self.choices:
             if text in self.choices:
                 return text
+        elif self.kind is bool:
+            if text.lower() in _TRUTH:
+                return _TRUTH[text.lower()]
         elif self.kind in (int, float) or (self.kind is str and text):
             try:
                 return self.kind(text)
@@ -194,7 +198,9 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
             arguments[name] = from_mapping(value, typing.cast(type, inner), f"{path}{name}.")
         elif typing.get_origin(inner) is Literal:
             arguments[name] = value
-        elif isinstance(value, bool) or not isinstance(value, (int, float) if inner is float else inner):
+        elif isinstance(value, bool) != (inner is bool) or not isinstance(
+            value, (int, float) if inner is float else inner
+        ):
             none = "None or " if optional else ""
             raise ConfigurationError(f"{path}{name}: expected {none}{inner.__name__}, found {value!r}")
         else:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from memckpt.arguments import with_environment
+from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import UsageError
 from transformers_memckpt import notes
@@ -30,6 +31,8 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
         replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
             on all ranks. Others are taken for a rank's own.
+        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be carried, too:
+            ``"model.level"``, ``"trainer.train_dataset.level"``, ``"callbacks.Curriculum.level"``.
 
     Raises:
         ConfigurationError: a setting that cannot be, in the arguments or in the environment.
@@ -42,9 +45,11 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         resume: ResumeChoice | int | None = None,
         config: MemckptConfig | None = None,
         replicated: Sequence[str] = (),
+        attributes: Sequence[str] = (),
     ) -> None:
         self.run_dir, self.resume, self.config = with_environment(run_dir, resume, config)
         self.replicated = tuple(replicated)
+        self.attributes = checked_names(attributes)
         self._trainer: Any = None
         self._protection: Protection | None = None
 
@@ -80,6 +85,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
                 resume=self.resume,
                 config=self.config,
                 replicated=self.replicated,
+                attributes=self.attributes,
             )
             try:
                 return self._protection.train(original, *args, **kwargs)
@@ -116,6 +122,16 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         if self._protection is not None:
             self._protection.end_batch(stepped=True)
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """A step is repeated as a proof, an evaluation is not."""
+        if self._protection is not None:
+            self._protection.unrepeatable("an evaluation followed it")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Nor is the writing of a checkpoint."""
+        if self._protection is not None:
+            self._protection.unrepeatable("a checkpoint file was written behind it")
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -136,8 +152,11 @@ def protect(
     resume: ResumeChoice | int | None = None,
     config: MemckptConfig | None = None,
     replicated: Sequence[str] = (),
+    attributes: Sequence[str] = (),
 ) -> MemCheckpointTrainerCallback:
     """Add a MemCheckpointTrainerCallback to `trainer`, which it then knows; arguments and errors are the callback's."""
-    callback = MemCheckpointTrainerCallback(run_dir, resume=resume, config=config, replicated=replicated)
+    callback = MemCheckpointTrainerCallback(
+        run_dir, resume=resume, config=config, replicated=replicated, attributes=attributes
+    )
     callback.attach(trainer)
     return callback

@@ -4,6 +4,9 @@ The state is captured where nothing is owed: when a step begins, so that what th
 evaluate, save) is done, and when an epoch has ended. A process that dies in an evaluation does the step before it once
 more, and the whole evaluation.
 
+With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
+that the killed process took last. Steps that an evaluation, a file or an epoch's end followed are not repeated.
+
 A resumed training goes through three moments:
 
 1. `on_train_begin`: model, optimizer and loader exist, and no epoch has begun. The session is attached; held state
@@ -25,13 +28,15 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
+from memckpt.capture.attributes import Attributes
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
 from memckpt.messages import Messages
 from memckpt.user_file import UserFile, connect
 from transformers_memckpt import notes
+from transformers_memckpt.check_parts import check_parts
 from transformers_memckpt.loader import Follower
-from transformers_memckpt.trainer_state import TrainerStates
+from transformers_memckpt.trainer_state import TrainerStates, attribute_roots
 
 STATE = "transformers"
 _log = logging.getLogger("transformers_memckpt")
@@ -57,7 +62,7 @@ class Protection:
         run_dir: names the run.
         resume: what to do with held state.
         config: the engine's configuration.
-        replicated: of the callback.
+        replicated, attributes: of the callback.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Protection:
         resume: ResumeChoice | int,
         config: MemckptConfig,
         replicated: Sequence[str],
+        attributes: Sequence[str],
     ) -> None:
         self._trainer = trainer
         self._run_dir = run_dir
@@ -77,6 +83,7 @@ class Protection:
         self._replicated = replicated
         self._messages = Messages(_log, trainer.is_world_process_zero())
         self._states = TrainerStates(trainer, callback)
+        self._attributes = Attributes(attributes, lambda: attribute_roots(trainer))
         self._session: memckpt.Session | None = None
         self._loader: Follower | None = None
         self._pending: dict[str, Any] | None = None
@@ -88,6 +95,7 @@ class Protection:
         self._epoch_length = 0
         self._committed_step = 0
         self._commits = 0
+        self._epoch_ended = False
         self._file: tuple[str, int, int] | None = None
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +150,11 @@ class Protection:
         self._loader = Follower(train_loader, trainer.args.gradient_accumulation_steps)
         file = UserFile(self._file[0], self._file[1], "resume_from_checkpoint") if self._file is not None else None
         self._session = connect(self._connect, self._resume, file, self._run_dir, self._messages)
+        self._attributes.check()
         held = self._session.held
-        self._session.provide(STATE, lambda: self._captured)
+        self._session.provide(STATE, lambda: self._captured, check_parts, self._put_back)
+        state = self._trainer.accelerator.gradient_state
+        self._session.announce_accumulation(lambda: not state.sync_gradients)
         for line in notes.inexact(trainer):
             self._messages.warn(line)
         self._look_again()
@@ -204,7 +215,9 @@ class Protection:
         trainer = self._trainer
         assert self._loader is not None
         self._pending = state
+        self._epoch_ended = state["loader"]["between"]
         self._states.restore_counters(state["states"])
+        self._attributes.restore(state.get("attributes", {}))  # before workers of the loader copy them
         self._first_epoch = state["epoch"]
         self._loader.resume(state["loader"])
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
@@ -232,11 +245,22 @@ class Protection:
         state, self._pending = self._pending, None
         report = session.restore_tensors()
         self._states.restore(state["states"])
+        self._attributes.restore(state.get("attributes", {}))
         self._committed_step = self._trainer.state.global_step
         loader.go_live()
         session.restore_rng()
         if report is not None:
             self._messages.resumed(report)
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        """A repeated step has come out differently: have what is beside tensors as it was when first taken."""
+        self._states.restore(state["states"])
+        self._attributes.restore(state.get("attributes", {}))
+
+    def unrepeatable(self, reason: str) -> None:
+        """More than a step happens now: to repeat it would do that twice."""
+        if self._session is not None:
+            self._session.unrepeatable(reason)
 
     def _active(self) -> tuple[memckpt.Session, Follower]:
         assert self._session is not None, "begin() is called before the first epoch"
@@ -278,8 +302,13 @@ class Protection:
             "settings": notes.settings(self._trainer.args),
             "loader": loader.position(batches),
             "states": self._states.capture(),
+            "attributes": self._attributes.capture(),
         }
+        for line in self._attributes.left_out:
+            self._messages.warn(f"not carried over a restart: {line}")
         step = self._trainer.state.global_step
+        if self._epoch_ended or batches is None:
+            session.unrepeatable(f"an epoch {'ended before' if self._epoch_ended else 'ends with'} it")
         try:
             session.commit(step=step, gradients_pending=False)
         except UnsupportedStateError:
@@ -291,6 +320,7 @@ class Protection:
         finally:
             self._captured = None
         self._committed_step = step
+        self._epoch_ended = batches is None
         self._commits += 1
 
     def _look_again(self) -> None:

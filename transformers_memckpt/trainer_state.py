@@ -10,6 +10,7 @@ from transformers import TrainerControl
 from transformers.trainer_callback import ExportableState
 
 import memckpt
+from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UnsupportedStateError
 
 # Of TrainerState, what training changes. The rest follows from the arguments.
@@ -63,6 +64,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
+def attribute_roots(trainer: Any) -> dict[str, object]:
+    """What the names of plain attributes may begin with; a callback by its class, if it is the only one of it."""
+    callbacks = trainer.callback_handler.callbacks
+    classes = [type(each).__name__ for each in callbacks]
+    alone = {
+        f"callbacks.{name}": each for name, each in zip(classes, callbacks, strict=True) if classes.count(name) == 1
+    }
+    return {"model": trainer.model, "trainer": trainer, **alone}
+
+
 class TrainerStates:
     """The states of one trainer, its scheduler, its gradient scaler, and its callbacks.
 
@@ -89,7 +100,7 @@ class TrainerStates:
             "trainer": {name: getattr(trainer, name) for name in _TRAINER},
             "loss": trainer._tr_loss,
             "scheduler": trainer.lr_scheduler.state_dict(),
-            "scaler": scaler.state_dict() if scaler is not None else None,
+            "scaler": scaler_state(scaler) if scaler is not None else None,
             "callbacks": {
                 name: _state_of(callback) for name, callback in self._callbacks() if name not in self.left_out
             },

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.launch import report_failure, report_ready
-from memckpt.agent.serve import serve
-from memckpt.errors import MemckptError
+from memckpt.agent.detach import detach, lower_oom_score
 
 
 def main() -> int:
@@ -21,14 +17,24 @@ def main() -> int:
     parser.add_argument("--niceness", type=int, default=0)
     parser.add_argument("--ready-fd", type=int, required=True, help="where to report that it answers")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    os.nice(arguments.niceness)
-    address = AgentAddress.of(arguments.run_dir, arguments.node)
-    try:
-        serve(address, arguments.linger_seconds, lambda: report_ready(arguments.ready_fd))
-    except MemckptError as error:
-        report_failure(arguments.ready_fd, error)
-        return error.exit_code
+    if not detach(arguments.ready_fd):
+        return 0
+    # Only now: what is imported here may start threads, which a fork does not take along.
+    from memckpt.agent.address import AgentAddress
+    from memckpt.agent.launch import report_failure, report_ready
+    from memckpt.agent.log import logging_to_stderr
+    from memckpt.agent.serve import serve
+    from memckpt.errors import MemckptError
+
+    with logging_to_stderr():
+        lower_oom_score()
+        os.nice(arguments.niceness)
+        address = AgentAddress.of(arguments.run_dir, arguments.node)
+        try:
+            serve(address, arguments.linger_seconds, lambda: report_ready(arguments.ready_fd))
+        except MemckptError as error:
+            report_failure(arguments.ready_fd, error)
+            return error.exit_code
     return 0
 
 

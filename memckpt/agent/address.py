@@ -1,22 +1,44 @@
-"""Where a run's agent is found on a node, and who may talk to it."""
+"""The address of a run's agent on a node: a file in the run directory that names its socket, and a lock for its start.
+
+Nothing else says where the agent is. The environment of a later trainer may differ from that of the one which started
+the agent, and directories such as XDG_RUNTIME_DIR go when the user logs out. No path leads to the agent's sockets, so
+none can be removed: one has a name in the abstract namespace, which belongs to the network namespace; the other is
+reached from other network namespaces, through a descriptor of the agent in ``/proc``. Both go with the agent.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import hashlib
+import logging
 import os
 import platform
+import secrets
+import select
 import socket
 import struct
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from memckpt.errors import AgentError
+import msgspec
 
+from memckpt.agent.processes import start_ticks
+from memckpt.errors import AgentError, AgentGoneError
+
+_log = logging.getLogger("memckpt.agent")
 NODE_VARIABLE = "MEMCKPT_NODE"
-RUNTIME_VARIABLE = "MEMCKPT_RUNTIME_DIR"
+#: The queue of connections that an agent has not accepted yet. One that stands still accepts none.
+_BACKLOG = 64
+#: How long to wait for room in that queue.
+_CONNECT_SECONDS = 5.0
+#: How long another process may take to start an agent, or to end one.
+_LOCK_SECONDS = 120.0
+#: How long a process that has been killed may take from closing its sockets to its end.
+_END_SECONDS = 10.0
 
 
 def node_name() -> str:
@@ -24,29 +46,48 @@ def node_name() -> str:
     return os.environ.get(NODE_VARIABLE) or platform.node()
 
 
-def runtime_directory() -> Path:
-    """The 0700 directory with the sockets of this user's agents; made if need be.
+class ServingAgent(msgspec.Struct, frozen=True):
+    """The content of the file: which process serves, and its two sockets.
 
-    Raises:
-        AgentError: it belongs to somebody else or others may enter it.
+    Attributes:
+        boot: the id of the machine's boot; process ids of another one mean nothing.
+        pid_namespace: the inode of the PID namespace in which `pid` counts.
+        socket: the name in the abstract namespace.
+        descriptor: of the process, and refers to the other socket's inode; -1: there is none.
     """
-    configured = os.environ.get(RUNTIME_VARIABLE)
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if configured:
-        directory = Path(configured)
-    elif base and os.access(base, os.W_OK):
-        directory = Path(base) / "memckpt"
-    else:
-        directory = Path("/tmp") / f"memckpt-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700, parents=bool(configured))
-    found = directory.lstat()
-    if not directory.is_dir() or directory.is_symlink() or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise AgentError(
-            f"runtime directory {directory}: expected a directory of uid {os.getuid()} with mode 0700, found uid "
-            f"{found.st_uid} and mode {found.st_mode & 0o7777:04o}; remove it or set {RUNTIME_VARIABLE}"
-        )
-    return directory
+
+    pid: int
+    start_ticks: int
+    boot: str
+    pid_namespace: int
+    socket: str
+    descriptor: int
+
+    @property
+    def addresses(self) -> Iterator[str]:
+        """Where to connect to, best first."""
+        yield f"\0{self.socket}"
+        if self.descriptor >= 0 and self._pid_counts and start_ticks(self.pid) == self.start_ticks:
+            yield f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    @property
+    def _pid_counts(self) -> bool:
+        return (self.boot, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    def ends(self, within: float) -> bool:
+        """Whether the process is gone or ends in time; also where that cannot be known from here."""
+        if not self._pid_counts:
+            return True
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if start_ticks(self.pid) != self.start_ticks:
+                return True
+            return bool(select.select([handle], [], [], within)[0])
+        finally:
+            os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -61,56 +102,222 @@ class AgentAddress:
         return cls(Path(run_dir).resolve(), node or node_name())
 
     @property
-    def key(self) -> str:
-        """What tells this run and node apart from all others of the same user."""
-        return hashlib.blake2b(f"{self.run_dir}\0{self.node}".encode(), digest_size=10).hexdigest()
-
-    @property
-    def socket_path(self) -> Path:
-        return runtime_directory() / f"{self.key}.sock"
+    def file_path(self) -> Path:
+        """The file that says which process serves; one for each node, as nodes may share the run directory."""
+        return self.run_dir / f"agent-{self.node}.json"
 
     @property
     def log_path(self) -> Path:
         return self.run_dir / f"agent-{self.node}.log"
 
+    def serving(self) -> ServingAgent | None:
+        """The agent that the run directory names, whether or not it lives; None if it names none."""
+        try:
+            return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except msgspec.DecodeError as error:
+            # Written to the end and renamed, and not synchronized: the machine has crashed, and the agent with it.
+            _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
+            return None
+
+    # For the agent
+
+    def listen(self) -> Listener:
+        """Sockets that listen, and a run directory that names this process from now on.
+
+        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
+
+        Raises:
+            AgentError: the file cannot be written.
+        """
+        listener = Listener()
+        written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
+        try:
+            written.write_bytes(msgspec.json.encode(listener.serving))
+            written.replace(self.file_path)
+        except OSError as error:
+            listener.close()
+            with contextlib.suppress(OSError):
+                written.unlink()
+            raise AgentError(
+                f"expected a run directory in which {self.file_path} can be written, found {error}; choose another "
+                "run directory, or make this one writable"
+            ) from error
+        return listener
+
+    def withdraw(self, serving: ServingAgent) -> None:
+        """Have the run directory name this agent no more. The caller holds :meth:`starting`."""
+        if self.serving() == serving:
+            self.file_path.unlink(missing_ok=True)
+
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Hold the lock under which an agent is started: one starter at a time, none while an agent unlinks."""
+        """Hold the lock under which an agent is started: one starter at a time, none while an agent withdraws.
+
+        The lock is a name in the abstract namespace. It goes with its holder, needs no file system that can lock, and
+        belongs to this node, which may share the run directory with others.
+
+        Raises:
+            AgentError: another process has held it for too long.
+        """
+        text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
+        name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+        deadline = time.monotonic() + _LOCK_SECONDS
         while True:
-            path = runtime_directory() / f"{self.key}.lock"
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            except FileNotFoundError:
-                continue  # the last agent of this user has just removed the directory
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            # The holder before us may have removed the file: then lock the one that is there now.
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == os.fstat(fd).st_ino:
-                    break
-            os.close(fd)
+                lock.bind(name)
+                lock.listen(_BACKLOG)
+                break
+            except OSError as error:
+                lock.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            self._wait_for_starter(name, deadline)
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-            os.close(fd)
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()  # not empty while any agent lives
+            lock.close()
+
+    def _wait_for_starter(self, name: str, deadline: float) -> None:
+        """Wait until whoever holds the lock lets go of it, or a moment where it cannot be asked."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+            waiting.setblocking(False)
+            left = deadline - time.monotonic()
+            holder = 0
+            try:
+                waiting.connect(name)
+                holder, uid = peer(waiting)
+                if uid != os.getuid():
+                    raise AgentError(
+                        f"the lock for starting agents of {self.run_dir} is held by uid {uid}, pid {holder}; expected "
+                        f"this user, {os.getuid()}. End that process, or choose another run directory"
+                    )
+                # Nobody accepts; the connection ends with the lock.
+                select.select([waiting], [], [], max(0.0, left))
+            except (ConnectionRefusedError, BlockingIOError):  # not listening yet or any more; too many who wait
+                select.select([], [], [], 0.01)
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"pid {holder or '?'} has been starting or ending an agent of {self.run_dir} for {_LOCK_SECONDS:.0f} s "
+                "and more; end it if it hangs"
+            )
+
+    # For trainers and people
 
     def connect(self) -> socket.socket | None:
-        """A connection to the agent, or None if none answers."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """A connection to the agent, or None if none serves.
+
+        Raises:
+            AgentGoneError: it accepts no connections: it is stopped, or overloaded.
+            AgentError: it lives and cannot be reached from here, or is another user's.
+        """
+        refused: ServingAgent | None = None
+        while True:
+            serving = self.serving()
+            if serving is None:
+                return None
+            try:
+                return self._connect_to(serving)
+            except ConnectionRefusedError:
+                if serving != refused:
+                    refused = serving  # it may have left, and another one come, since the file was read
+                elif serving.ends(within=_END_SECONDS):
+                    return None
+                elif self.serving() == serving:
+                    raise AgentError(
+                        f"agent pid {serving.pid} serves {self.run_dir} on node {self.node} and cannot be reached: "
+                        "expected agent and trainer in one network namespace (container, pod). Start both in one, or "
+                        "end the agent"
+                    ) from None
+
+    def _connect_to(self, serving: ServingAgent) -> socket.socket:
+        refusal: OSError = ConnectionRefusedError()
+        for address in serving.addresses:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                seconds, microseconds = divmod(int(_CONNECT_SECONDS * 1e6), 1_000_000)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+                sock.connect(address)
+                _, uid = peer(sock)
+                if uid != os.getuid():
+                    raise AgentError(
+                        f"the agent of {self.run_dir} runs as uid {uid}; expected this user, {os.getuid()}"
+                    )
+            except BlockingIOError as error:
+                sock.close()
+                raise AgentGoneError(
+                    f"agent pid {serving.pid} has accepted no connection for {_CONNECT_SECONDS:.0f} s (stopped or "
+                    "overloaded?)"
+                ) from error
+            except (ConnectionRefusedError, FileNotFoundError, PermissionError) as error:
+                sock.close()
+                refusal = error
+            except BaseException:  # raised again: nobody else knows of the socket
+                sock.close()
+                raise
+            else:
+                return sock
+        raise ConnectionRefusedError(str(refusal)) from refusal
+
+
+class Listener:
+    """The two sockets of the agent that runs in this process. Its owner closes it."""
+
+    def __init__(self) -> None:
+        name = f"memckpt-{secrets.token_hex(16)}"
+        self.sockets = [_listen_at(f"\0{name}")]
+        self._descriptor = -1
         try:
-            sock.connect(str(self.socket_path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            sock.close()
-            return None
-        if peer(sock)[1] != os.getuid():
-            sock.close()
-            raise AgentError(f"the agent at {self.socket_path} runs as uid {peer(sock)[1]}, not as {os.getuid()}")
-        return sock
+            self._listen_in_proc()
+        except OSError as error:  # no directory for temporary files
+            _log.info("trainers in another network namespace will not reach this agent: %s", error)
+        pid = os.getpid()
+        self.serving = ServingAgent(pid, start_ticks(pid), _boot_id(), _pid_namespace(), name, self._descriptor)
+
+    def _listen_in_proc(self) -> None:
+        """A socket whose path is gone as soon as there is a descriptor of its inode."""
+        with tempfile.TemporaryDirectory(prefix="memckpt-") as directory:
+            # Through a descriptor of the directory: a socket's path is at most 107 bytes long.
+            fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                path = f"/proc/self/fd/{fd}/socket"
+                self.sockets.append(_listen_at(path))
+                self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Idempotent."""
+        for listening in self.sockets:
+            listening.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _listen_at(address: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except BaseException:  # raised again: nobody else knows of the socket
+        listening.close()
+        raise
+    return listening
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
     """Process and user id of the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

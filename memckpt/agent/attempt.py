@@ -8,7 +8,6 @@ what is held.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, field
 
 from memckpt.agent.channel import Channel
@@ -17,7 +16,6 @@ from memckpt.agent.processes import ProcessHandle, start_ticks
 from memckpt.errors import RunBusyError
 
 _log = logging.getLogger("memckpt.agent")
-_DEATH_SECONDS = 10.0
 
 
 @dataclass
@@ -68,18 +66,21 @@ class Attempt:
     def all_finished(self) -> bool:
         return self.all_here and all(member.finished for member in self.members.values())
 
-    def fence(self, newcomer: Hello, newcomer_pid: int) -> int:
-        """Make sure that no trainer of this attempt lives on. Returns how many had to be killed.
+    def fence(self, newcomer: Hello, newcomer_pid: int) -> list[Member]:
+        """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
 
         They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer
-        as a later restart. A living trainer that somebody else still runs is left alone.
+        as a later restart. A living trainer that somebody else still runs is left alone. One that is dying already,
+        and has perhaps closed its connection, is waited for, whoever has started it.
 
         Raises:
             RunBusyError: such a trainer holds the run; the message has its pid.
         """
-        living = [member for member in self.living() if member.process.pid != newcomer_pid]
-        if not living:
-            return 0
+        here = [
+            member for member in self.members.values() if member.process.alive() and member.process.pid != newcomer_pid
+        ]
+        dying = [member for member in here if member.process.dying()]
+        living = [member for member in here if member not in dying and not member.left]
         if not all(_superseded(member.launcher, newcomer) for member in living):
             pids = ", ".join(str(member.process.pid) for member in living)
             raise RunBusyError(
@@ -89,14 +90,7 @@ class Attempt:
         for member in living:
             _log.warning("killing pid %d (rank %d), left over from an earlier attempt", member.process.pid, member.rank)
             member.process.kill()
-        deadline = time.monotonic() + _DEATH_SECONDS
-        for member in living:
-            if not member.process.wait(max(0.0, deadline - time.monotonic())):
-                raise RunBusyError(
-                    f"pid {member.process.pid} of an earlier attempt was killed but does not die (uninterruptible "
-                    "sleep?); it could still write into the held state, so this attempt is refused"
-                )
-        return len(living)
+        return dying + living
 
 
 def _superseded(launcher: Launcher, newcomer: Hello) -> bool:

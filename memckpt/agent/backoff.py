@@ -5,25 +5,34 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-#: So often in a row one takes its place at once.
-_AT_ONCE = 2
-_FIRST_SECONDS = 1.0
-_MOST_SECONDS = 60.0
-#: One that has lived so long did not die of how it was started.
-_STEADY_SECONDS = 60.0
-
 
 class Backoff:
-    """How long to wait after each death: not at all at first, then twice as long each time, a minute at most.
+    """How long to wait after each death: not at all at first, then twice as long each time, up to a limit.
 
     It never gives up: training that waits for what the process does would stand still for ever.
 
     Args:
         clock: in seconds.
+        at_once: so often in a row one takes the place of the last at once.
+        first: the shortest pause, in seconds.
+        longest: the longest.
+        steady: one that has lived so long did not die of how it was started.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        at_once: int = 2,
+        first: float = 1.0,
+        longest: float = 60.0,
+        steady: float = 60.0,
+    ) -> None:
         self._clock = clock
+        self._at_once = at_once
+        self._first = first
+        self._longest = longest
+        self._steady = steady
         self._started = clock()
         self._deaths = 0
 
@@ -37,9 +46,9 @@ class Backoff:
 
     def died(self) -> float:
         """The seconds until another one is to be started: 0 for at once."""
-        if self._clock() - self._started >= _STEADY_SECONDS:
+        if self._clock() - self._started >= self._steady:
             self._deaths = 0
         self._deaths += 1
-        if self._deaths <= _AT_ONCE:
+        if self._deaths <= self._at_once:
             return 0.0
-        return min(_MOST_SECONDS, _FIRST_SECONDS * 2.0 ** min(self._deaths - _AT_ONCE - 1, 10))
+        return min(self._longest, self._first * 2.0 ** min(self._deaths - self._at_once - 1, 10))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
-import subprocess
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,14 @@ from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.channel import Channel
 from memckpt.agent.launch import spawn_agent
 from memckpt.agent.messages import (
+    Advance,
+    Advanced,
     Alarm,
     Begin,
     Configure,
     Credit,
     Drift,
+    Fencing,
     Gap,
     Goodbye,
     Hello,
@@ -33,10 +37,14 @@ from memckpt.agent.messages import (
     Prepare,
     Prepared,
     Protected,
+    RecordSaved,
     Refused,
     Resume,
     Saved,
     SaveFailed,
+    SaveRecord,
+    Status,
+    StatusRequest,
     TakeSnapshot,
 )
 from memckpt.agent.peer_messages import (
@@ -96,7 +104,7 @@ class AgentClient:
     In a forked child the socket is closed: loader workers must not keep a dead trainer's connection open.
     """
 
-    def __init__(self, channel: Channel, config: AgentConfig, process: subprocess.Popen[bytes] | None) -> None:
+    def __init__(self, channel: Channel, config: AgentConfig) -> None:
         self.channel = channel
         self.agent_pid = peer(channel.sock)[0]
         self.applied = 0
@@ -106,7 +114,6 @@ class AgentClient:
         #: Whether nobody is to wait for that, just now.
         self.lifted = False
         self._config = config
-        self._process = process
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
         _live.add(self)
@@ -118,11 +125,10 @@ class AgentClient:
         Raises:
             AgentError: there is none and none could be started.
         """
-        process = None
         sock = address.connect()
         if sock is None:
             try:
-                process = spawn_agent(address, config)
+                spawn_agent(address, config)
             except AgentError:
                 # Another rank of this node may have been faster.
                 sock = address.connect()
@@ -132,7 +138,7 @@ class AgentClient:
                 sock = address.connect()
         if sock is None:
             raise AgentError(f"the agent of {address.run_dir} started but does not answer; see {address.log_path}")
-        return cls(Channel(sock), config, process)
+        return cls(Channel(sock), config)
 
     def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
         self.channel.send(message, timeout=self._config.start_seconds)
@@ -164,8 +170,10 @@ class AgentClient:
             self.whole, self.lifted = message.whole, message.lifted
         elif isinstance(message, Notice):
             self._notices.append(message)
-        elif isinstance(message, (RecoveryProgress, Recovered)):
-            pass  # of a recovery that has been given up
+        elif isinstance(message, Fencing):
+            _log.warning("memckpt: the start waits for trainers of the last attempt, %s", message.reason)
+        elif isinstance(message, (RecoveryProgress, Recovered, Status)):
+            pass  # of a recovery that has been given up; a sign of life
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")
         elif isinstance(message, Refused):
@@ -187,6 +195,22 @@ class AgentClient:
         """Give the agent the run's settings."""
         self.channel.send(message)
 
+    def save_record(self, record: int, url: str, timeout: float) -> RecordSaved | None:
+        """Have all that the agent holds of a record written; None if that takes longer than `timeout` seconds.
+
+        What is said of other checkpoints meanwhile is kept for :meth:`notices`.
+        """
+        self.send(SaveRecord(record, url))
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            received = self.channel.poll(left)
+            if received is None:
+                break
+            if isinstance(received[0], RecordSaved):
+                return received[0]
+            self._note(*received)
+        return None
+
     def prepare(self, message: Prepare) -> PreparedRegions:
         """Have a new generation allocated. Raises MemoryBudgetError if it does not fit."""
         return self._regions(message)
@@ -194,6 +218,12 @@ class AgentClient:
     def resume(self, message: Resume) -> PreparedRegions:
         """Have the state after the record that the plan chose produced."""
         return self._regions(message)
+
+    def advance(self, record: int) -> Advanced:
+        """Have the replica go on to the resumed record; waits until all local ranks have asked."""
+        answer, _ = self._request(Advance(record), Advanced)
+        assert isinstance(answer, Advanced)
+        return answer
 
     def _regions(self, message: Message) -> PreparedRegions:
         answer, fds = self._request(message, Prepared)
@@ -212,8 +242,12 @@ class AgentClient:
         return order
 
     def send(self, message: Message) -> None:
-        """Send one of the messages that have no answer. Raises AgentGoneError if the agent is gone."""
-        self.channel.send(message)
+        """Send one of the messages that have no answer.
+
+        Raises:
+            AgentGoneError: the agent is gone, or has taken nothing within the time limit.
+        """
+        self.channel.send(message, timeout=self._config.start_seconds)
 
     def notices(self) -> list[Notice]:
         """What the agent has said since the last call, without waiting. Raises AgentGoneError if it is gone."""
@@ -222,15 +256,6 @@ class AgentClient:
             if received is None:
                 break
             self._note(*received)
-        said, self._notices = self._notices, []
-        return said
-
-    def wait_notices(self, timeout: float) -> list[Notice]:
-        """Wait until the agent says something; what it has said, or nothing after `timeout` seconds."""
-        if not self._notices:
-            received = self.channel.poll(timeout)
-            if received is not None:
-                self._note(*received)
         said, self._notices = self._notices, []
         return said
 
@@ -304,6 +329,7 @@ class AgentClient:
                 record,
                 self.passed,
             )
+            self._note(*self._sign_of_life(self._config.start_seconds))
 
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
@@ -314,7 +340,28 @@ class AgentClient:
         while self.applied < record:
             if any(isinstance(notice, Alarm) for notice in self._notices) or give_up():
                 return
-            self._note(*self.channel.receive(self._config.start_seconds))
+            self._note(*self._hear())
+
+    def _hear(self) -> tuple[Message, list[int]]:
+        """The next message of an agent that may have nothing to say for long, as long as its loop runs.
+
+        Raises:
+            AgentGoneError: the agent is gone, or stands still: it has not answered within the time limit.
+        """
+        half = self._config.start_seconds / 2
+        return self.channel.poll(half) or self._sign_of_life(half)
+
+    def _sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
+        """What the agent says when it is asked something that it answers at once, or before that.
+
+        Raises:
+            AgentGoneError: it is gone, or has not answered within `limit` seconds.
+        """
+        self.channel.send(StatusRequest(), timeout=limit)
+        received = self.channel.poll(limit)
+        if received is None:
+            raise AgentGoneError(f"it has not answered for {limit:g} s (stopped or overloaded?)")
+        return received
 
     def take_order(self, record: int) -> SnapshotOrder | None:
         """The order for a snapshot after `record`, or one that came too late for its record; the caller closes it."""
@@ -351,8 +398,11 @@ class AgentClient:
 
     def _wait_for_end(self, saving_seconds: float) -> None:
         """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet."""
+        deadline = time.monotonic() + _END_SECONDS + saving_seconds
         while True:
-            message, fds = self.channel.receive(_END_SECONDS + saving_seconds)
+            message, fds = self._hear()
+            if time.monotonic() > deadline:
+                raise AgentGoneError(f"the agent has not left within {_END_SECONDS + saving_seconds:.0f} s")
             for fd in fds:
                 os.close(fd)
             if isinstance(message, OthersStay):
@@ -377,13 +427,14 @@ class AgentClient:
                 _log.warning("memckpt: the agent (pid %d) has let go of everything but does not end", self.agent_pid)
         finally:
             os.close(process_fd)
+        if os.getpid() == 1:  # the first process of a container gets all orphans
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.agent_pid, os.WNOHANG)
 
     def abandon(self) -> None:
         """Close the connection without a word."""
         self._drop_order()
         self.channel.close()
-        if self._process is not None:
-            self._process.poll()
 
 
 def _forget_in_child() -> None:

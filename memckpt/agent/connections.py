@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import selectors
 import socket
 from collections.abc import Callable, Iterator
 
-from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.address import AgentAddress, Listener, peer
 from memckpt.agent.attempt import Member
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import Message, Refused
@@ -52,32 +53,23 @@ class Connections:
         self._handle = handle
         self._left = left
         self._open: dict[int, Connection] = {}
-        self._listener: socket.socket | None = None
-        self._socket_inode = 0
+        self._listener: Listener | None = None
 
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
-        path = self._address.socket_path
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(str(path))
-        path.chmod(0o600)
-        self._socket_inode = path.stat().st_ino
-        listener.listen(64)
-        listener.setblocking(False)
-        self._listener = listener
-        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listener = self._address.listen()
+        for listening in self._listener.sockets:
+            self._selector.register(listening, selectors.EVENT_READ, functools.partial(self._accept, listening))
 
     def stop_listening(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
         if self._listener is None:
             return
+        # The file goes first: as long as it names this process, whoever reads it gets through.
         with self._address.starting():
-            path = self._address.socket_path
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == self._socket_inode:
-                    path.unlink()
-            self._selector.unregister(self._listener)
+            self._address.withdraw(self._listener.serving)
+            for listening in self._listener.sockets:
+                self._selector.unregister(listening)
             self._listener.close()
             self._listener = None
 
@@ -94,10 +86,11 @@ class Connections:
             if connection.member is not None and connection.nonce == nonce:
                 yield connection
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listening: socket.socket) -> None:
+        if listening.fileno() < 0:
+            return  # closed while this event was on its way
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listening.accept()
         except BlockingIOError:
             return
         pid, uid = peer(sock)
@@ -144,15 +137,32 @@ class Connections:
                 if received is None:
                     return
                 message, fds = received
-                for fd in fds:
-                    os.close(fd)
-                self._handle(connection, message)
             except AgentGoneError:
                 self.drop(connection)
-            except MemckptError as error:
-                self.answer(connection, Refused(type(error).__name__, str(error)))
-                if isinstance(error, AgentError):
-                    self.drop(connection)
+                return
+            except AgentError as error:
+                self.refuse(connection, error)
+                return
+            for fd in fds:
+                os.close(fd)
+            self.handle(connection, message)
+
+    def handle(self, connection: Connection, message: Message) -> None:
+        """Handle a message, now or again; nothing happens where its sender is gone."""
+        if connection.channel.fileno() not in self._open:
+            return
+        try:
+            self._handle(connection, message)
+        except AgentGoneError:
+            self.drop(connection)
+        except MemckptError as error:
+            self.refuse(connection, error)
+
+    def refuse(self, connection: Connection, error: MemckptError) -> None:
+        """Tell why it cannot be; whoever cannot be understood is let go of."""
+        self.answer(connection, Refused(type(error).__name__, str(error)))
+        if isinstance(error, AgentError):
+            self.drop(connection)
 
     def answer(self, connection: Connection, message: Message, fds: list[int] | None = None) -> None:
         """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it

@@ -73,6 +73,8 @@ class Generation:
         self.reason = ""
         self.base: int | None = None
         self.complete = False
+        #: Whether other nodes have given it back.
+        self._fetched = False
         self.committed: dict[int, int] = {}
         self._started: set[int] = set()
         self._missing: tuple[tuple[int, int, str], ...] = ()
@@ -142,7 +144,9 @@ class Generation:
         self._rank_states.setdefault(record, {})[rank] = state
         self._steps[record] = step
         newest = max(self.committed.values())
-        kept = {self.pinned, *self._captured()}
+        captured = self._captured()
+        # A resume at a captured record compares the rank state of the next one with what training makes of it.
+        kept = {self.pinned, *captured, *(number + 1 for number in captured)}
         for old in [number for number in self._rank_states if number < newest - self.spec.slots and number not in kept]:
             del self._rank_states[old]
             self._steps.pop(old, None)
@@ -177,6 +181,8 @@ class Generation:
         limit = min(self.committed.values())
         if self.spec.world_size > 1:
             limit = min(limit, max(self.committed.values()) - 1)
+        # A step can be repeated only while the state before it is still there.
+        limit -= self.spec.trails
         if self.gate is not None:
             limit = min(limit, self.gate)
         self.replica.allow(limit)
@@ -242,15 +248,27 @@ class Generation:
                 found[number] = (self._steps.get(number, 0), meta, dict(self._rank_states.get(number, {})))
         return found
 
-    def refill(self, record: int, step: int, metas: dict[int, bytes], rank_states: dict[int, bytes]) -> None:
+    def refill(
+        self,
+        record: int,
+        step: int,
+        metas: dict[int, bytes],
+        rank_states: dict[int, bytes],
+        before: tuple[int, dict[int, bytes]] | None = None,
+    ) -> None:
         """The slots have been filled with the window of records that makes the state after `record`.
+
+        Args:
+            before: step and rank states of the record before it, whose window is here as well.
 
         Raises:
             DamagedStateError: it is not all there.
         """
-        window = range(record - self.spec.period + 1, record + 1)
+        states = {record: (step, rank_states)} | ({record - 1: before} if before is not None else {})
+        base = min(states)
+        window = range(base - self.spec.period + 1, record + 1)
         missing = [number for number in window if not metas.get(number)]
-        lacking = sorted(set(self.spec.local_ranks) - set(rank_states))
+        lacking = sorted({rank for _, known in states.values() for rank in {*self.spec.local_ranks} - known.keys()})
         if missing or lacking:
             raise DamagedStateError(
                 f"a fetched state: expected the records {window[0]} to {record} and the states of ranks "
@@ -260,16 +278,40 @@ class Generation:
             for rank in self.spec.local_ranks:
                 self.ring.seal(number, rank)
         self._metas = {number: metas[number] for number in window}
-        self._rank_states = {record: {rank: rank_states[rank] for rank in self.spec.local_ranks}}
-        self._steps = {record: step}
+        self._rank_states = {
+            number: {rank: known[rank] for rank in self.spec.local_ranks} for number, (_, known) in states.items()
+        }
+        self._steps = {number: one for number, (one, _) in states.items()}
         self.committed = dict.fromkeys(self.spec.local_ranks, record)
-        self.base, self.complete = record, True
+        self.base, self.complete = base, True
+        self._fetched = True
 
-    def settle(self, record: int) -> None:
-        """Make `record` the newest: redo up to it, drop what lies beyond it."""
+    def why_not_repeated(self, record: int) -> str:
+        """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
+        if self.spec.mode == "capture" and self.spec.every > 1:
+            return f"state is captured every {self.spec.every} steps, and no step is redone"
+        if record == self.base and self._fetched:
+            return f"record {record} came from other nodes, without the one before it"
+        if record == self.base:
+            return f"a generation began at record {record}"
+        if record - 1 in self.reachable():
+            return ""
+        if self.replica is not None and self.replica.applied >= record:
+            why = ": its step was repeated before, or what is held has gone to storage since"
+            if not self.spec.trails:
+                why = ": the attempt before was not started with resume_check='replay'"
+            return f"the replica has gone past record {record - 1}{why}"
+        return f"record {record - 1} is not held any more"
+
+    def settle(self, record: int, behind: int = 0) -> None:
+        """Make `record` the newest: redo up to it, drop what lies beyond it.
+
+        Args:
+            behind: by how many records the replica stays behind it.
+        """
         if self.replica is not None:
             self.replica.forget_beyond(record)
-            self.replica.advance_to(record)
+            self.replica.advance_to(record - behind)
         for numbers in (self._metas, self._rank_states, self._steps):
             for number in [n for n in numbers if n > record]:
                 del numbers[number]
@@ -280,12 +322,22 @@ class Generation:
         first = record - self.spec.period + 1
         return tuple(self._metas[number] for number in range(first, record + 1))
 
+    def meta_of(self, record: int) -> bytes:
+        """A record's scalars; empty where they are not known any more."""
+        return self._metas.get(record, b"")
+
     def knows(self, record: int) -> bool:
         """Whether the states of all local ranks after a record are still here."""
         return set(self._rank_states.get(record, ())) >= set(self.spec.local_ranks)
 
     def rank_states(self, record: int) -> dict[int, bytes]:
         return dict(self._rank_states[record])
+
+    def following(self, record: int) -> dict[int, dict[int, bytes]]:
+        """Rank states of the records after a captured one, by record and rank."""
+        if self.spec.mode != "capture":
+            return {}
+        return {number: dict(states) for number, states in sorted(self._rank_states.items()) if number > record}
 
     def log_record(self, record: int) -> LogRecord | None:
         """What belongs to a record that was made in this generation, if all of it is still known."""

@@ -14,6 +14,9 @@ from memckpt.agent.attempt import Attempt
 from memckpt.agent.building import Building
 from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
+    Advance,
+    Advanced,
+    Before,
     Begin,
     Commit,
     Gap,
@@ -83,6 +86,11 @@ class Holding:
         self.before: list[Generation] = []
         self._building = Building(notify, self._make_room)
         self._resumed_to: int | None = None
+        #: What the ranks get that repeat the step of that record; None where none does. Why not, in words.
+        self._before: Before | None = None
+        self._not_repeated = ""
+        self._following: dict[int, dict[int, bytes]] = {}
+        self._advancing: set[int] = set()
         self._history: tuple[Branch, ...] = ()
         self.saver = Saver(
             name,
@@ -204,7 +212,7 @@ class Holding:
         """Go back to a record, once for all ranks that share it."""
         record = message.record
         if self._resumed_to is None:
-            self.stand_at(record)
+            self._stand_at_or_before(record, message.repeat)
             self._resumed_to = record
             self.saver.resumed(record, timeline_of(self._history, record))
             self._history = branch_off(self._history, record, message.timeline)
@@ -215,8 +223,9 @@ class Holding:
         if held.replica is not None:
             held.replica.freeze()
             missing, plain = held.replica.describe_state()
-            held.replica.advance_to(record)
             metas: tuple[bytes, ...] = ()
+            if self._before is None:
+                held.replica.advance_to(record)
         else:
             missing, plain, metas = (), b"", held.metas_for(record)
         return held, Prepared(
@@ -227,10 +236,47 @@ class Holding:
             rank_states=held.rank_states(record),
             missing=missing,
             plain=plain,
+            before=self._before,
+            not_repeated=self._not_repeated,
+            following=self._following,
         )
 
-    def stand_at(self, record: int) -> Generation:
-        """Go back to a record that can be produced; what lies beyond it is let go of."""
+    def _stand_at_or_before(self, record: int, repeat: bool) -> None:
+        """Go back to a record; with `repeat` the replica stays one behind it, if the step can be repeated."""
+        generation = self.standing_still().get(record)
+        self._before, self._advancing, self._not_repeated = None, set(), ""
+        if generation is not None:
+            self._following = generation.following(record)
+            self._not_repeated = generation.why_not_repeated(record) if repeat else ""
+        repeated = repeat and generation is not None and not self._not_repeated
+        held = self.stand_at(record, behind=int(repeated))
+        if repeated:
+            metas = () if held.replica is not None else held.metas_for(record - 1)
+            meta = held.meta_of(record)
+            self._before = Before(metas, meta, held.rank_states(record - 1), held.step_of(record - 1) or 0)
+
+    def advance(self, rank: int, message: Advance) -> Advanced | None:
+        """A rank does not need the state before the resumed record any more; the answer once no rank does."""
+        if self._resumed_to != message.record or self.held is None:
+            raise AgentError(f"expected to advance to record {self._resumed_to}, found {message.record}")
+        self._advancing.add(rank)
+        if self._advancing < set(self.ranks):
+            return None
+        replica = self.held.replica
+        if replica is None:
+            return Advanced()
+        replica.advance_to(message.record)
+        replica.freeze()
+        missing, plain = replica.describe_state()
+        replica.advance_to(message.record)
+        return Advanced(missing, plain)
+
+    def stand_at(self, record: int, behind: int = 0) -> Generation:
+        """Go back to a record that can be produced; what lies beyond it is let go of.
+
+        Args:
+            behind: by how many records the replica stays behind it.
+        """
         generation = self.standing_still().get(record)
         if generation is None:
             raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
@@ -240,7 +286,7 @@ class Holding:
             self.let_go()
             self.held = generation
         self._let_go_of_before()
-        generation.settle(record)
+        generation.settle(record, behind)
         if generation.replica is not None:
             generation.replica.freeze()
         return generation

@@ -118,7 +118,9 @@ class Holdings:
     def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""
         if message.timeline is not None:
-            self._all[ranks].saver.configure(message.storage, run_dir, message.timeline, message.compute_threads)
+            self._all[ranks].saver.configure(
+                message.storage, run_dir, message.timeline, message.compute_threads, message.search_path
+            )
 
     def discard(self, attempt: Attempt) -> None:
         """What is held is not wanted any more."""

@@ -47,10 +47,14 @@ class JobMaker:
         self._config = StorageConfig()
         self._timeline: Timeline | None = None
         self._threads = 1
+        self._search_path: tuple[str, ...] = ()
 
-    def configure(self, config: StorageConfig, timeline: Timeline, threads: int) -> None:
-        """What the attempt's configuration says."""
+    def configure(
+        self, config: StorageConfig, timeline: Timeline, threads: int, search_path: tuple[str, ...] = ()
+    ) -> None:
+        """What the attempt's configuration says, and where its trainers find modules."""
         self._config, self._timeline, self._threads = config, timeline, threads
+        self._search_path = search_path
 
     def of_snapshot(self, snapshot: Snapshot) -> None:
         """A checkpoint of one that is whole; its region goes along."""
@@ -133,6 +137,7 @@ class JobMaker:
             plain=plain,
             metas=metas,
             threads=self._threads,
+            search_path=self._search_path,
         )
 
 

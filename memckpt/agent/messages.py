@@ -63,7 +63,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 10
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -80,7 +80,8 @@ class Launcher(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next.
 
-    `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one.
+    `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one. For at most
+    `fence_seconds` the agent waits for killed trainers of an earlier attempt to end.
     """
 
     version: int
@@ -93,6 +94,13 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     fingerprint: tuple[str, ...]
     rejoining: bool = False
     next_record: int = 1
+    fence_seconds: float = 60.0
+
+
+class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
+    """Before the answer to Hello, every few seconds: trainers of an earlier attempt are dead, and have not ended."""
+
+    reason: str
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
@@ -118,11 +126,31 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
-    """Produce the state after `record`, which the plan chose; `timeline` is the attempt's new one."""
+    """Produce the state after `record`, which the plan chose; `timeline` is the attempt's new one.
+
+    `repeat`: produce the state after the record before it as well, from which its step is taken once more.
+    """
 
     record: int
     timeline: Timeline
     linger_seconds: float
+    repeat: bool = False
+
+
+class Before(msgspec.Struct, frozen=True, array_like=True):
+    """The state after the record before the one that is resumed.
+
+    Attributes:
+        metas: the records to redo for it (lazy); empty where the replica stands there (eager).
+        meta: the resumed record's own scalars, with which the repeated step is compared.
+        rank_states: those of that record, by rank.
+        step: the framework's number of that record.
+    """
+
+    metas: tuple[bytes, ...]
+    meta: bytes
+    rank_states: dict[int, bytes]
+    step: int
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
@@ -130,6 +158,10 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
 
     For Resume: `metas` are the records to redo (lazy), `rank_states` those of `record` by rank, and `missing` and
     `plain` describe the replica's state (eager) as in RecordMeta.
+
+    Where the step of `record` can be repeated, `before` is what it is repeated from, and an eager replica stands there
+    until all local ranks have asked to advance. Otherwise `not_repeated` says why. `following` are the rank states of
+    later records, by record and rank, of which a captured state has nothing else.
     """
 
     generation: int
@@ -139,13 +171,37 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     rank_states: dict[int, bytes] = {}
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
+    before: Before | None = None
+    not_repeated: str = ""
+    following: dict[int, dict[int, bytes]] = {}
+
+
+class Advance(msgspec.Struct, frozen=True, tag="advance"):
+    """A rank has repeated the step of `record`, or does not want to: let the replica go on to it. Answer: Advanced."""
+
+    record: int
+
+
+class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
+    """The replica stands at the record that is resumed; `missing` and `plain` describe its state as in RecordMeta."""
+
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain: bytes = b""
+
+
+class Checked(msgspec.Struct, frozen=True, tag="checked"):
+    """From rank 0: what the resume check has found, as one line for the status."""
+
+    verdict: str
+    line: str
 
 
 class Configure(msgspec.Struct, frozen=True, tag="configure"):
     """Settings of the agent that the run's configuration decides.
 
     `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. The attempt goes
-    on behind record `after`, which is of the timeline `follows` (None: it starts over).
+    on behind record `after`, which is of the timeline `follows` (None: it starts over). `search_path`: where the
+    trainers find the user's modules, an optimizer's class among them.
     """
 
     linger_seconds: float
@@ -154,6 +210,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     compute_threads: int = 1
     follows: Timeline | None = None
     after: int = 0
+    search_path: tuple[str, ...] = ()
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
@@ -249,13 +306,24 @@ class SaveTo(msgspec.Struct, frozen=True, tag="save to"):
 
 
 class SaveRecord(msgspec.Struct, frozen=True, tag="save record"):
-    """From a trainer at its start: write all that the node holds of one record. Answer: Saved or SaveFailed.
+    """From a trainer at its start: write all that the node holds of one record. Answer: RecordSaved.
 
     The attempt's ranks hold other shards than those of the last one, so that memory cannot go straight back into them.
     """
 
     record: int
     url: str
+
+
+class RecordSaved(msgspec.Struct, frozen=True, tag="record saved"):
+    """All that the node holds of a record is in storage; `problem`: why it is not, empty if it is.
+
+    Not Saved: that is told of any checkpoint, and one that a snapshot of the dead attempt has begun may be of the same
+    record, and of one unit only.
+    """
+
+    record: int
+    problem: str = ""
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
@@ -402,6 +470,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         stall_ms: how long protection keeps a rank from training at a step, a moving average; None before the first.
         by_operator: whether it was started beside the job, and not by a trainer.
         peers: None where records are not kept in other nodes' memory.
+        check: what the attempt's resume check has found, in one line; empty before it has.
     """
 
     pid: int
@@ -425,6 +494,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     mode_reason: str = ""
     every: int = 1
     peers: PeersStatus | None = None
+    check: str = ""
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
@@ -435,10 +505,14 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
 
 Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
     Hello,
+    Fencing,
     Inventory,
     Prepare,
     Resume,
     Prepared,
+    Advance,
+    Advanced,
+    Checked,
     Configure,
     GenerationCommit,
     Commit,
@@ -451,6 +525,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Save,
     SaveTo,
     SaveRecord,
+    RecordSaved,
     Saved,
     SaveFailed,
     Announce,

@@ -119,6 +119,7 @@ class UnitSource(msgspec.Struct, frozen=True, array_like=True):
     replica: tuple[str, tuple[int, ...]] | None
     period: int
     data: int
+    before: bool = False
 
 
 class Recover(msgspec.Struct, frozen=True, tag="recover"):
@@ -200,6 +201,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
         metas: their scalars.
         step: of the record itself.
         rank_states: after it.
+        before: step and rank states of the record before it; None where that was not asked for.
         nbytes: that were read.
         problem, bad: as in Recovered.
         recovery: for which it was read, as in Describe.
@@ -213,6 +215,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()
     recovery: int = 0
+    before: tuple[int, dict[int, bytes]] | None = None
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):

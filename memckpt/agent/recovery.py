@@ -105,7 +105,7 @@ class Recovery:
         holding = self._holding(message.ranks)
         try:
             assert holding is not None
-            generation.refill(self._message.record, message.step, message.metas, message.rank_states)
+            generation.refill(self._message.record, message.step, message.metas, message.rank_states, message.before)
         except MemckptError as error:
             generation.close()
             self.fail(str(error))

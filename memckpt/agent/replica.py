@@ -17,12 +17,11 @@ from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
+from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import Member, RedoGroup, StagedGradients, chunks, tensor_at
-
-_BIT_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
@@ -344,20 +343,3 @@ class Replica:
                 member.states.setdefault(optimizer, {}).update(values)
         if worst:
             self._notify(Drift(meta.record, worst, where))
-
-
-def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest distance between two tensors of one dtype in units in the last place; 0 exactly if equal in bits.
-
-    Values of different sign are counted through zero. Integers count their difference.
-    """
-    width = ours.element_size()
-    a, b = ours.contiguous().view(_BIT_VIEW[width]), theirs.contiguous().view(_BIT_VIEW[width])
-    if torch.equal(a, b):
-        return 0.0
-    if not ours.is_floating_point() or width == 1:
-        return float((a.double() - b.double()).abs().max())
-    lowest = -(2 ** (8 * width - 1))
-    a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
-    # Doubles hold the differences of 64-bit patterns only roughly, which is enough to see how far apart they are.
-    return max(float((a.double() - b.double()).abs().max()), 1.0)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from memckpt.agent.attempt import Attempt
 from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
@@ -110,12 +112,19 @@ class Saver:
         #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
 
-    def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, threads: int) -> None:
+    def configure(
+        self,
+        config: StorageConfig | None,
+        run_dir: Path,
+        timeline: Timeline,
+        threads: int,
+        search_path: tuple[str, ...] = (),
+    ) -> None:
         """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
         self._config = config
         self._schedule.configure(config)
         self._url = (config.url if config is not None else None) or str(run_dir / "storage")
-        self._making.configure(config or StorageConfig(), timeline, threads)
+        self._making.configure(config or StorageConfig(), timeline, threads, search_path)
         if timeline != self._timeline:
             self._timeline = timeline
             self._schedule.restart()
@@ -126,6 +135,7 @@ class Saver:
         if config is None:
             self._log.pause()
         else:
+            self._jobs.warm()
             self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
@@ -370,6 +380,8 @@ class Saver:
 
     def _submit(self, save: Save, regions: list[Region], own: Region | None, done: Done) -> None:
         waited_for = done != self._checkpoint_done
+        urgent = own is None or self._schedule.preempted
+        save = msgspec.structs.replace(save, urgent=urgent)
         self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
 
     def _checkpoints_said(self, message: Message) -> None:

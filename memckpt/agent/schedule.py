@@ -45,6 +45,8 @@ class Schedule:
         self._look = look
         self._config: StorageConfig | None = None
         self.pace = Pace()
+        #: No checkpoint of this run has begun yet: until one is there, losing the machine loses everything.
+        self._first = True
         #: A checkpoint, or what is in the log's buffers, is wanted as soon as possible.
         self.at_once = False
         self._began = time.monotonic()
@@ -127,7 +129,7 @@ class Schedule:
         if not one and 0 not in generation.spec.local_ranks:
             return self._announced_record(ahead, look=0 not in attempt.local_ranks)
         wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
-        if not self.at_once and time.monotonic() - self._began < wait:
+        if not self.at_once and not self._first and time.monotonic() - self._began < wait:
             return None
         return ahead if one else self._announce(ahead, elsewhere)
 
@@ -160,7 +162,7 @@ class Schedule:
 
     def began(self) -> None:
         """The checkpoint that was due has begun."""
-        self.at_once = False
+        self.at_once = self._first = False
         self._began = time.monotonic()
 
     def again(self) -> None:

@@ -44,5 +44,4 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: agent.leave(f"signal {signal.Signals(received).name}"))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    ready()
-    agent.run()
+    agent.run(ready)

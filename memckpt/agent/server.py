@@ -17,17 +17,21 @@ from collections.abc import Callable
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.connections import Connection, Connections
+from memckpt.agent.fence import Fence
 from memckpt.agent.generation import Generation
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding, Tell
 from memckpt.agent.holdings import Holdings
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
+    Advance,
     Alarm,
     Begin,
+    Checked,
     Commit,
     Configure,
     Drift,
+    Fencing,
     GenerationCommit,
     Goodbye,
     Hello,
@@ -40,8 +44,11 @@ from memckpt.agent.messages import (
     Preempted,
     Prepare,
     Prepared,
+    RecordSaved,
     ReplicaCopied,
     Resume,
+    Saved,
+    SaveFailed,
     SaveRecord,
     SaveTo,
     SnapshotTaken,
@@ -55,6 +62,7 @@ from memckpt.agent.peer_messages import AskPhases, CourierLost, Join, Listen, Pa
 from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
 from memckpt.errors import AgentError, RunBusyError
+from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
@@ -89,8 +97,12 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(address, self._selector, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
+        #: In front of the attempt that is about to begin, while trainers of the present one are dying.
+        self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
         self._max_drift = 0.0
+        #: What the attempt's resume check has found, in one line.
+        self._check = ""
         self._leaving: str | None = None
         self._started = time.monotonic()
         self._committed_at: float | None = None
@@ -132,10 +144,11 @@ class Agent:
         self._connections.listen()
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_inbox)
 
-    def run(self) -> None:
-        """Serve until told to leave."""
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until told to leave; `ready` is called first, and ends it by raising."""
         _log.info("serving %s as node %s, pid %d", self._address.run_dir, self._address.node, os.getpid())
         try:
+            ready()
             while self._leaving is None:
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
@@ -164,6 +177,8 @@ class Agent:
         for deadline in (self._holdings.deadline(), self._peers.deadline()):
             if deadline is not None:
                 limits.append(deadline - time.monotonic())
+        if self._fence is not None:
+            limits.append(self._fence.deadline - time.monotonic())
         known = [limit for limit in limits if limit is not None]
         return max(0.0, min(known)) if known else None
 
@@ -174,6 +189,7 @@ class Agent:
         return alone and not self._saved_alone and self._holdings.enabled
 
     def _look_at_clock(self) -> None:
+        self._look_at_fence()
         self._holdings.look_at_clock()
         self._peers.look_at_clock()
         self._peers.tell_own(sum(one.nbytes for one in self._holdings))
@@ -220,6 +236,8 @@ class Agent:
 
     def _close(self) -> None:
         self._stop_answering()
+        if self._fence is not None:
+            self._fence.close()
         if self._finishing:
             self._peers.finish()
         self._peers.close()
@@ -237,7 +255,7 @@ class Agent:
         assert connection.member is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
             connection.member.left = True
-            if not self._attempt.living():
+            if not self._attempt.living() and self._fence is None:
                 self._lonely_since = time.monotonic()
 
     def _tell_members(self, message: Message) -> None:
@@ -344,13 +362,18 @@ class Agent:
             case Resume():
                 generation, prepared = holding.resume(message)
                 self._send_regions(connection, prepared, generation)
+            case Advance():
+                self._advance(holding, member, message)
+            case Checked():
+                self._check = message.line
+                level = logging.WARNING if message.verdict == "different" else logging.INFO
+                _log.log(level, "resume check: %s", message.line)
             case SaveRecord():
-                self._holdings.save_record(
-                    message.record, message.url, lambda answer: self._connections.answer(connection, answer)
-                )
+                self._save_record(connection, message)
             case Configure():
                 if not self._by_operator:
                     self._linger_seconds = message.linger_seconds
+                extend_search_path(message.search_path)
                 self._holdings.configure(member.unit, message, self._address.run_dir)
             case GenerationCommit():
                 member.next_record = message.record + 1
@@ -395,6 +418,12 @@ class Agent:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
+    def _advance(self, holding: Holding, member: Member, message: Advance) -> None:
+        """All of its ranks get the answer at once: until then one of them may still read the state before."""
+        answer = holding.advance(member.rank, message)
+        if answer is not None:
+            self._teller(member.unit)(answer)
+
     def _order_generation(self, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
         assert asker.member is not None
         order = holding.order_generation(message, asker.member.rank)
@@ -414,7 +443,9 @@ class Agent:
         if hello.nonce in self._past_nonces:
             raise RunBusyError("this attempt was superseded by a later one")
         if self._attempt is None or self._attempt.nonce != hello.nonce:
-            self._new_attempt(connection, hello)
+            if not self._fenced(connection, hello):
+                return  # handled again once they are dead
+            self._new_attempt(hello)
         assert self._attempt is not None
         connection.nonce = hello.nonce
         connection.member = Member(
@@ -431,11 +462,53 @@ class Agent:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))
 
-    def _new_attempt(self, connection: Connection, hello: Hello) -> None:
+    def _save_record(self, connection: Connection, message: SaveRecord) -> None:
+        def answer(saved: Saved | SaveFailed) -> None:
+            problem = saved.reason if isinstance(saved, SaveFailed) else ""
+            self._connections.answer(connection, RecordSaved(message.record, problem))
+
+        self._holdings.save_record(message.record, message.url, answer)
+
+    def _fenced(self, connection: Connection, hello: Hello) -> bool:
+        """Whether no trainer of the present attempt lives on, so that this one may begin; if not, it waits."""
+        if self._attempt is None:
+            return True
+        if self._fence is None:
+            dying = self._attempt.fence(hello, connection.process.pid)
+            if not dying:
+                return True
+            self._fence = Fence(dying, hello.fence_seconds, self._selector)
+            self._lonely_since = None
+        self._fence.waiting.append((connection, hello))
+        return False
+
+    def _look_at_fence(self) -> None:
+        """Let the new attempt begin when the old one is dead; until then tell it what it waits for."""
+        fence = self._fence
+        if fence is None:
+            return
+        if fence.done:
+            self._fence = None
+            for connection, hello in fence.waiting:
+                self._connections.handle(connection, hello)
+            return
+        try:
+            report = fence.report()
+        except RunBusyError as error:
+            _log.error("%s", error)
+            self._fence = None
+            fence.close()
+            self._lonely_since = time.monotonic()
+            for connection, _ in fence.waiting:
+                self._connections.refuse(connection, error)
+            return
+        if report is not None:
+            _log.warning("a new attempt waits for trainers of the last one, %s", report)
+            for connection, _ in fence.waiting:
+                self._connections.answer(connection, Fencing(report))
+
+    def _new_attempt(self, hello: Hello) -> None:
         if self._attempt is not None:
-            killed = self._attempt.fence(hello, connection.process.pid)
-            if killed:
-                _log.warning("killed %d trainers of an earlier attempt", killed)
             # Commits that the dead ones had sent count: read them before anything else is decided.
             for old in self._connections.of_attempt(self._attempt.nonce):
                 self._connections.read(old)
@@ -446,6 +519,7 @@ class Agent:
             self._leaving = self._leaving_when_saved = None
             self._finishing = False
         self._saved_alone = False
+        self._check = ""
         self._peers.begin_attempt()
         self._holdings.begin_attempt()
         self._attempt = Attempt.of(hello)
@@ -471,5 +545,6 @@ class Agent:
             stall_ms=self._stall_ms,
             by_operator=self._by_operator,
             peers=self._peers.status,
+            check=self._check,
         )
         return add_holdings(status, sorted(self._holdings, key=lambda one: one.ranks))

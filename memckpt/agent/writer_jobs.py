@@ -53,7 +53,7 @@ class Job:
 
 
 class WriterJobs:
-    """Owns the writer process, which it starts when there is something to do.
+    """Owns the writer process, which it starts when it may soon have something to do.
 
     Args:
         open_writer: starts it.
@@ -84,6 +84,14 @@ class WriterJobs:
         if self._current is not None:
             return self._deadline
         return None if self._looking_since is None else self._looking_since + _LOOK_LIMIT_SECONDS
+
+    def warm(self) -> None:
+        """Start the process now: it takes seconds to import what it needs, and at a training's end somebody waits."""
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+        except AgentError as error:
+            _log.info("the writer process is started later: %s", error)
 
     def submit(self, job: Job) -> None:
         """Have a checkpoint written once the writer is done with what it has."""

@@ -16,7 +16,8 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
     Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
     present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`. What is there of
-    `abandoned`, parts whose writer was killed, is deleted first.
+    `abandoned`, parts whose writer was killed, is deleted first. `urgent`: no training runs that it could disturb,
+    or the machine may be gone soon. `search_path`: where the trainers find modules.
     """
 
     url: str
@@ -32,7 +33,9 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     plain: bytes = b""
     metas: tuple[bytes, ...] = ()
     threads: int = 1
+    urgent: bool = False
     abandoned: tuple[Part, ...] = ()
+    search_path: tuple[str, ...] = ()
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):

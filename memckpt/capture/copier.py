@@ -1,14 +1,17 @@
 """How bytes get from live tensors into slots: at once on a CPU, on a side stream from a GPU.
 
-Contract: :meth:`copy` may return before the copy is done. The source must not change before the current stream has
-passed :meth:`wait_before_changes`, and nobody may read the destination before :meth:`finish` of a token that was
-taken after the copy.
+Contract: :meth:`Copier.copy` may return before the copy is done. The source must not change before the current stream
+has passed :meth:`Copier.wait_before_changes`, and nobody may read the destination before a token that was taken after
+the copy has been waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -17,18 +20,34 @@ from memckpt.memory.region import Region
 
 
 class Copier(Protocol):
-    """Copies into slots. One per session."""
+    """Copies into slots. One per session.
+
+    Attributes:
+        asynchronous: whether copies may be on their way when :meth:`copy` returns.
+    """
 
     asynchronous: bool
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Begin to copy `source` into host memory `destination` of the same shape and dtype."""
 
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        """Begin to copy a small tensor into host memory of its own, which is returned and to be read as a slot is."""
+
     def wait_before_changes(self) -> None:
-        """From here on, work that is enqueued may change sources again."""
+        """From here on, work that is enqueued may change sources again. Makes the device wait, never the host."""
 
     def token(self) -> Callable[[], None]:
         """A function that waits until every copy that was begun before this call is done."""
+
+    def recording_graph(self) -> bool:
+        """Whether work is being recorded into a graph instead of being done: nothing may be copied meanwhile."""
+
+    def ticket(self) -> int:
+        """A number for the copies that have begun before this call; it never falls."""
+
+    def done(self) -> int:
+        """The highest number up to which copies are known to be done. Looks, and never waits."""
 
     def adopt(self, region: Region) -> None:
         """Prepare a region as a destination."""
@@ -45,11 +64,23 @@ class HostCopier:
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         destination.copy_(source)
 
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        return source.detach().to("cpu", copy=True)
+
     def wait_before_changes(self) -> None:
         return
 
     def token(self) -> Callable[[], None]:
         return lambda: None
+
+    def recording_graph(self) -> bool:
+        return False
+
+    def ticket(self) -> int:
+        return 0
+
+    def done(self) -> int:
+        return 0
 
     def adopt(self, region: Region) -> None:
         return
@@ -63,57 +94,101 @@ class CudaCopier:
 
     Small tensors are gathered into buckets before they are launched, so that a layer costs one hand-over between
     streams and not one per parameter (REFT's tiny buckets).
+
+    Args:
+        device: of the sources.
+        cuda: ``torch.cuda``; a test puts another one in its place that knows what happens before what.
     """
 
     asynchronous = True
     BUCKET_BYTES = 4 << 20
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._cuda = cuda
+        self._stream = cuda.Stream(device)
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_bytes = 0
         #: The streams on which what is in the bucket was made: fully_shard reduces gradients on one of its own.
-        self._sources: set[torch.cuda.Stream] = set()
+        self._sources: set[Any] = set()
         self._registered: dict[int, int] = {}
+        #: Recorded behind each launch whose copies are not known to be done, oldest first.
+        self._launched: deque[Any] = deque()
+        self._done = 0
+        #: Hooks of one backward may run in several threads.
+        self._lock = threading.RLock()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if source.device.type != "cuda":
+        if source.device.type != self._device.type:
             destination.copy_(source)
             return
-        self._bucket.append((destination, source))
-        self._sources.add(torch.cuda.current_stream(self._device))
-        self._bucket_bytes += source.nbytes
-        if self._bucket_bytes >= self.BUCKET_BYTES:
-            self._launch()
+        with self._lock:
+            self._bucket.append((destination, source))
+            self._sources.add(self._cuda.current_stream(self._device))
+            self._bucket_bytes += source.nbytes
+            if self._bucket_bytes >= self.BUCKET_BYTES:
+                self._launch()
+
+    def fetch(self, source: torch.Tensor) -> torch.Tensor:
+        source = source.detach()
+        if source.device.type != self._device.type:
+            return source.to("cpu", copy=True)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        self.copy(host, source)
+        return host
 
     def _launch(self) -> None:
-        if not self._bucket:
-            return
-        bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
-        sources, self._sources = self._sources, set()
-        for made_on in sources:
-            self._stream.wait_stream(made_on)
-        with torch.cuda.stream(self._stream):
-            for destination, source in bucket:
-                destination.copy_(source, non_blocking=True)
-                source.record_stream(self._stream)
+        with self._lock:
+            if not self._bucket:
+                return
+            bucket, self._bucket, self._bucket_bytes = self._bucket, [], 0
+            sources, self._sources = self._sources, set()
+            for made_on in sources:
+                self._stream.wait_stream(made_on)
+            with self._cuda.stream(self._stream):
+                for destination, source in bucket:
+                    destination.copy_(source, non_blocking=True)
+                    source.record_stream(self._stream)
+            event = self._cuda.Event(blocking=True)
+            event.record(self._stream)
+            self._launched.append(event)
 
     def wait_before_changes(self) -> None:
+        if self.recording_graph():
+            return  # what is recorded runs later, and streams outside of the graph cannot be waited for in it
         self._launch()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._cuda.current_stream(self._device).wait_stream(self._stream)
 
     def token(self) -> Callable[[], None]:
         self._launch()
-        event = torch.cuda.Event()
+        self.done()  # nobody else need ask, and events of launches are not to be kept for ever
+        # Blocking: whoever waits for it sleeps, and leaves the core to the training thread.
+        event = self._cuda.Event(blocking=True)
         event.record(self._stream)
-        return event.synchronize
+        synchronize: Callable[[], None] = event.synchronize
+        return synchronize
+
+    def recording_graph(self) -> bool:
+        return bool(self._cuda.is_current_stream_capturing())
+
+    def ticket(self) -> int:
+        with self._lock:
+            return self._done + len(self._launched) + bool(self._bucket)
+
+    def done(self) -> int:
+        with self._lock:
+            # A query would spoil a graph that is being recorded.
+            while self._launched and not self.recording_graph() and self._launched[0].query():
+                self._launched.popleft()
+                self._done += 1
+            return self._done
 
     def adopt(self, region: Region) -> None:
         """Page-lock the mapping: copies from the device to pageable memory would silently block."""
         address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
-        result = torch.cuda.cudart().cudaHostRegister(address, region.nbytes, 0)
+        result = self._cuda.cudart().cudaHostRegister(address, region.nbytes, 0)
         if int(result) != 0:
+            _take_error(self._device)
             raise UnsupportedError(
                 f"cudaHostRegister of {region.nbytes / 2**20:.0f} MiB failed with error {int(result)}; "
                 "raise the locked-memory limit (ulimit -l) of this process"
@@ -123,8 +198,34 @@ class CudaCopier:
     def release(self, region: Region) -> None:
         address = self._registered.pop(id(region), None)
         if address is not None:
+            self._launch()  # what is still gathered may go there
             self._stream.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(address)
+            self._cuda.cudart().cudaHostUnregister(address)
+
+
+def _take_error(device: torch.device) -> None:
+    """Take the last error away: CUDA keeps it for whoever launches a kernel next, and that would be the user."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
+    """Where training runs: the accelerator that some of its tensors are on, or the CPU.
+
+    Raises:
+        UnsupportedError: they are on several.
+    """
+    on: dict[torch.device, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.device.type not in ("cpu", "meta"):
+            on.setdefault(tensor.device, name)
+    if len(on) > 1:
+        (first, one), (second, other), *_ = on.items()
+        raise UnsupportedError(
+            f"{one} is on {first} and {other} on {second}: expected one device for each process; start a process for "
+            "each device (torchrun), with fully_shard or tensor parallelism where one is too small for the model"
+        )
+    return next(iter(on), torch.device("cpu"))
 
 
 def copier_for(device: torch.device) -> Copier:

@@ -100,9 +100,10 @@ class FlatParameterTap(PendingTap):
         self._handles += [one.register_forward_pre_hook(self._before_forward) for one in self._outermost]
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and not self._recorder.gradients_pending:
-            self._recorder.look_before_backward()
+        if torch.is_grad_enabled() and not self._recorder.backward_ran:
+            with self._recorder.clock.in_hook():
+                self._recorder.look_before_backward()
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         self._before_reduction()
-        self._recorder.gradient_seen(look=False)
+        self._recorder.gradient_seen(None, look=False)

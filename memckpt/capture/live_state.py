@@ -8,6 +8,7 @@ large constant buffers, copied once a generation and watched for changes.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ from memckpt.state.optimizers import (
     gradient_habits,
     hyperparameters,
     is_elementwise,
+    is_importable,
     refuse_unsupported,
 )
 from memckpt.state.private import attributes
@@ -40,6 +42,8 @@ from memckpt.state.tensors import is_dtensor, local, shard_of
 SMALL_BYTES = 64 << 10
 #: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+_log = logging.getLogger("memckpt")
 
 
 @dataclass(frozen=True)
@@ -53,22 +57,25 @@ class SpecRequest:
     world_size: int
     replicas: tuple[int, ...] = ()
     every: int = 1
+    trails: bool = False
 
 
 @dataclass
 class Growth:
     """What earlier records have shown to need room: sub-steps of an optimizer, bytes of a sparse gradient, tensors
-    that change. Only ever grows."""
+    that change; none of these ever shrinks. And the dtypes of gradients, as they were last."""
 
     sub_steps: dict[int, int] = field(default_factory=dict)
     sparse_bytes: dict[str, int] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
+    grad_dtypes: dict[str, str] = field(default_factory=dict)
 
     def take_over(self, spec: StateSpec) -> None:
         """What the run that is being resumed had room for."""
         self.sub_steps = {index: optimizer.sub_steps for index, optimizer in enumerate(spec.optimizers)}
         self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
         self.changing = {tensor.name for tensor in spec.by_value}
+        self.grad_dtypes = {param.tensor.name: param.grad_dtype for param in spec.params}
 
 
 class LiveState:
@@ -103,6 +110,9 @@ class LiveState:
         self.changing_optimizers = {index for index, habit in enumerate(habits) if habit.changes}
         #: By how much a step moves a gradient's version counter though its values stay.
         self.version_moves = [habit.version_moves for habit in habits]
+        classes = [type(each) for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
+        #: Names of optimizer classes that no other process finds: only a trainer can redo their steps.
+        self.redone_only_here = sorted({each.__qualname__ for each in classes if not is_importable(each)})
 
     def _habits_of(self, index: int) -> GradientHabits:
         reason = cannot_be_redone(self.optimizers[index])
@@ -141,6 +151,7 @@ class LiveState:
         stepped = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
         if not stepped:
             raise UnsupportedError("expected at least one parameter in the optimizers, found none")
+        self._check_ownership()
         for name, tensor in self.tensors().items():
             if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
                 raise UnsupportedError(
@@ -153,6 +164,31 @@ class LiveState:
                 )
             if dtype_name(tensor.dtype) not in ITEM_BYTES:
                 raise UnsupportedError(f"{name} has dtype {tensor.dtype}, which is not supported")
+
+    def _check_ownership(self) -> None:
+        """Refuse optimizers of another model; parameters beside the model, a learned temperature say, are fine."""
+        modules = (self.model, *self.extra_modules.values())
+        named = {id(param) for module in modules for param in module.parameters()}
+        named |= {id(param) for _, param in self._parameters()}
+        strangers = [
+            index
+            for index, optimizer in enumerate(self.optimizers)
+            if not any(id(param) in named for group in optimizer.param_groups for param in group["params"])
+        ]
+        if len(strangers) == len(self.optimizers):
+            raise UnsupportedError(
+                f"expected an optimizer of the parameters of the {type(self.model).__name__} that is protected, found "
+                f"{', '.join(type(each).__name__ for each in self.optimizers)}, which steps none of them; make it from "
+                "the parameters that the model has now (one that was made before fully_shard() or a copy has others)"
+            )
+        for index in strangers:
+            _log.warning(
+                "memckpt: optimizer %d (%s) steps none of the model's parameters: they are carried by position. "
+                "Where that belongs to a module, give attach() that, too, in the model or in extra_modules, or its "
+                "buffers are not carried",
+                index,
+                type(self.optimizers[index]).__name__,
+            )
 
     # Names
 
@@ -261,6 +297,7 @@ class LiveState:
             aliases=tuple((key, name) for key, name in keys.items() if key != name),
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
             flattened=bool(self._flattened),
+            trails=request.trails,
         )
 
     def _state_dict_keys(self) -> dict[str, str]:
@@ -289,7 +326,11 @@ class LiveState:
             specs.append(OwnerSpec(index, group_index, described_state.tensors, described_state.keys))
             whole = whole or not is_elementwise(optimizer)
         sparse_bytes = self.growth.sparse_bytes.get(described.name, 0)
-        return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0, sparse_bytes)
+        # What backward makes is of that dtype where it is not said otherwise (None: whatever is assigned).
+        said = getattr(param, "grad_dtype", None) or param.dtype
+        grad_dtype = self.growth.grad_dtypes.get(described.name) or dtype_name(said)
+        other = grad_dtype if grad_dtype != described.dtype else ""
+        return ParamSpec(described, tuple(specs), whole or sparse_bytes > 0 or bool(other), sparse_bytes, other)
 
     def _optimizer_spec(self, index: int, request: SpecRequest) -> OptimizerSpec:
         optimizer = self.optimizers[index]
@@ -326,14 +367,15 @@ class LiveState:
     def describe_groups(self) -> list[list[dict[str, Any]]]:
         """Groups of all optimizers with parameters by name, as plain values for the rank state."""
         described = []
-        for optimizer, names in zip(self.optimizers, self._names_of_groups(), strict=True):
+        for optimizer, names in zip(self.optimizers, self.names_of_groups(), strict=True):
             settings = hyperparameters(optimizer)
             for values, in_group in zip(settings, names, strict=True):
                 values["params"] = in_group
             described.append(settings)
         return described
 
-    def _names_of_groups(self) -> list[list[list[str]]]:
+    def names_of_groups(self) -> list[list[list[str]]]:
+        """For each optimizer, for each of its groups, the names of the parameters in it."""
         sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
         if self._group_names is None or self._group_names[0] != sizes:
             names = {id(tensor): name for name, tensor in self.tensors().items()}

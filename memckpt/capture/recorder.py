@@ -7,23 +7,30 @@ with a new generation.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from memckpt.capture import graphs
 from memckpt.capture.copier import Copier
+from memckpt.capture.graphs import GraphNotes
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.marks_in_flight import MarksInFlight
+from memckpt.capture.pending import PendingGradients
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.staging_check import StagingCheck
 from memckpt.capture.watch import ParameterWatch
+from memckpt.errors import UnsupportedError
+from memckpt.memory.landings import FIRING_BITS
 from memckpt.state import codec
-from memckpt.state.optimizers import hyperparameters
+from memckpt.state.optimizers import dtype_name, hyperparameters
 from memckpt.state.records import GradientOp, SparseGradient, SubStep
 from memckpt.state.tensors import is_dtensor, local, version
 
@@ -41,16 +48,22 @@ class _PendingOp:
 class _PendingSubStep:
     optimizer: int
     index: int
-    groups: list[dict[str, Any]]
+    groups: codec.Packed
     stepped: bool
     absent: list[int] = field(default_factory=list)
+    #: Of a fused step under a gradient scaler: whether it had no effect. In host memory, once its copy has arrived.
+    found_inf: torch.Tensor | None = None
     sparse: list[SparseGradient] = field(default_factory=list)
     ops: list[_PendingOp] = field(default_factory=list)
 
 
 @dataclass
 class StallClock:
-    """Seconds that the training thread spent in us, by cause."""
+    """Seconds that the training thread spent in us, by cause.
+
+    `hooks` is what is run by autograd, by optimizers and by torch's functions that change gradients. Each of these
+    hooks measures itself, from its first line to its last: what they call does not.
+    """
 
     hooks: float = 0.0
     anchors: float = 0.0
@@ -62,6 +75,15 @@ class StallClock:
     def total(self) -> float:
         return self.hooks + self.anchors + self.commit + self.slot_wait + self.snapshot
 
+    @contextlib.contextmanager
+    def in_hook(self) -> Iterator[None]:
+        """Measure a hook. Those that run for each parameter do without this, which would cost more than they do."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.hooks += time.perf_counter() - started
+
 
 class Recorder:
     """One per session. `writer` is None while nothing can be staged (no generation yet, or none any more)."""
@@ -69,17 +91,37 @@ class Recorder:
     def __init__(self, live: LiveState, copier: Copier, clock: StallClock) -> None:
         self._live = live
         self._copier = copier
-        self._clock = clock
+        self.clock = clock
         self.writer: SlotWriter | None = None
         self.record = 0
+        self.graphs = GraphNotes()
+        #: Whether records are made of steps; else the state is captured as it stands.
+        self.needs_steps = True
         self.streams = True
-        self.gradients_pending = False
+        self.pending = PendingGradients(live.optimizers, self.fail)
+        #: Whether a backward has run since the last step of any optimizer, or the last commit.
+        self.backward_ran = False
+        #: The class of an optimizer whose step is compiled; empty if there is none, None before the first step.
+        self.compiled: str | None = None
         self.problem: str | None = None
+        #: What of ours has raised in this record, in words; empty if nothing has.
+        self.broken = ""
+        self._told: set[str] = set()
         self.tap_mismatch: str | None = None
         self.check = StagingCheck()
         self.watch: ParameterWatch | None = None
         self.on_backward: Callable[[], None] | None = None
         self.marks: PhaseMarks | None = None
+        #: Says in a backward whether a later one adds to its gradients before a step: then they are not copied.
+        self.accumulates: Callable[[], bool] | None = None
+        self._asked_in = -1
+        self._put_off = False
+        #: Is told of each optimizer's step while the last step of a dead attempt is repeated.
+        self.repeated: Callable[[int, Optimizer], None] | None = None
+        #: Is told of each gradient as backward has made it, while a dead attempt's are there to compare with.
+        self.witness: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        #: The name of the tap that calls :meth:`stage`.
+        self.tap = ""
         self._noted_before: set[int] = set()
         self._ops: list[_PendingOp] = []
         self._sub_steps: list[_PendingSubStep] = []
@@ -87,8 +129,17 @@ class Recorder:
         # For each parameter: 0 while its gradient is not staged for the coming step, else 1 + the number of
         # in-place changes that had been made when it was.
         self._staged_after: list[int] = []
-        # The gradient that was staged and its version counter after the last known change; None where unknown.
-        self._versions: list[tuple[torch.Tensor, int] | None] = []
+        # The gradient that was staged, None where unknown, and its version counter after the last known change.
+        self._held: list[torch.Tensor | None] = []
+        self._counts: list[int] = []
+        # By optimizer: where the gradients of its next step go, None where there is no room for one more.
+        self._rows: list[list[torch.Tensor | None] | None] = []
+        # By optimizer: where it is marked that a gradient has landed, None once the optimizer has stepped.
+        self._landings: list[memoryview | None] = []
+        self._in_flight = MarksInFlight(copier) if copier.asynchronous else None
+        # For each parameter: how many gradients backward has made for it in this record. Of all: how many were staged.
+        self._firings: list[int] = []
+        self._landed = 0
         self._changed: str | None = None
 
     def begin(self, writer: SlotWriter | None, record: int) -> None:
@@ -96,96 +147,189 @@ class Recorder:
         self.writer = writer
         self.record = record
         self.problem = None
+        self.broken = ""
         self._ops.clear()
         self._sub_steps = []
         self._steps_taken = {}
-        self._staged_after = [0] * len(writer.params) if writer is not None else []
-        self._versions = [None] * len(self._staged_after)
+        params = len(writer.params) if writer is not None else 0
+        self._staged_after, self._held, self._counts = [0] * params, [None] * params, [0] * params
+        self._rows = [] if writer is None else [writer.gradient_row(record, n, 0) for n in range(len(writer.members))]
+        marks = None if writer is None or writer.landings is None else writer.landings.words(record)
+        self._landings = [marks] * len(self._rows)
+        self._firings, self._landed = [0] * params, 0
+        if self._in_flight is not None:
+            self._in_flight.forget()
 
     def fail(self, reason: str) -> None:
         """This record cannot be whole: the session begins a new generation at its end."""
         if self.problem is None:
             self.problem = reason
 
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer has stepped since the record began."""
+        return bool(self._steps_taken)
+
+    def broke(self, what: str, error: Exception) -> None:
+        """Something of ours has raised inside of the user's step, which must not end for that."""
+        reason = f"{what} failed: {type(error).__name__}: {error}"
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("memckpt: %s; training goes on, and the state is written anew", reason, exc_info=error)
+        self.broken = reason
+        self.fail(reason)
+
     # From taps
 
-    def backward_runs(self) -> None:
-        """From hooks that autograd runs, as soon as they do: gradients are being made and reduced."""
+    def backward_runs(self) -> bool:
+        """From hooks that autograd runs, as soon as they do: gradients are being made and reduced.
+
+        Returns:
+            False where they are not, but what makes them is being recorded into a graph.
+        """
+        if self._copier.recording_graph():
+            self.graphs.backward = True
+            return False
         if self.marks is not None:
             self.marks.gradient_seen()
+        return True
 
-    def gradient_seen(self, look: bool = True) -> None:
-        """Some parameter has a new gradient: from now on the record cannot end before an optimizer has stepped.
+    def gradient_seen(self, param: torch.Tensor | None, look: bool = True) -> None:
+        """A parameter has a new gradient: from now on the record cannot end before its optimizer has stepped.
 
         Args:
+            param: None for a flat one, of which optimizers have the pieces.
             look: whether parameters stand in their places, so that changes by hand can be looked for.
         """
-        if not self.gradients_pending:
-            self.gradients_pending = True
-            if look:
-                self.look_before_backward()
+        self.pending.seen(param)
+        if not self.backward_ran:
+            self._backward_begins(look)
+
+    def _backward_begins(self, look: bool = True) -> None:
+        self.backward_ran = True
+        if look:
+            self.look_before_backward()
 
     def look_before_backward(self) -> None:
         """A backward is about to run, or begins: were parameters changed since their optimizer's step?"""
-        if self.on_backward is not None:
-            self.on_backward()
+        try:
+            if self.on_backward is not None:
+                self.on_backward()
+        except Exception as error:  # see `broke`, here and below
+            self.broke("looking for changes of parameters", error)
 
     def stage(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         """Stage the gradient that backward has produced for `param`; the last call before a step counts."""
-        self.gradient_seen()
-        writer = self.writer
-        if writer is None or not self.streams or self.problem is not None:
-            return
-        started = time.perf_counter()
         try:
+            # What follows runs for each tensor of each step: as little of it as possible is a call.
+            self.pending.seen(param)
+            if not self.backward_ran:
+                self._backward_begins()
+            if self.witness is not None:
+                self.witness(param, gradient)
+            writer = self.writer
+            if writer is None or not self.streams or self.problem is not None:
+                return
             index = writer.index.get(id(param))
-            if index is None or gradient.is_sparse:
+            if index is None:
                 return  # settled at the optimizer's step
-            if writer.mine[index]:
-                for optimizer in writer.owners[index]:
-                    taken = self._steps_taken.get(optimizer, 0)
-                    if taken >= writer.sub_step_room[optimizer]:
-                        return  # no room: settled at the optimizer's step
-                    self._copier.copy(writer.gradient_view(self.record, optimizer, taken, index), gradient)
+            self._firings[index] = firing = self._firings[index] + 1
+            if gradient.is_sparse:
+                return  # settled at the optimizer's step
+            if self.accumulates is not None and self._is_put_off(self.accumulates):
+                self._staged_after[index], self._held[index] = 0, None
+                return
+            if type(gradient) is not torch.Tensor or gradient.requires_grad:
+                gradient = local(gradient)
+            if gradient.dtype is not writer.grad_dtypes[index]:
+                return  # a copy would round: settled at the optimizer's step
+            owners = writer.owners[index]
+            landings = self._landings[owners[0]]
+            if landings is not None and firing > 1:
+                self._take_off(landings, index)
+            for optimizer in owners:
+                row = self._rows[optimizer]
+                if row is None:
+                    return  # no room: settled at the optimizer's step
+                view = row[index]
+                if view is not None:
+                    self._copier.copy(view, gradient)
+                elif writer.mine[index]:
+                    return  # it was sparse: settled at the optimizer's step
+            self._landed = landed = self._landed + 1  # what others stage counts, too: ranks put their orders together
+            if landings is not None and view is not None:
+                if self._in_flight is None:
+                    landings[index] = landed << FIRING_BITS | firing
+                else:
+                    self._in_flight.add(landings, index, landed << FIRING_BITS | firing)
             self._staged_after[index] = 1 + len(self._ops)
-            held = param.grad
-            self._versions[index] = None if held is None else (held, version(held))
-        except Exception as error:  # a tap must never end the user's training
-            _log.exception("memckpt: staging failed")
-            self.fail(f"staging a gradient failed: {type(error).__name__}: {error}")
-        finally:
-            self._clock.hooks += time.perf_counter() - started
+            self._note_version(index, param.grad)
+        except Exception as error:
+            self.broke("staging a gradient", error)
+
+    def _take_off(self, landings: memoryview, index: int) -> None:
+        """A gradient is about to be copied over one that has landed, or is about to."""
+        if self._in_flight is not None:
+            self._in_flight.drop(index)
+        landings[index] = 0
+
+    def _is_put_off(self, accumulates: Callable[[], bool]) -> bool:
+        """Whether gradients of the backward that runs now need not be copied; asked once for each.
+
+        A wrong answer costs no more than a copy: what a step uses and is not staged is taken behind that step.
+        """
+        running: int = torch._C._current_graph_task_id()
+        if running == -1 or running != self._asked_in:
+            self._asked_in, self._put_off = running, accumulates()
+        return self._put_off
+
+    def _note_version(self, index: int, gradient: torch.Tensor | None) -> None:
+        self._held[index] = gradient
+        if gradient is not None:
+            self._counts[index] = gradient._version if type(gradient) is torch.Tensor else version(gradient)
 
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
         """Gradients are about to be multiplied, divided or clamped in place."""
-        writer = self.writer
-        self._copier.wait_before_changes()
-        if writer is None:
-            return
-        indices = tuple(writer.index[id(param)] for param in params if id(param) in writer.index)
-        if indices:
-            operand = operand.detach().clone() if isinstance(operand, torch.Tensor) else operand
-            self._ops.append(_PendingOp(kind, operand, indices))
+        try:
+            if self._copier.recording_graph():
+                return
+            writer = self.writer
+            self._copier.wait_before_changes()
+            if writer is None:
+                return
+            indices = tuple(writer.index[id(param)] for param in params if id(param) in writer.index)
+            if indices:
+                operand = self._kept(operand) if isinstance(operand, torch.Tensor) else operand
+                self._ops.append(_PendingOp(kind, operand, indices))
+        except Exception as error:
+            self.broke("noting a change of gradients", error)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A number as it is now, in host memory. From a device it is on its way there, and nobody waits for it."""
+        tensor = local(tensor)
+        return tensor.clone() if codec.on_host(tensor) else self._copier.fetch(tensor)
 
     def note_versions(self, params: Iterable[torch.Tensor] | None = None) -> None:
         """The gradients of these parameters (None: of all staged ones) are as known changes have left them."""
-        writer = self.writer
-        if writer is None:
-            return
-        indices = range(len(writer.params)) if params is None else [writer.index.get(id(param)) for param in params]
-        for index in indices:
-            if index is not None and self._staged_after[index]:
-                gradient = writer.params[index].grad
-                self._versions[index] = None if gradient is None else (gradient, version(gradient))
+        try:
+            writer = self.writer
+            if writer is None:
+                return
+            indices = range(len(writer.params)) if params is None else [writer.index.get(id(one)) for one in params]
+            for index in indices:
+                if index is not None and self._staged_after[index]:
+                    self._note_version(index, writer.params[index].grad)
+        except Exception as error:
+            self.broke("noting a change of gradients", error)
 
     def _as_staged(self, number: int, index: int, gradient: torch.Tensor, stepped: bool) -> bool:
         """Whether a staged gradient went through known changes only, as far as version counters tell."""
-        noted = self._versions[index]
-        if noted is None:
+        held = self._held[index]
+        if held is None:
             return True  # not known; the check of the values is left
         # What a fused step does to DTensors is not counted.
         moves = self._live.version_moves[number] if stepped and not is_dtensor(gradient) else 0
-        return noted[0] is gradient and version(gradient) == noted[1] + moves
+        return held is gradient and version(gradient) == self._counts[index] + moves
 
     # From optimizers
 
@@ -193,31 +337,62 @@ class Recorder:
         """An optimizer is about to step. Only one that changes its gradients is noted here, while they are whole.
 
         With a closure they do not exist yet (Lightning computes them inside it): then only streaming has them.
+
+        Raises:
+            UnsupportedError: the step is being recorded into a graph, and steps are what is redone.
         """
-        if number in self._live.changing_optimizers and not with_closure:
-            self._guarded_note(number, optimizer, whole=True, stepped=False)
-            self._noted_before.add(number)
+        if self._copier.recording_graph():
+            if self.needs_steps:
+                raise UnsupportedError(graphs.STEP)
+            self.graphs.step = True
+            return
+        try:
+            if number in self._live.changing_optimizers and not with_closure:
+                self._guarded_note(number, optimizer, whole=True, stepped=False)
+                self._noted_before.add(number)
+            # The step changes parameters and its state, of which anchors are being copied, and maybe gradients.
+            self._copier.wait_before_changes()
+        except Exception as error:
+            self.broke("preparing for a step", error)
 
     def optimizer_stepped(self, number: int, optimizer: Optimizer) -> None:
         """An optimizer has just taken a step (or decided to skip it): note what it used."""
-        started = time.perf_counter()
-        self.gradients_pending = False
-        if number in self._noted_before:
-            self._noted_before.discard(number)
-        else:
-            self._guarded_note(number, optimizer, number not in self._live.changing_optimizers, stepped=True)
-        if self.watch is not None:
-            self.watch.note(number)
-        self._clock.hooks += time.perf_counter() - started
+        if self._copier.recording_graph():
+            return
+        self.graphs.stepped = True
+        self.backward_ran = False
+        self.compiled = self.compiled or ""
+        try:
+            if self._in_flight is not None and self.writer is not None:
+                self._in_flight.look()
+            self.pending.stepped(number)
+            if number in self._noted_before:
+                self._noted_before.discard(number)
+            else:
+                self._guarded_note(number, optimizer, number not in self._live.changing_optimizers, stepped=True)
+                # What was taken only now may be set to zero in place, or added to by the next backward.
+                self._copier.wait_before_changes()
+            if self.watch is not None:
+                self.watch.note(number)
+            if self.repeated is not None and not _skipped(optimizer, wait=True):
+                self.repeated(number, optimizer)
+        except Exception as error:
+            self.broke("noting a step", error)
+
+    def compiled_step(self, number: int, optimizer: Optimizer) -> None:
+        """The same, of a step that was compiled. Its kernels round otherwise than the class, which would redo it."""
+        self.compiled = type(optimizer).__qualname__
+        if self.writer is not None:
+            self.fail(f"the step of {self.compiled} is compiled")
+        self.optimizer_stepped(number, optimizer)
 
     def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
         """Note a step, before or after it was made; `whole` says that the gradients are what it uses."""
         try:
             if self.writer is not None and self.problem is None and not _skipped(optimizer):
                 self._note_step(self.writer, number, optimizer, whole, stepped)
-        except Exception as error:  # the user's training must go on
-            _log.exception("memckpt: recording a step failed")
-            self.fail(f"recording a step failed: {type(error).__name__}: {error}")
+        except Exception as error:
+            self.broke("recording a step", error)
 
     def _note_step(self, writer: SlotWriter, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
         taken = self._steps_taken.get(number, 0)
@@ -231,24 +406,25 @@ class Recorder:
         if spec.group_sizes != tuple(len(group["params"]) for group in optimizer.param_groups):
             self.fail(f"the parameter groups of optimizer {number} have changed")
             return
-        step = _PendingSubStep(number, taken, _snapshot(hyperparameters(optimizer)), stepped)
+        step = _PendingSubStep(number, taken, self._packed(hyperparameters(optimizer)), stepped)
+        found = getattr(optimizer, "found_inf", None)
+        if isinstance(found, torch.Tensor):
+            step.found_inf = self._kept(found)
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, torch.Tensor):
             # Fused kernels unscale by themselves, inside the step.
-            self._ops.append(_PendingOp("div", scale.detach().clone(), tuple(writer.layout.optimizer_params(number))))
-        streamed: list[int] = []
-        for index in writer.layout.optimizer_params(number):
-            self._settle(writer, step, index, streamed, whole)
-        step.ops = self._ops_for(step, writer.layout.optimizer_params(number), streamed)
+            self._ops.append(_PendingOp("div", self._kept(scale), tuple(writer.layout.optimizer_params(number))))
+        streamed = self._settle_all(writer, step, whole)
+        step.ops = self._ops_for(writer, step, streamed)
+        self._rows[number] = writer.gradient_row(self.record, number, taken + 1)
+        self._landings[number] = None
         if streamed and whole:
             mismatch = self.check.compare(writer, self.record, step.optimizer, step.index, streamed, step.ops)
             if mismatch is not None:
                 self.tap_mismatch = mismatch
                 self.fail(mismatch)
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and id(param) not in writer.index:
-                    self.fail("a parameter that was frozen has a gradient now")
+        if any(param.grad is not None for param in writer.not_stepped(number, optimizer)):
+            self.fail("a parameter that was frozen has a gradient now")
         self._sub_steps.append(step)
         if self._changed is not None and self.streams:
             # It was staged again and is right; but streaming is of no use where that happens.
@@ -256,6 +432,25 @@ class Recorder:
                 f"the gradient of {self._changed} was changed between backward and the optimizer's step in a way that "
                 "streaming does not know"
             )
+
+    def _settle_all(self, writer: SlotWriter, step: _PendingSubStep, whole: bool) -> list[int]:
+        """Make sure that all gradients are in the slot; the parameters of those that were streamed, unchanged since."""
+        streamed: list[int] = []
+        params, staged_after, held, counts = writer.params, self._staged_after, self._held, self._counts
+        moves = self._live.version_moves[step.optimizer] if step.stepped else 0
+        for index in writer.members[step.optimizer]:
+            # As nearly all of them are, without a call: staged, and the same gradient ever since.
+            gradient = held[index]
+            if (
+                staged_after[index]
+                and type(gradient) is torch.Tensor
+                and params[index].grad is gradient
+                and (not whole or gradient._version == counts[index] + moves)
+            ):
+                streamed.append(index)
+            else:
+                self._settle(writer, step, index, streamed, whole)
+        return streamed
 
     def _settle(self, writer: SlotWriter, step: _PendingSubStep, index: int, streamed: list[int], whole: bool) -> None:
         """Make sure that the gradient of one parameter is in the slot, or that its absence is noted."""
@@ -265,6 +460,10 @@ class Recorder:
             step.absent.append(index)
         elif not staged and not whole:
             self.fail("a gradient that was not streamed has been changed by the step itself")
+        elif gradient.dtype is not writer.grad_dtypes[index]:
+            name = writer.spec.params[index].tensor.name
+            self._live.growth.grad_dtypes[name] = dtype_name(gradient.dtype)
+            self.fail(f"the gradient of {name} is of dtype {gradient.dtype}, not {writer.grad_dtypes[index]} as before")
         elif gradient.is_sparse:
             sparse = writer.stage_sparse(self.record, step.optimizer, step.index, index, gradient)
             if sparse is None:
@@ -275,14 +474,22 @@ class Recorder:
             streamed.append(index)
             return
         elif writer.mine[index]:
+            spec = writer.spec.params[index]
             if staged:
-                self._changed = writer.spec.params[index].tensor.name
-            view = writer.gradient_view(self.record, step.optimizer, step.index, index)
-            self._copier.copy(view, local(gradient))
+                self._changed = spec.tensor.name
+            if spec.grad_bytes < spec.dense_grad_bytes:
+                self._live.growth.sparse_bytes[spec.tensor.name] = spec.dense_grad_bytes
+                self.fail("a gradient that was sparse is dense and needs more room")
+            else:
+                landings = self._landings[step.optimizer]
+                if landings is not None and writer.owners[index][0] == step.optimizer:
+                    self._take_off(landings, index)  # what is copied now is not as backward has made it
+                view = writer.gradient_view(self.record, step.optimizer, step.index, index)
+                self._copier.copy(view, local(gradient))
         # Staged after all the changes: none of them applies.
         self._staged_after[index] = 1 + len(self._ops)
 
-    def _ops_for(self, step: _PendingSubStep, params: list[int], streamed: list[int]) -> list[_PendingOp]:
+    def _ops_for(self, writer: SlotWriter, step: _PendingSubStep, streamed: list[int]) -> list[_PendingOp]:
         """The changes made to streamed gradients after they were staged; forgets the staging."""
         ops = []
         for position, op in enumerate(self._ops):
@@ -290,9 +497,9 @@ class Recorder:
             late = tuple(i for i in streamed if i in covered and self._staged_after[i] <= position + 1)
             if late:
                 ops.append(_PendingOp(op.kind, op.operand, late))
-        for index in params:
+        for index in writer.members[step.optimizer]:
             self._staged_after[index] = 0
-            self._versions[index] = None  # it would keep the gradient's memory beyond zero_grad()
+            self._held[index] = None  # it would keep the gradient's memory beyond zero_grad()
         return ops
 
     # For the session
@@ -300,32 +507,28 @@ class Recorder:
     def take_sub_steps(self) -> Callable[[], tuple[SubStep, ...]]:
         """The record's steps. Encoding reads operands back from the device, so it is left to whoever sends them."""
         steps, self._sub_steps = self._sub_steps, []
-        return lambda: tuple(_encode(step) for step in steps)
+        return lambda: tuple(_encode(step) for step in steps if step.found_inf is None or not step.found_inf.any())
 
-
-def _snapshot(value: Any) -> Any:
-    """Hyperparameters as they are now: schedulers change tensors in place after the step."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _snapshot(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_snapshot(item) for item in value)
-    return value
+    def _packed(self, groups: list[dict[str, Any]]) -> codec.Packed:
+        """Hyperparameters as they are now: schedulers change tensors in place after the step."""
+        return codec.Packed(groups, self._copier.fetch, self._copier.token)
 
 
 def _encode(step: _PendingSubStep) -> SubStep:
     return SubStep(
         optimizer=step.optimizer,
         index=step.index,
-        groups=codec.encode(step.groups),
+        groups=step.groups.encode(),
         absent=tuple(step.absent),
         sparse=tuple(step.sparse),
         ops=tuple(GradientOp(op.kind, codec.encode(op.operand), op.params) for op in step.ops),
     )
 
 
-def _skipped(optimizer: Optimizer) -> bool:
-    """Fused optimizers run their step under a scaler even when it must have no effect."""
+def _skipped(optimizer: Optimizer, wait: bool = False) -> bool:
+    """Fused optimizers run their step under a scaler even when it must have no effect.
+
+    On a device only the device knows: unless somebody waits for it, the step is noted, and left out when it is encoded.
+    """
     found = getattr(optimizer, "found_inf", None)
-    return isinstance(found, torch.Tensor) and bool(found.item())
+    return isinstance(found, torch.Tensor) and (wait or codec.on_host(found)) and bool(found.item())

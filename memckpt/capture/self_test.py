@@ -21,7 +21,7 @@ from memckpt.errors import MemckptError
 from memckpt.state import codec, rng
 from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
 from memckpt.state.private import attributes, private_attributes
-from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.tensors import give_gradient, is_dtensor, local
 from memckpt.state.trial import without_collectives
 
 _log = logging.getLogger("memckpt")
@@ -117,10 +117,14 @@ class _Run:
             self._copies, self._noted, self._attributes = {}, None, b""
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the session learns of it, and does without this test
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._guard(self._step_begins, closure is not None)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._guard(self._step_ended)
 
     # What is kept
@@ -194,7 +198,7 @@ class _Run:
         sibling = rebuild(type(self._optimizer), self._fresh_attributes(), own)
         if state:
             sibling.state[piece] = state
-        piece.grad = gradient
+        give_gradient(piece, gradient)
         try:
             with without_collectives():
                 sibling.step()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from memckpt.capture.anchor_copies import AnchorCopies
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState, state_of
+from memckpt.capture.views import Batch, Places
 from memckpt.errors import UnsupportedError
+from memckpt.memory.landings import Landings
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
-from memckpt.state.layout import ITEM_BYTES, Layout, Piece, StateSpec
-from memckpt.state.optimizers import dtype_name, fits_room, fits_slots
+from memckpt.state.layout import ITEM_BYTES, Layout, ParamSpec, Piece, StateSpec
+from memckpt.state.optimizers import dtype_name, dtype_of, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
 from memckpt.state.tensors import local
@@ -64,44 +68,95 @@ class SlotWriter:
         self.leads = spec.local_ranks[0] == rank
         #: Nothing is redone: the whole state is written now and then, and what has no room here is encoded.
         self.captures = spec.mode == "capture"
+        #: Which gradients are complete in their slots; None where none are staged.
+        self.landings = None if self.captures else Landings(slots, self.layout, generation, rank)
         # What is asked for at every gradient, in plain lists: backward leaves nothing of ours in the CPU's caches.
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
+        self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
+        self.grad_dtypes = [dtype_of(param.grad_dtype) for param in spec.params]
         self.sub_step_room = self.layout.sub_step_room
+        self._in_groups: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
         self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
+        #: By step of the period; made when its anchors are first due, since optimizers have no state before a step.
+        self._anchor_copies: dict[int, AnchorCopies] = {}
+        self._by_value_batch: Batch | None = None
         # Made now and not when they are first used: that is during backward, between large gradients, where small
         # objects that stay would pin the heap.
-        self._gradient_views = self._make_gradient_views()
+        self._gradient_rows = self._make_gradient_rows()
         copier.adopt(slots)
         slots.populate_in_background()
 
     def close(self) -> None:
         """Let go of views and mappings."""
-        self._gradient_views.clear()
+        for row in [row for slot in self._gradient_rows for steps in slot for row in steps]:
+            row.clear()  # the recorder has some of them, and views keep the memory
+        self._gradient_rows.clear()
+        self._anchor_copies.clear()
+        if self.landings is not None:
+            self.landings.close()
         for region in (self._slots, self._static, self._replica):
             if region is not None:
                 self._copier.release(region)
                 region.close()
 
+    def not_stepped(self, number: int, optimizer: Optimizer) -> list[torch.Tensor]:
+        """Parameters in an optimizer's groups that the layout does not have: they were frozen when it was made."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        identities = list(map(id, params))
+        known = self._in_groups.get(number)
+        if known is None or known[0] != identities:
+            self._in_groups[number] = known = identities, [param for param in params if id(param) not in self.index]
+        return known[1]
+
     # Gradients
 
     def gradient_view(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
         """Where the gradient of `param` for that sub-step is staged; only for parameters that this rank stages."""
-        return self._gradient_views[self.layout.slot_number(record), optimizer, sub_step, param]
+        view = self._gradient_rows[self.layout.slot_number(record)][optimizer][sub_step][param]
+        assert view is not None
+        return view
 
-    def _make_gradient_views(self) -> dict[tuple[int, int, int, int], torch.Tensor]:
-        views = {}
-        for slot in range(self.layout.ring if any(self.sub_step_room) else 0):
-            for optimizer in range(len(self.spec.optimizers)):
-                for sub_step in range(self.sub_step_room[optimizer]):
-                    for param in self.layout.optimizer_params(optimizer):
-                        tensor = self.spec.params[param].tensor
-                        if not self.mine[param]:
-                            continue
-                        offset = self.layout.slot_offset(slot)
-                        offset += self.layout.gradient_offset(optimizer, sub_step, param)
-                        view = tensor_at(self._slots.map, offset, tensor.shape, tensor.dtype)
-                        views[slot, optimizer, sub_step, param] = view
-        return views
+    def gradient_row(self, record: int, optimizer: int, sub_step: int) -> list[torch.Tensor | None] | None:
+        """Where gradients for that sub-step are staged, by parameter; None for those that this rank does not stage, and
+        where a sparse gradient has room and a dense one has not.
+
+        None altogether where the record has no room for another step of the optimizer.
+        """
+        if sub_step >= self.sub_step_room[optimizer]:
+            return None
+        return self._gradient_rows[self.layout.slot_number(record)][optimizer][sub_step]
+
+    def gradient_area(self, record: int, optimizer: int, sub_step: int, dtype: str) -> torch.Tensor:
+        """All gradients of that sub-step as they are staged, as one row of elements."""
+        offset, nbytes = self.layout.gradient_area(optimizer, sub_step)
+        offset += self.layout.slot_offset(record)
+        return tensor_at(self._slots.map, offset, (nbytes // ITEM_BYTES[dtype],), dtype)
+
+    def _make_gradient_rows(self) -> list[list[list[list[torch.Tensor | None]]]]:
+        """By slot, optimizer, sub-step and parameter."""
+        rows: list[list[list[list[torch.Tensor | None]]]] = [[] for _ in range(self.layout.ring)]
+        for optimizer, room in enumerate(self.sub_step_room):
+            specs, offset = self.spec.params, self.layout.gradient_offset
+            mine = [one for one in self.members[optimizer] if self.mine[one] and _has_dense_room(specs[one])]
+            by_sub_step = [
+                Places(
+                    [
+                        (offset(optimizer, sub_step, param), specs[param].tensor.shape, specs[param].grad_dtype)
+                        for param in mine
+                    ]
+                )
+                for sub_step in range(room)
+            ]
+            for slot, in_slot in enumerate(rows):
+                steps = []
+                for places in by_sub_step:
+                    row: list[torch.Tensor | None] = [None] * len(self.params)
+                    views = places.at(self._slots.map, slot * self.layout.slot_bytes)
+                    for param, view in zip(mine, views, strict=True):
+                        row[param] = view
+                    steps.append(row)
+                in_slot.append(steps)
+        return rows
 
     def stage_sparse(
         self, record: int, optimizer: int, sub_step: int, param: int, gradient: torch.Tensor
@@ -119,7 +174,7 @@ class SlotWriter:
             room = tensor_at(self._slots.map, offset, tuple(indices.shape), "int64")
             self._copier.copy(room, indices)
             offset += indices.numel() * ITEM_BYTES["int64"]
-            room = tensor_at(self._slots.map, offset, tuple(values.shape), spec.tensor.dtype)
+            room = tensor_at(self._slots.map, offset, tuple(values.shape), spec.grad_dtype)
             self._copier.copy(room, values)
         return SparseGradient(param, gradient.sparse_dim(), indices.shape[1], gradient.is_coalesced())
 
@@ -142,13 +197,29 @@ class SlotWriter:
         Raises:
             LayoutChangedError: an optimizer keeps other state than the layout says.
         """
+        if self._copier.asynchronous:
+            return self._stage_pieces(record)
+        number = record % self.spec.period
+        copies = self._anchor_copies.pop(number, None)
+        if copies is None:
+            pieces = zip(self.layout.anchor_groups[number], self._anchor_parts[number], strict=True)
+            copies = AnchorCopies(list(pieces), self.params, self.spec.params, self.mine, self._live.optimizers)
+        if not copies.copy(self._slots.map, self.layout.slot_offset(record)):
+            return self._stage_pieces(record)
+        self._anchor_copies[number] = copies
+        return self._stage_pieces(record, copies.rest)
+
+    def _stage_pieces(self, record: int, positions: Iterable[int] | None = None) -> tuple[Missing, bytes]:
+        """Stage pieces due in `record` one by one; None: all of them."""
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
         base = self.layout.slot_offset(record)
-        due = zip(self.layout.due(record), self._anchor_parts[record % self.spec.period], strict=True)
-        for piece, parts in due:
-            views = [tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in parts]
-            self._stage_piece(piece, views, missing, plain)
+        due, places = self.layout.due(record), self._anchor_parts[record % self.spec.period]
+        for position in range(len(due)) if positions is None else positions:
+            views = [
+                tensor_at(self._slots.map, base + offset, shape, dtype) for offset, shape, dtype in places[position]
+            ]
+            self._stage_piece(due[position], views, missing, plain)
         return tuple(missing), codec.encode(plain) if plain else b""
 
     def _stage_piece(
@@ -202,13 +273,30 @@ class SlotWriter:
         self._stage_by_value_at(self._slots, self.layout.slot_offset(record) + self.layout.by_value_base(self.rank))
 
     def _stage_by_value_at(self, region: Region, base: int) -> None:
-        for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
-            held = _now_at(place)
+        now = [_now_at(place) for place in self._by_value]
+        found_all = [tensor for tensor in now if tensor is not None]
+        if len(found_all) == len(now) and not self._copier.asynchronous:
+            if self._by_value_batch is None:
+                offsets = zip(self.layout.by_value_offsets, self.spec.by_value, strict=True)
+                self._by_value_batch = Batch([(offset, spec.shape, spec.dtype) for offset, spec in offsets])
+            if self._by_value_batch.copy(region.map, base, found_all):
+                return
+        for offset, spec, held in zip(self.layout.by_value_offsets, self.spec.by_value, now, strict=True):
             tensor = None if held is None else local(held)
             if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
                 found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                 raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
             self._copier.copy(tensor_at(region.map, base + offset, spec.shape, spec.dtype), tensor)
+
+    def by_value_differs(self, record: int) -> bool:
+        """Whether a buffer or the like is not what this rank has staged of it for a record, bit for bit."""
+        base = self.layout.slot_offset(record) + self.layout.by_value_base(self.rank)
+        for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
+            held = _now_at(place)
+            staged = tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype)
+            if held is None or not _same_bits(local(held).detach().cpu(), staged):
+                return True
+        return False
 
     def static_tensor(self, position: int) -> torch.Tensor | None:
         """The live static tensor as it hangs in its module now."""
@@ -239,7 +327,7 @@ class SlotWriter:
         metas = []
         for virtual in range(record - self.spec.period + 1, record + 1):
             self.ring.open_for_writing(virtual, self.rank)
-            missing, plain = self.stage_anchors(virtual)
+            missing, plain = self._stage_pieces(virtual)
             metas.append(encode_meta(RecordMeta(virtual, record, True, (), missing, plain)))
         self.stage_by_value(record)
         return tuple(metas), (), b""
@@ -257,7 +345,7 @@ class SlotWriter:
             LayoutChangedError: the state does not fit the layout any more.
         """
         self.ring.open_for_writing(record, self.rank)
-        missing, plain = self.stage_anchors(record)
+        missing, plain = self._stage_pieces(record)
         self.stage_by_value(record)
         return encode_meta(RecordMeta(record, record, True, (), missing, plain))
 
@@ -296,6 +384,11 @@ class SlotWriter:
         return tuple(missing), codec.encode(plain) if plain else b""
 
 
+def _has_dense_room(spec: ParamSpec) -> bool:
+    """Whether a dense gradient fits into the room of one that was sparse."""
+    return spec.dense_grad_bytes <= spec.grad_bytes
+
+
 def _is_large(value: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether new state is as large as its parameter: it had better have a slot than be encoded with each record."""
     return fits_slots(value, param) and local(value).shape == local(param).shape and local(param).numel() > 1
@@ -311,3 +404,9 @@ def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """A piece's elements in row-major order, as a view where the memory allows it."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
     return flat if piece.stop - piece.start == tensor.numel() else flat[piece.start : piece.stop]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -2,24 +2,27 @@
 
 User code may change gradients in ways that streaming does not know: its own clipping, noise, centralization. The first
 records are compared in full, later ones in a window of every tensor that moves on from record to record, which sees any
-change of a whole tensor at once and costs next to nothing. (Elements far apart would cost a cache miss each.)
+change of a whole tensor at once and costs next to nothing. (Elements far apart would cost a cache miss each.) Where a
+sample is not equal, tensors are compared one by one, so that the one that differs has a name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.state.layout import ITEM_BYTES
+from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import change_values
-from memckpt.state.tensors import local
+from memckpt.state.tensors import bits_of, local
 
 #: Elements of each tensor that are compared.
 WINDOW = 256
 FULL_RECORDS = 2
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class Op(Protocol):
@@ -36,10 +39,13 @@ class StagingCheck:
 
     def __init__(self) -> None:
         self._checked = 0
+        #: By optimizer: the parameters that were compared last, and their windows.
+        self._last: dict[int, tuple[list[int], _Sample | None]] = {}
 
     def restart(self) -> None:
-        """Compare the next records in full again."""
+        """Compare the next records in full again, of a layout that may be another one."""
         self._checked = 0
+        self._last.clear()
 
     def compare(
         self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
@@ -47,6 +53,8 @@ class StagingCheck:
         """What differs, in words; None if nothing does."""
         full = self._checked < FULL_RECORDS
         self._checked += 1
+        if not full and self._sample_is_equal(writer, record, optimizer, sub_step, params, ops):
+            return None
         mine = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
         for batch in self._alike(mine, ops, writer):
             staged, used = [], []
@@ -64,17 +72,33 @@ class StagingCheck:
                     if batch[0] in op.params:
                         expected = change_values(op.kind, op.operand, expected)
                 found = torch.cat(used)
-                bits = _BITS[found.element_size()]
-                if expected.dtype != found.dtype or not torch.equal(expected.view(bits), found.view(bits)):
+                if expected.dtype != found.dtype or not torch.equal(bits_of(expected), bits_of(found)):
                     return self._name_difference(writer, batch, staged, used, ops)
         return None
+
+    def _sample_is_equal(
+        self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
+    ) -> bool:
+        """Whether the windows of all gradients are equal: in a few operations on all of them together.
+
+        That takes gradients of one dtype to which the same changes apply, and the same ones as last time. False
+        otherwise, too.
+        """
+        last, sample = self._last.get(optimizer, ([], None))
+        if params != last:
+            self._last[optimizer] = list(params), None
+            return False
+        if sample is None or sample.generation != writer.generation:
+            sample = _Sample(writer, optimizer, params)
+            self._last[optimizer] = last, sample
+        return sample.fits(ops) and sample.is_equal(writer, record, sub_step, ops)
 
     def _alike(self, params: Sequence[int], ops: Sequence[Op], writer: SlotWriter) -> list[list[int]]:
         """Parameters of one dtype to which the same changes apply, together."""
         covered = [set(op.params) for op in ops]
         batches: dict[Any, list[int]] = {}
         for index in params:
-            key = (writer.params[index].dtype, tuple(index in one for one in covered))
+            key = (writer.spec.params[index].grad_dtype, tuple(index in one for one in covered))
             batches.setdefault(key, []).append(index)
         return list(batches.values())
 
@@ -96,6 +120,80 @@ class StagingCheck:
                     "optimizer's step in a way that streaming does not know"
                 )
         return "gradients were changed between backward and the optimizer's step"
+
+
+class _Sample:
+    """The windows of the gradients of one optimizer, in a row.
+
+    With a thousand tensors of a few elements each, two views of every one of them cost more than all else that is done
+    with it. Here what is staged is gathered by one index, and whole small gradients are copied by one call.
+    """
+
+    def __init__(self, writer: SlotWriter, optimizer: int, params: Sequence[int]) -> None:
+        self.generation = writer.generation
+        self._optimizer = optimizer
+        self._covered = len(params)
+        specs = writer.spec.params
+        host = [index for index in params if writer.mine[index] and writer.params[index].device.type == "cpu"]
+        host = [index for index in host if specs[index].tensor.numel]
+        small = [index for index in host if specs[index].tensor.numel <= WINDOW]
+        large = [index for index in host if specs[index].tensor.numel > WINDOW]
+        dtypes = {specs[index].grad_dtype for index in host}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else ""
+        if not self._dtype:
+            return
+        self._small, self._large = ([writer.params[index] for index in part] for part in (small, large))
+        item = ITEM_BYTES[self._dtype]
+        area, _ = writer.layout.gradient_area(optimizer, 0)
+        starts = {index: (writer.layout.gradient_offset(optimizer, 0, index) - area) // item for index in host}
+        numels = [specs[index].tensor.numel for index in small]
+        #: Where the elements of small gradients are in the area of a sub-step.
+        self._of_small = torch.cat(
+            [torch.arange(starts[index], starts[index] + numel) for index, numel in zip(small, numels, strict=True)]
+            or [torch.empty(0, dtype=torch.int64)]
+        )
+        #: Where the first window of each large gradient begins, and how many places there are for it to begin at.
+        self._of_large = torch.tensor([starts[index] for index in large], dtype=torch.int64)
+        self._places = torch.tensor([specs[index].tensor.numel - WINDOW + 1 for index in large], dtype=torch.int64)
+        self._within = torch.arange(WINDOW)
+        self._used = torch.empty(sum(numels) + len(large) * WINDOW, dtype=dtype_of(self._dtype))
+        rows = self._used.split_with_sizes(numels + [WINDOW] * len(large))
+        self._views = [
+            row.view(specs[index].tensor.shape) for index, row in zip(small, rows[: len(small)], strict=True)
+        ] + list(rows[len(small) :])
+
+    def fits(self, ops: Sequence[Op]) -> bool:
+        """Whether these changes are made to all of the gradients alike."""
+        return bool(self._dtype) and all(len(op.params) == self._covered for op in ops)
+
+    def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[Op]) -> bool:
+        """Whether what is staged, changed, has the bits of what the optimizer has used."""
+        with torch.no_grad():
+            begin = (record * WINDOW) % self._places
+            used = self._gradients(self._small)
+            if self._large:
+                large = self._gradients(self._large)
+                used += [_window(one, start, WINDOW) for one, start in zip(large, begin.tolist(), strict=True)]
+            if set(map(_dtype, used)) != {self._used.dtype}:
+                return False  # copies would round
+            torch._foreach_copy_(self._views, used)
+            windows = ((self._of_large + begin)[:, None] + self._within).view(-1)
+            area = writer.gradient_area(record, self._optimizer, sub_step, self._dtype)
+            expected = area.take(torch.cat([self._of_small, windows]))
+            for op in ops:
+                expected = change_values(op.kind, op.operand, expected)
+            return expected.dtype == self._used.dtype and torch.equal(bits_of(expected), bits_of(self._used))
+
+    def _gradients(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        for param in params:
+            gradient = param.grad
+            assert gradient is not None
+            found.append(gradient if type(gradient) is torch.Tensor else local(gradient))
+        return found
+
+
+_dtype = attrgetter("dtype")
 
 
 def _window(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:

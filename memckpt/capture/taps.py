@@ -7,16 +7,19 @@ A tap never raises into the user's backward: the recorder keeps what goes wrong.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -24,10 +27,11 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.recorder import Recorder
 from memckpt.capture.shards import is_fsdp2
 from memckpt.errors import UnsupportedError
-from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.tensors import is_dtensor
 
 _log = logging.getLogger("memckpt")
 
+Method = TypeVar("Method", bound=Callable[..., None])
 CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
@@ -64,6 +68,42 @@ class Tap(Protocol):
         """Leave nothing behind in the user's objects, as far as torch allows."""
 
 
+def _survives(what: str) -> Callable[[Method], Method]:
+    """For what runs inside of the user's step: what it raises is kept, and the record is declared void."""
+
+    def make(method: Method) -> Method:
+        @functools.wraps(method)
+        def guarded(self: Any, *args: Any) -> None:
+            try:
+                method(self, *args)
+            except Exception as error:
+                self._recorder.broke(what, error)
+
+        return cast(Method, guarded)
+
+    return make
+
+
+class _OncePerBackward:
+    """Asks autograd to call a function when the backward that runs now has ended.
+
+    A backward that raises drops its callbacks, so it is remembered for which backward was asked, and not that it was.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._asked_in = -1
+
+    def ask(self) -> bool:
+        """From a hook: whether this is the first time in the backward that runs now."""
+        running: int = torch._C._current_graph_task_id()
+        if running == self._asked_in or running == -1:
+            return False
+        self._asked_in = running
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+        return True
+
+
 class _ParameterHooks(ABC):
     """A hook on each parameter, which sees its accumulated gradient as backward produces it.
 
@@ -88,10 +128,17 @@ class _ParameterHooks(ABC):
         self._handles = []
 
     def _fire(self, param: torch.Tensor) -> None:
-        self._recorder.backward_runs()
-        if param.grad is not None:  # else a hook of the user's has stepped and taken it away
-            self.reductions += 1
-            self._fired(param, param.grad)
+        started = time.perf_counter()
+        try:
+            if not self._recorder.backward_runs():
+                return
+            gradient = param.grad
+            if gradient is not None:  # else a hook of the user's has stepped and taken it away
+                self.reductions += 1
+                self._fired(param, gradient)
+        except Exception as error:
+            self._recorder.broke("looking at a gradient", error)
+        self._recorder.clock.hooks += time.perf_counter() - started
 
     @abstractmethod
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None: ...
@@ -108,22 +155,18 @@ class ParameterTap(_ParameterHooks):
     def __init__(self, params: Sequence[nn.Parameter], recorder: Recorder, copier: Copier) -> None:
         super().__init__(params, recorder)
         self._copier = copier
-        self._callback_queued = False
+        self._at_end = _OncePerBackward(self._backward_ended)
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._recorder.stage(param, local(gradient))
+        self._recorder.stage(param, gradient)
         if self._copier.asynchronous:
             # Gradients may be changed in place as soon as backward has ended.
-            self._queue_callback()
+            self._at_end.ask()
 
-    def _queue_callback(self) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
+    @_survives("ending a backward")
     def _backward_ended(self) -> None:
-        self._callback_queued = False
-        self._copier.wait_before_changes()
+        with self._recorder.clock.in_hook():
+            self._copier.wait_before_changes()
 
 
 class ShardTap(ParameterTap):
@@ -153,35 +196,75 @@ class ShardTap(ParameterTap):
         self._model = model
         self._before_reduction = before_reduction
         self._offloaded: list[torch.Tensor] = []
+        self._reductions_before = 0
+        self._reduction = _OncePerBackward(self._reduction_ending)
 
     def install(self) -> None:
         super().install()
+        self._handles += [module.register_forward_hook(self._watch_reduction) for module in _outermost(self._model)]
         if not self._copier.asynchronous:
             return  # commits have been sent by the time that commit() returns
         for module in self._model.modules():
             if any(is_dtensor(param) for param in module.parameters(recurse=False)) or is_fsdp2(module):
                 self._handles.append(module.register_forward_hook(self._watch_outputs))
 
+    @_survives("looking at what a module returns")
+    def _watch_reduction(self, module: nn.Module, args: Any, output: Any) -> None:
+        """See the backwards whose reduction is put off (``set_requires_gradient_sync(False)``): no hook sees them."""
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._backward_begins())
+
+    @_survives("looking at a backward")
+    def _backward_begins(self) -> None:
+        if self._reduction.ask():
+            self._reductions_before = self.reductions
+
+    def _reduction_ending(self) -> None:
+        # fully_shard reduces the rest in a callback of its own; one queued from inside a callback runs after it.
+        torch.autograd.Variable._execution_engine.queue_callback(self._reduction_ended)
+
+    @_survives("looking at a backward")
+    def _reduction_ended(self) -> None:
+        if self.reductions == self._reductions_before:
+            self._recorder.pending.unreduced()
+
+    @_survives("looking at what a module returns")
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._before_reduction())
+                tensor.register_hook(self._reduction_comes)
+
+    @_survives("sending a commit before a reduction")
+    def _reduction_comes(self, gradient: torch.Tensor) -> None:
+        with self._recorder.clock.in_hook():
+            self._before_reduction()
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
             # Offloaded: it is on its way to the host, and there once fully_shard's own callback has waited for it.
-            self._recorder.gradient_seen()
+            self._recorder.gradient_seen(param)
+            if self._at_end.ask():
+                self._offloaded = []  # of a backward that has raised
             self._offloaded.append(param)
-            self._queue_callback()
         else:
             super()._fired(param, gradient)
 
+    @_survives("staging what is offloaded")
     def _backward_ended(self) -> None:
         offloaded, self._offloaded = self._offloaded, []
-        for param in offloaded:
-            if param.grad is not None:
-                self._recorder.stage(param, local(param.grad))
+        with self._recorder.clock.in_hook():
+            for param in offloaded:
+                if param.grad is not None:
+                    self._recorder.stage(param, param.grad)
         super()._backward_ended()
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """The modules to which fully_shard was applied, without those inside of others."""
+    if is_fsdp2(model):
+        return [model]
+    return [found for child in model.children() for found in _outermost(child)]
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
@@ -234,12 +317,13 @@ class CommHookTap:
         self._world_size = dist.get_world_size(self._group)
         self._factor = 1.0 / self._world_size
         self._removed = False
-        self._callback_queued = False
+        self._at_end = _OncePerBackward(self._backward_ending)
         self._positions = {id(param): index for index, param in enumerate(model.module.parameters())}
         self._observed: list[list[int]] = []
         self._held: list[_HeldBucket] = []
         self._resumed_layout: list[list[int]] | None = None
         self._backwards = 0
+        self._handles: list[Any] = []
         self.reductions = 0
         #: Parameter positions bucket by bucket, as the next backward reduces them; None while that is not known yet.
         self.layout: list[list[int]] | None = None
@@ -258,6 +342,12 @@ class CommHookTap:
         self._model.register_comm_hook(None, memckpt_tap)
         # From now on a user's registration reaches us and not torch, which would refuse a second hook.
         vars(self._model)["register_comm_hook"] = self._adopt
+        # Under no_sync() no bucket is reduced, and yet gradients wait.
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._accumulated)
+            for param in self._model.module.parameters()
+            if param.requires_grad
+        ]
 
     def _adopt(self, state: Any, hook: CommHook) -> None:
         if self._users is not None:
@@ -268,6 +358,9 @@ class CommHookTap:
     def remove(self) -> None:
         """Torch cannot unregister a communication hook: ours stays and only averages from now on."""
         self._removed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self._model.__dict__.pop("register_comm_hook", None)
 
     def resume_layout(self, layout: list[list[int]] | None) -> None:
@@ -275,28 +368,51 @@ class CommHookTap:
         if self._world_size > 2 and layout is not None:
             self._resumed_layout = self.layout = layout
 
+    def _accumulated(self, param: torch.Tensor) -> None:
+        started = time.perf_counter()
+        try:
+            if not self._copier.recording_graph():
+                self._recorder.gradient_seen(param)
+        except Exception as error:
+            self._recorder.broke("looking at a gradient", error)
+        self._recorder.clock.hooks += time.perf_counter() - started
+
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if self._removed:
+        if self._removed or not self._recorder.backward_runs():
             return self._average(bucket)
-        self._recorder.backward_runs()
-        self._before_reduction()
         self.reductions += 1
-        self._observe(bucket)
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ending)
+        self._look(bucket)
         if self._resumed_layout is not None and self._users is None:
             return self._hold(bucket, self._resumed_layout)
-        offsets = [gradient.storage_offset() - bucket.buffer().storage_offset() for gradient in bucket.gradients()]
-        params = bucket.parameters()
+        params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
 
         def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             flat = _first(done)  # raises when the reduction failed, which is not ours to hide
-            for param, offset in zip(params, offsets, strict=True):
-                self._recorder.stage(param, flat.view(-1)[offset : offset + param.numel()].view(param.shape))
+            self._stage(flat, params, gradients, buffer)
             return flat
 
         return self._average(bucket).then(staged)
+
+    @_survives("looking at a bucket")
+    def _look(self, bucket: GradBucket) -> None:
+        with self._recorder.clock.in_hook():
+            if self._at_end.ask():
+                self._observed, self._held = [], []  # of a backward that has raised
+            self._observe(bucket)
+            self._before_reduction()
+
+    @_survives("staging a bucket")
+    def _stage(
+        self,
+        flat: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        buffer: torch.Tensor,
+    ) -> None:
+        with self._recorder.clock.in_hook():
+            reduced = gradients if flat.data_ptr() == buffer.data_ptr() else _placed_alike(gradients, buffer, flat)
+            for param, gradient in zip(params, reduced, strict=True):
+                self._recorder.stage(param, gradient)
 
     def _average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if self._users is not None:
@@ -344,18 +460,27 @@ class CommHookTap:
                 param, gradient = gradients[position]
                 gradient.copy_(flat[offset : offset + param.numel()].view(gradient.shape))
                 offset += param.numel()
-                self._recorder.stage(param, gradient)
+                with self._recorder.clock.in_hook():
+                    self._recorder.stage(param, gradient)
         for one in held:
             one.future.set_result(one.buffer)
 
     def _backward_ending(self) -> None:
         # DDP finalizes its buckets in a callback of its own; one queued from inside a callback runs after it.
-        def ended() -> None:
-            self._callback_queued = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    @_survives("ending a backward")
+    def _backward_ended(self) -> None:
+        with self._recorder.clock.in_hook():
             self._copier.wait_before_changes()
             self._recorder.note_versions()
 
-        torch.autograd.Variable._execution_engine.queue_callback(ended)
+
+def _placed_alike(gradients: Sequence[torch.Tensor], buffer: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Views of `flat` that lie in it as `gradients` lie in `buffer`."""
+    first, flat = buffer.storage_offset(), flat.view(-1)
+    begins = [int(gradient.storage_offset() - first) for gradient in gradients]
+    return [flat[begin : begin + one.numel()].view(one.shape) for begin, one in zip(begins, gradients, strict=True)]
 
 
 def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -374,7 +499,19 @@ class PendingTap(_ParameterHooks):
     name = "step"
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        self._recorder.gradient_seen()
+        self._recorder.gradient_seen(param)
+
+
+@_disable_dynamo
+def _compiled_stepping(recorder: Recorder, number: int, optimizer: Optimizer) -> None:
+    """An optimizer is about to take such a step; this is not part of what is compiled."""
+    recorder.optimizer_stepping(number, optimizer, with_closure=True)  # what it uses is noted neither before nor after
+
+
+@_disable_dynamo
+def _compiled_step(recorder: Recorder, number: int, optimizer: Optimizer) -> None:
+    """An optimizer has taken a step that torch.compile has made; this is not part of what it compiles."""
+    recorder.compiled_step(number, optimizer)
 
 
 class StepHooks:
@@ -387,14 +524,22 @@ class StepHooks:
 
     def install(self) -> None:
         for number, optimizer in enumerate(self._optimizers):
-
+            # Where a step is compiled, the compiler traces these and finds its own answer to `is_compiling` in them.
             def stepped(stepping: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
-                self._recorder.optimizer_stepped(number, stepping)
+                if torch.compiler.is_compiling():
+                    _compiled_step(self._recorder, number, stepping)
+                    return
+                with self._recorder.clock.in_hook():
+                    self._recorder.optimizer_stepped(number, stepping)
 
             def stepping(about_to: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
+                if torch.compiler.is_compiling():
+                    _compiled_stepping(self._recorder, number, about_to)
+                    return
                 # The step's own arguments follow the optimizer itself.
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                self._recorder.optimizer_stepping(number, about_to, closure is not None)
+                with self._recorder.clock.in_hook():
+                    self._recorder.optimizer_stepping(number, about_to, closure is not None)
 
             self._handles.append(optimizer.register_step_pre_hook(stepping))
             handle = optimizer.register_step_post_hook(stepped)

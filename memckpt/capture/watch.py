@@ -6,10 +6,12 @@ written through ``.data`` escapes that count and is looked for in a sample of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.state.tensors import local, version
+from memckpt.state.tensors import Fixed, bits_of, local, version
 
 #: A window of so many elements out of every so many. Neighbours share a cache line: a strided sample of as many
 #: elements takes several times as long.
@@ -17,30 +19,29 @@ WINDOW = 64
 SPACING = 1 << 16
 #: So many checks look at every element.
 FULL_CHECKS = 2
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
-class ParameterWatch:
-    """Remembers the stepped parameters as their optimizers left them.
+class _Sample:
+    """Values of host tensors as they were, to see what escapes the counters. Reading accelerators would wait for them.
 
-    Samples are taken of host tensors only: reading them on an accelerator would make the trainer wait for it.
+    Args:
+        tensors: that are looked at; always the same ones.
+        full_checks: how many checks look at every element; until they are over all values are kept.
     """
 
-    def __init__(self, writer: SlotWriter) -> None:
-        self._writer = writer
-        self._versions = [version(param) for param in writer.params]
-        self._sampled = [
-            i for i, param in enumerate(writer.params) if param.device.type == "cpu" and local(param).numel()
-        ]
+    def __init__(self, tensors: Sequence[torch.Tensor], full_checks: int) -> None:
+        self._tensors = tensors
+        self._sampled = [i for i, one in enumerate(tensors) if one.device.type == "cpu" and local(one).numel()]
+        self._in_memory = Fixed([tensors[index] for index in self._sampled])
         self._pointers: list[int] = []
-        #: By dtype and width, the parameters' indices and views of their windows: rows of that width.
+        #: By dtype and width, the tensors' indices and views of their windows: rows of that width.
         self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
-        self._full_checks_left = FULL_CHECKS
-        self._sample = self._take()
+        self._full_checks_left = full_checks
+        self._values = self._take()
 
-    def _window(self, param: torch.Tensor) -> torch.Tensor:
+    def _window(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor that is looked at, as a view of equally wide rows."""
-        flat = _flat(param)
+        flat = _flat(tensor)
         if self._full_checks_left:
             return flat.view(-1, 1)
         if flat.numel() < SPACING:
@@ -49,57 +50,74 @@ class ParameterWatch:
         return flat[: rows * SPACING].view(rows, SPACING)[:, :WINDOW]
 
     def _take(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
-        """The sampled values, as copies. The views on them are kept as long as the parameters keep their memory."""
-        params = {index: local(self._writer.params[index]) for index in self._sampled}
-        pointers = [param.data_ptr() for param in params.values()]
+        """The sampled values, as copies. The views on them are kept as long as the tensors keep their memory."""
+        pointers = self._in_memory.pointers()
         if pointers != self._pointers:
             self._pointers, self._windows = pointers, {}
             for index in self._sampled:
-                window = self._window(params[index])
+                window = self._window(local(self._tensors[index]))
                 self._windows.setdefault((window.dtype, window.shape[1]), []).append((index, window))
         return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
 
-    def note(self, optimizer: int) -> None:
-        """An optimizer has just changed its parameters, as it should."""
-        params = self._writer.params
-        for index in self._writer.layout.optimizer_params(optimizer):
-            self._versions[index] = version(params[index])
-        self._sample = self._take()
+    def renew(self) -> None:
+        """The values are now as they should be."""
+        self._values = self._take()
+
+    def changed(self) -> list[int]:
+        """The indices of tensors that have other values."""
+        found = []
+        for key, now in self._take().items():
+            if not torch.equal(bits_of(now), bits_of(self._values[key])):
+                found += self._find(key, now)
+        if not found:
+            self._end_full_check()
+        return sorted(found)
 
     def _end_full_check(self) -> None:
         if self._full_checks_left:
             self._full_checks_left -= 1
             if not self._full_checks_left:
                 self._pointers = []  # the windows are others now
-                self._sample = self._take()
+                self.renew()
+
+    def _find(self, key: tuple[torch.dtype, int], now: torch.Tensor) -> list[int]:
+        differs = (bits_of(now) != bits_of(self._values[key])).flatten(1).any(dim=1)
+        rows = differs.split_with_sizes([window.shape[0] for _, window in self._windows[key]])
+        return [index for (index, _), its in zip(self._windows[key], rows, strict=True) if bool(its.any())]
+
+
+class ParameterWatch:
+    """Remembers the stepped parameters as their optimizers left them."""
+
+    def __init__(self, writer: SlotWriter) -> None:
+        self._writer = writer
+        self._params = Fixed(writer.params)
+        self._versions = self._params.versions()
+        self._sample = _Sample(writer.params, FULL_CHECKS)
+
+    def note(self, optimizer: int) -> None:
+        """An optimizer has just changed its parameters, as it should."""
+        versions = self._params.versions()
+        stepped = self._writer.layout.optimizer_params(optimizer)
+        if len(stepped) == len(versions):
+            self._versions = versions
+        else:
+            for index in stepped:
+                self._versions[index] = versions[index]
+        self._sample.renew()
 
     def counted_change(self) -> str | None:
         """The name of a parameter whose count of changes is not as its optimizer left it; None if all are."""
-        for index, (param, noted) in enumerate(zip(self._writer.params, self._versions, strict=True)):
-            if version(param) != noted:
-                return self._writer.spec.params[index].tensor.name
-        return None
+        versions = self._params.versions()
+        if versions == self._versions:
+            return None
+        moved = next(i for i, (now, noted) in enumerate(zip(versions, self._versions, strict=True)) if now != noted)
+        return self._writer.spec.params[moved].tensor.name
 
-    def changed(self) -> str | None:
-        """Like :meth:`counted_change`, and where that finds nothing, by the sample of the values."""
-        counted = self.counted_change()
-        if counted is not None:
-            return counted
-        for key, now in self._take().items():
-            bits = _BITS[now.element_size()]
-            if not torch.equal(now.view(bits), self._sample[key].view(bits)):
-                return self._name_sampled(key, now)
-        self._end_full_check()
-        return None
-
-    def _name_sampled(self, key: tuple[torch.dtype, int], now: torch.Tensor) -> str:
-        bits = _BITS[now.element_size()]
-        row = int((now.view(bits) != self._sample[key].view(bits)).nonzero()[0, 0])
-        for index, window in self._windows[key]:
-            row -= window.shape[0]
-            if row < 0:
-                return self._writer.spec.params[index].tensor.name
-        return "a parameter"
+    def sampled_change(self) -> str | None:
+        """Like :meth:`counted_change`, by the sample of the values."""
+        changed = self._sample.changed()
+        return self._writer.spec.params[changed[0]].tensor.name if changed else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,25 +128,47 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StaticWatch:
-    """Watches tensors that are staged once a generation: a changed count is settled by comparing with the copy."""
+    """Watches tensors that are staged once a generation: a changed count is settled by comparing with the copy.
+
+    What escapes the counters (a momentum encoder that is updated through ``.data``) shows in the values of host
+    tensors: the first checks compare all of them with the copy, later ones a sample with what it was.
+    """
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
         self._seen = [self._look(position) for position in range(len(writer.spec.static))]
+        self._full_checks_left = FULL_CHECKS
+        self._take_sample()
+
+    def _take_sample(self) -> None:
+        there = [(position, tensor) for position, (tensor, _) in enumerate(self._seen) if tensor is not None]
+        self._sampled = [position for position, _ in there]
+        self._sample = _Sample([tensor for _, tensor in there], 0)
 
     def _look(self, position: int) -> tuple[torch.Tensor | None, int]:
         tensor = self._writer.static_tensor(position)
         return tensor, -1 if tensor is None else version(tensor)
 
-    def changed(self) -> str | None:
-        """The name of a static tensor whose values are no longer the staged ones; None if all are."""
+    def changed(self) -> list[str]:
+        """The names of static tensors whose values are no longer the staged ones."""
+        replaced, changed = False, set()
         for position, (seen, noted) in enumerate(self._seen):
             tensor, now = self._look(position)
-            if tensor is seen and now == noted:
+            same = tensor is seen and now == noted
+            if same and not (self._full_checks_left and tensor is not None and tensor.device.type == "cpu"):
                 continue
-            staged = self._writer.static_copy(position)
-            # Equal floats of different bits (-0.0, NaN) are taken as changed, which only costs a copy.
-            if tensor is None or not torch.equal(local(tensor).to(staged.device), staged):
-                return self._writer.spec.static[position].name
+            if tensor is None or not self._is_staged(position, tensor):
+                changed.add(position)
+            replaced = replaced or tensor is not seen
             self._seen[position] = (tensor, now)
-        return None
+        self._full_checks_left = max(0, self._full_checks_left - 1)
+        if replaced:
+            self._take_sample()
+        changed.update(self._sampled[index] for index in self._sample.changed())
+        return [self._writer.spec.static[position].name for position in sorted(changed)]
+
+    def _is_staged(self, position: int, tensor: torch.Tensor) -> bool:
+        staged, held = self._writer.static_copy(position), local(tensor)
+        if held.shape != staged.shape or held.dtype != staged.dtype:
+            return False
+        return torch.equal(bits_of(held.to(staged.device)), bits_of(staged))

@@ -183,18 +183,21 @@ def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
     return Check("kernel", "ok", f"{release} with /proc, pidfd and memfd")
 
 
-def check_runtime_directory(path: str, problem: str) -> Check:
-    """`problem` is what came of binding a socket there; empty if it could be bound."""
+def check_sockets(problem: str) -> Check:
+    """`problem` is what came of listening as an agent does; empty if that went well."""
     if problem:
-        remedy = "set MEMCKPT_RUNTIME_DIR to a short path on a local disk, for trainers, agent and command line alike"
-        return Check("runtime directory", "problem", problem, remedy)
-    return Check("runtime directory", "ok", path)
+        remedy = "in a sandbox, allow Unix sockets of type seqpacket in the abstract namespace"
+        return Check("agent's socket", "problem", problem, remedy)
+    return Check("agent's socket", "ok", "can be bound")
 
 
 def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str]:
-    """What ``redo="auto"`` takes for one rank, and why: as in a training's first line."""
+    """What ``redo="auto"`` takes for one rank of a model that is not small, and why: as in a training's first line.
+
+    With CUDA that is where the memory suffices, which depends on the model.
+    """
     if cuda:
-        return "eager", "training runs on an accelerator, so cores are free for the replica"
+        return "lazy", "exact on an accelerator, and takes no core"
     if cores - threads >= MemckptConfig().agent.threads:
         return "eager", f"training uses {threads} of {cores:g} cores"
     return "lazy", f"training uses all of the {cores:g} cores"

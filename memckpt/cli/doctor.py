@@ -34,7 +34,7 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     yield checks.check_kernel(platform.release(), facts.missing_kernel_features())
     if run is not None:
         yield checks.check_agent(*facts.ask_agent(run))
-    yield checks.check_runtime_directory(*facts.try_runtime_directory())
+    yield checks.check_sockets(facts.try_sockets())
     yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
     job, service = os.environ.get("SLURM_JOB_ID"), facts.own_service()
     yield checks.check_survival(job, service, facts.in_container())

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import secrets
 import shutil
-import socket
 import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
 
-from memckpt.agent.address import AgentAddress, runtime_directory
+from memckpt.agent.address import AgentAddress, Listener
 from memckpt.agent.control import ask_status
 from memckpt.agent.processes import start_ticks
 from memckpt.arguments import config_from_environment
 from memckpt.cli.checks import DiskFacts
 from memckpt.config import ErasureConfig, MirrorConfig
-from memckpt.errors import AgentError, ConfigurationError, MemckptError, StorageError
+from memckpt.errors import ConfigurationError, MemckptError, StorageError
 from memckpt.storage.store import LocalStore, Store
 
 _CHUNK_BYTES = 4 << 20
@@ -90,24 +88,13 @@ def missing_kernel_features() -> tuple[str, ...]:
     return tuple(missing)
 
 
-def try_runtime_directory() -> tuple[str, str]:
-    """The directory of the agents' sockets, and why no socket can be bound there (empty: it can)."""
+def try_sockets() -> str:
+    """Why an agent could not listen here; empty: it could."""
     try:
-        directory = runtime_directory()
-    except (AgentError, OSError) as error:
-        return "", str(error)
-    # As long as an agent's: a socket's path has at most 107 bytes.
-    path = directory / f"{secrets.token_hex(10)}.sock"
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
-            trial.bind(str(path))
+        Listener().close()
     except OSError as error:
-        return str(directory), f"no socket can be bound in {directory}: {error}"
-    finally:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            directory.rmdir()  # not empty while any agent lives
-    return str(directory), ""
+        return str(error)
+    return ""
 
 
 def systemd_service(cgroup: str) -> str | None:

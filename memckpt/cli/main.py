@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -47,20 +46,21 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
     when it leaves. Takes over from an agent that a running trainer has started. Exit status 0 when training has
     finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
     """
+    from memckpt.agent.log import logging_to_stderr
     from memckpt.agent.sd_notify import READY, STOPPING, ServiceManager
     from memckpt.agent.serve import serve
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     address = AgentAddress.of(run, node)
     address.run_dir.mkdir(parents=True, exist_ok=True)
     manager = ServiceManager()
-    serve(
-        address,
-        linger_seconds,
-        ready=lambda: manager.notify(READY),
-        by_operator=True,
-        stopping=lambda: manager.notify(STOPPING),
-    )
+    with logging_to_stderr():
+        serve(
+            address,
+            linger_seconds,
+            ready=lambda: manager.notify(READY),
+            by_operator=True,
+            stopping=lambda: manager.notify(STOPPING),
+        )
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {

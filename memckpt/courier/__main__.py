@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import logging
 import os
 import signal
 import socket
 import sys
 
 from memckpt.agent.channel import Channel
+from memckpt.agent.log import logging_to_stderr
 from memckpt.courier.courier import Courier
 from memckpt.errors import AgentGoneError
 
@@ -26,7 +26,6 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
     parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s courier %(levelname)s %(message)s", stream=sys.stderr)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != arguments.agent:
         return 0  # it died before we asked to die with it
@@ -34,14 +33,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: others may need what is kept here
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
     channel = Channel(socket.socket(fileno=arguments.fd))
-    courier = Courier(channel)
-    try:
-        courier.run()
-    except AgentGoneError:
-        pass  # the agent has let go of us
-    finally:
-        courier.close()
-        channel.close()
+    with logging_to_stderr("courier"):
+        courier = Courier(channel)
+        try:
+            courier.run()
+        except AgentGoneError:
+            pass  # the agent has let go of us
+        finally:
+            courier.close()
+            channel.close()
     return 0
 
 

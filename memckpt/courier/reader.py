@@ -69,6 +69,7 @@ class Reader:
         self._metas: dict[int, bytes] = {}
         self._rank_states: dict[int, bytes] = {}
         self._step = 0
+        self._before: tuple[int, dict[int, bytes]] | None = None
         self._nbytes = 0
         self._unreported = 0
         #: When a source that is waited for last did what it was asked, or was asked.
@@ -99,6 +100,8 @@ class Reader:
             window = range(source.record - period + 1, source.record + 1)
             shared = self._live_parts(node, ranks, LIVE_SHARED, window, static)
             return [*shared, Part(source.ranks, source.generation, source.record, pieces, source.data)]
+        if source.before:
+            window = range(window.start - 1, window.stop)
         numbers = [STATIC] * static + list(window)
         return [Part(source.ranks, source.generation, record, pieces, source.data) for record in numbers]
 
@@ -371,6 +374,8 @@ class Reader:
         if part.record == self.source.record:
             self._step = tail.step
             self._rank_states |= tail.rank_states
+        elif self.source.before and part.record == self.source.record - 1:
+            self._before = tail.step, tail.rank_states
 
     def _finish(self) -> None:
         self.result = Filled(
@@ -380,6 +385,7 @@ class Reader:
             rank_states=self._rank_states,
             nbytes=self._nbytes,
             bad=tuple(self._bad),
+            before=self._before,
         )
 
     def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:

@@ -82,6 +82,11 @@ class KeptWindow:
         #: Nobody can need this record any more, or those before it.
         self._past = STATIC
 
+    @property
+    def captures(self) -> bool:
+        """Whether each record is a state by itself."""
+        return self.spec.mode == "capture"
+
     def misfit(self, fragment: Fragment) -> str:
         """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
         return misfit(self.window, self._sizes, fragment)
@@ -94,7 +99,7 @@ class KeptWindow:
         """
         number = fragment.record
         kept = self._records.get(number)
-        if (kept is not None and kept.complete) or STATIC < number <= self._past:
+        if (kept is not None and kept.complete) or STATIC < number <= self._past or self._is_too_old(number):
             # Sent once more, or not needed: its owner waits to hear of it, at its end.
             return fragment.stripe == fragment.stripes - 1
         if kept is not None and kept.stripes != fragment.stripes:
@@ -105,6 +110,10 @@ class KeptWindow:
         kept.step = step
         kept.fragments[fragment.stripe] = (fragment, self._place(kept.slot, fragment.stripe, payload))
         return kept.complete
+
+    def _is_too_old(self, number: int) -> bool:
+        """Whether a record would take the slot of a later one: there are as many slots as records that are needed."""
+        return not self._free and STATIC < number < min(one for one in self._records if one != STATIC)
 
     def _make_record(self, number: int, stripes: int) -> _KeptRecord:
         if number != STATIC and not self._free:
@@ -332,7 +341,8 @@ class Holder:
             elif told.base < newest.get(told.owner, told.base):
                 self._forget(window)
             else:
-                window.drop_up_to(self.watermark - told.period * told.every)
+                # One more than a state takes, for who repeats a step: where a slot is needed, the oldest goes first.
+                window.drop_up_to(self.watermark - told.period * told.every - (not window.captures))
 
     def forget_before(self, owner: tuple[int, ...], base: int) -> None:
         """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""

@@ -12,8 +12,9 @@ from memckpt.recovery.stored_unit import StoredUnit
 from memckpt.recovery.target import RestoreTarget
 from memckpt.state.layout import Layout, StateSpec, TensorSpec
 from memckpt.state.optimizers import rebuild_like
-from memckpt.state.redo import OptimizerFactory
-from memckpt.state.tensors import local
+from memckpt.state.records import RecordMeta
+from memckpt.state.redo import GradientSource, OptimizerFactory
+from memckpt.state.tensors import fill, local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
 from memckpt.storage.base import StoredNames
@@ -73,6 +74,10 @@ class StoredState:
         if last is None:
             return self.own.rank_states[self._rank]
         return self._records.data(last, batches.rank_state_name(self.point.record, self._rank))
+
+    def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
+        """The record that is redone last, with its gradients; None where a checkpoint has the state as it is."""
+        return self._unit.last_record() if self._unit is not None else None
 
     @torch.no_grad()
     def restore(
@@ -135,4 +140,4 @@ class StoredState:
             if self.resharded:
                 copy_overlap(spec, value, tensors[spec.name])
             else:
-                local(tensors[spec.name]).copy_(value)
+                fill(tensors[spec.name], value)

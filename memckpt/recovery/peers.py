@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
 
@@ -51,6 +51,7 @@ class Fetch:
         period: T, how many records are decoded: those up to `record`.
         private: only what is these ranks' own is decoded.
         replica: node and ranks of the unit whose live state has the rest.
+        before: the records for the state before it are decoded, too, from which its step is taken once more.
     """
 
     ranks: Unit
@@ -63,6 +64,7 @@ class Fetch:
     period: int = 0
     private: bool = False
     replica: tuple[str, Unit] | None = None
+    before: bool = False
 
 
 def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
@@ -293,17 +295,32 @@ class Sources:
         """Where there is what private pieces leave out."""
         return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
 
-    def fetches(self, record: int, places: Mapping[Unit, str]) -> tuple[Fetch, ...]:
+    def fetches(self, record: int, places: Mapping[Unit, str], before: bool = False) -> tuple[Fetch, ...]:
         """Who gets `record` from where: the units whose own node cannot produce it, ascending.
 
         Nodes that hand out live state take turns. `record` is one that all of them can get.
+
+        Args:
+            before: get the state before it as well, where all units can.
         """
         load: Counter[str] = Counter()
-        return tuple(
+        fetches = tuple(
             self._fetch(unit, node, record, load)
             for unit, node in sorted(places.items())
             if not self._has_itself(unit, node, record)
         )
+        lacking = {fetch.ranks for fetch in fetches}
+        own = all(self._has_itself(unit, node, record - 1) for unit, node in places.items() if unit not in lacking)
+        both = [self._with_before(fetch) for fetch in fetches] if before and own else [None]
+        return tuple(fetch for fetch in both if fetch is not None) if None not in both else fetches
+
+    def _with_before(self, fetch: Fetch) -> Fetch | None:
+        """The fetch that decodes the state before the record, too; None where its pieces do not have that."""
+        generation = next((one for one in self._coded.get(fetch.ranks, ()) if one.name == fetch.generation), None)
+        if fetch.private or generation is None or not generation.decodes(fetch.record - 1):
+            return None
+        pieces = {*fetch.pieces, *generation.sources(fetch.record - 1)}
+        return replace(fetch, before=True, pieces=tuple(sorted(pieces)))
 
     def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
         """Whether a node only has to go on with what it holds; from a mirror there it has to be fetched."""

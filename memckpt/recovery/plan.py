@@ -63,6 +63,7 @@ def make_plan(
     pieces: Sequence[HeldPieces] = (),
     units: Sequence[tuple[str, Unit]] = (),
     without: Collection[BadSource] = (),
+    before: bool = False,
 ) -> Plan:
     """Choose the newest record that memory can produce of every rank, or else the newest in storage.
 
@@ -78,6 +79,7 @@ def make_plan(
         units: by rank, its node and those ranks there, it among them, that hold the same shards; empty: without peers,
             where every node restores what it holds itself.
         without: what an earlier plan used and what proved to be bad.
+        before: what comes from peers is to produce the record before the newest, too, where it can.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
@@ -94,7 +96,7 @@ def make_plan(
         return StartOver(timeline, "resume='never'", discard=something)
     memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_mirrors(nodes), world_size, shardings)
     if units:
-        memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings)
+        memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings, before)
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
     if not stale:
@@ -226,8 +228,10 @@ class _PeersMemory:
         units: Sequence[tuple[str, Unit]],
         world_size: int,
         shardings: Sequence[str],
+        before: bool = False,
     ) -> None:
         self._nodes = nodes
+        self._before = before
         self._sources = Sources(nodes, pieces, without)
         self._places = {unit: node for node, unit in units}
         self.changed = ""
@@ -240,7 +244,7 @@ class _PeersMemory:
         return self._sources.common(self._places)
 
     def restore(self, timeline: Timeline, record: int, step: int) -> RestoreRecord:
-        fetches = self._sources.fetches(record, self._places)
+        fetches = self._sources.fetches(record, self._places, self._before)
         tier = "peers" if fetches else "local memory"
         lost = self._sources.newest - record
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)

@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
+from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, StagedGradients, tensor_at
-from memckpt.state.tensors import local
+from memckpt.state.tensors import fill, local
 
 
 class Restorer:
@@ -54,6 +55,7 @@ class Restorer:
         self._tensors = tensors
         self._optimizers = optimizers
         self._params = self._target.params
+        self._comparison: Comparison | None = None
 
     @torch.no_grad()
     def restore(
@@ -63,6 +65,7 @@ class Restorer:
         metas: Sequence[bytes],
         missing: Sequence[tuple[int, int, str]],
         plain: bytes,
+        comparison: Comparison | None = None,
     ) -> None:
         """Put the state after `record` into the live tensors.
 
@@ -71,15 +74,18 @@ class Restorer:
             rank: whose by-value tensors to restore; None for none.
             metas: the window of records that closes with it (lazy).
             missing, plain: what of the replica's state does not exist, and what is not a tensor (eager).
+            comparison: is told of every tensor and state as it is, before it is overwritten.
 
         Raises:
             DamagedStateError: a slot does not hold what it should.
         """
-        self._target.forget_optimizer_state()
+        self._comparison = comparison
+        self._target.forget_optimizer_state(keep=comparison is not None)
         if self._replica is None:
             self._restore_by_redo(record, [decode_meta(meta) for meta in metas])
         else:
             self._restore_from_replica(missing, codec.decode(plain) if plain else {})
+        self._compare_states()
         self._target.order_state_keys()
         self._restore_static()
         if rank is not None:
@@ -96,16 +102,23 @@ class Restorer:
                 zip(self._layout.spec.params, self._layout.replica_offsets, strict=True)
             ):
                 param = self._params[index]
-                local(param).copy_(tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype))
+                held = tensor_at(source, offsets[0], spec.tensor.shape, spec.tensor.dtype)
+                if self._comparison is not None:
+                    self._comparison.tensor("parameter", spec.tensor.name, local(param), held)
+                local(param).copy_(held)
                 advance(spec.tensor.nbytes)
                 for owner in spec.owners:
                     values = dict(plain.get(index, {}).get(owner.optimizer, {}))
                     for state in owner.state:
                         if (index, owner.optimizer, state.key) in absent:
                             continue
-                        room = self._target.state_tensor(param, state)
-                        offset = offsets[1][owner.optimizer, state.key]
-                        local(room).copy_(tensor_at(source, offset, state.shape, state.dtype))
+                        held = tensor_at(source, offsets[1][owner.optimizer, state.key], state.shape, state.dtype)
+                        before = self._target.state_before(index, owner.optimizer, state)
+                        if self._comparison is not None and before is not None:
+                            label = f"{spec.tensor.name} ({state.key})"
+                            self._comparison.tensor("state", label, local(before), held)
+                        room = self._target.room_for(index, owner.optimizer, state)
+                        local(room).copy_(held)
                         values[state.key] = room
                         advance(state.nbytes)
                     if values:
@@ -127,13 +140,62 @@ class Restorer:
         gradients = StagedGradients(self._slots, self._layout)
         with progress("restoring", self._layout.numel * 12) as advance:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
-                members = [self._anchored(piece, anchoring) for piece in self._layout.due(anchoring.record)]
+                due = self._layout.due(anchoring.record)
+                before = [self._copies_before(piece) for piece in due]
+                members = [self._anchored(piece, anchoring) for piece in due]
                 group = RedoGroup(self._layout, members, self._build)
                 for number in range(anchoring.anchors_of + 1, record + 1):
                     group.apply(by_number[number], gradients)
-                for member in members:
+                for member, copies in zip(members, before, strict=True):
                     self._target.bring_home(member)
+                    self._compare_piece(member, copies)
                     advance((member.stop - member.start) * 12)
+
+    def _copies_before(self, piece: Piece) -> list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]:
+        """Copies of a piece of a parameter and its element-wise state, where they are to be compared with."""
+        if self._comparison is None:
+            return []
+        spec = self._layout.spec.params[piece.param]
+        name = spec.tensor.name
+        param = _cut(local(self._params[piece.param]), piece).clone()
+        copies: list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]] = [("parameter", name, None, param)]
+        for owner in spec.owners:
+            for state in owner.state:
+                found = self._target.state_before(piece.param, owner.optimizer, state)
+                if found is not None:
+                    key = (owner.optimizer, state.key)
+                    copies.append(("state", f"{name} ({state.key})", key, _cut(local(found), piece).clone()))
+        return copies
+
+    def _compare_piece(
+        self, member: Member, copies: Sequence[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
+    ) -> None:
+        param = self._params[member.param]
+        for kind, name, key, copy in copies:
+            assert self._comparison is not None
+            held: Any = param if key is None else self._optimizers[key[0]].state[param].get(key[1])
+            if isinstance(held, torch.Tensor):
+                self._comparison.tensor(kind, name, copy, _cut(local(held), member))
+
+    def _compare_states(self) -> None:
+        """What of the optimizers' state is not compared piece by piece: which there is, and what has no pieces."""
+        if self._comparison is None:
+            return
+        for index, spec in enumerate(self._layout.spec.params):
+            for owner in spec.owners:
+                held = self._optimizers[owner.optimizer].state.get(self._params[index], {})
+                found = self._target.before.get((index, owner.optimizer), {})
+                if self._layout.spec.mode == "capture":
+                    # What has no slot is put back, and compared, with what is captured of the optimizers themselves.
+                    known = {*held, *(one.key for one in owner.state)}
+                    found = {key: value for key, value in found.items() if key in known}
+                in_pieces = {
+                    state.key
+                    for state in owner.state
+                    if self._target.state_before(index, owner.optimizer, state) is not None
+                }
+                self._comparison.states(spec.tensor.name, found, held, in_pieces)
+        self._target.before.clear()
 
     def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
         return self._factory(index, groups) if self._factory else rebuild_like(self._optimizers[index], groups)
@@ -172,7 +234,7 @@ class Restorer:
             return local(self._target.state_tensor(param, state))
         live = self._optimizers[owner.optimizer].state[param]
         if state.key not in live:
-            live[state.key] = self._target.state_tensor(param, state)
+            live[state.key] = self._target.room_for(piece.param, owner.optimizer, state)
         tensor = local(live[state.key])
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
 
@@ -181,13 +243,24 @@ class Restorer:
     def _restore_static(self) -> None:
         for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
             assert self._static is not None
-            local(self._tensors[spec.name]).copy_(tensor_at(self._static.map, offset, spec.shape, spec.dtype))
+            held = tensor_at(self._static.map, offset, spec.shape, spec.dtype)
+            if self._comparison is not None:
+                self._comparison.tensor("frozen", spec.name, local(self._tensors[spec.name]), held)
+            fill(self._tensors[spec.name], held)
 
     def _restore_by_value(self, record: int, rank: int) -> None:
         self._ring.check(record, [rank])
         base = self._layout.slot_offset(record) + self._layout.by_value_base(rank)
         for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets, strict=True):
-            local(self._tensors[spec.name]).copy_(tensor_at(self._slots, base + offset, spec.shape, spec.dtype))
+            held = tensor_at(self._slots, base + offset, spec.shape, spec.dtype)
+            if self._comparison is not None:
+                self._comparison.tensor("buffer", spec.name, local(self._tensors[spec.name]), held)
+            fill(self._tensors[spec.name], held)
+
+
+def _cut(tensor: torch.Tensor, piece: Piece | Member) -> torch.Tensor:
+    """A piece's elements in row-major order."""
+    return tensor.reshape(-1)[piece.start : piece.stop]
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:

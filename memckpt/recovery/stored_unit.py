@@ -11,8 +11,8 @@ import torch
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, ParamSpec
-from memckpt.state.records import decode_meta
-from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, chunks
+from memckpt.state.records import RecordMeta, decode_meta
+from memckpt.state.redo import GradientSource, Member, OptimizerFactory, RedoGroup, chunks
 from memckpt.state.tensors import local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
@@ -93,6 +93,15 @@ class StoredUnit:
                 advance(nbytes)
         for member in members:
             target.bring_home(member)
+
+    def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
+        """The record that is redone last, with its gradients; None where a checkpoint has the state as it is."""
+        redone = self._point.gradient_batches(self.part)
+        if not redone:
+            return None
+        record, batch = redone[-1]
+        meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
+        return meta, partial(self._records.gradient, batch, self.layout)
 
     def _params(
         self, target: RestoreTarget, wanted: Collection[int] | None

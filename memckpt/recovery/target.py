@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -31,12 +32,21 @@ class RestoreTarget:
         self.tensors = tensors
         self.optimizers = optimizers
         self.params = [tensors[param.tensor.name] for param in layout.spec.params]
+        #: The state that was there before, by parameter and optimizer; kept only while it is compared with.
+        self.before: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def forget_optimizer_state(self) -> None:
-        """Drop what the optimizers keep for the parameters that are about to be restored."""
-        for spec, param in zip(self.layout.spec.params, self.params, strict=True):
+    def forget_optimizer_state(self, keep: bool = False) -> None:
+        """Drop what the optimizers keep for the parameters that are about to be restored.
+
+        Args:
+            keep: hold it in `before`. Its element-wise tensors are then restored into, and not made anew: a second
+                copy of all of them may not fit on the device.
+        """
+        for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
             for owner in spec.owners:
-                self.optimizers[owner.optimizer].state.pop(param, None)
+                state = self.optimizers[owner.optimizer].state.pop(param, None)
+                if keep and state is not None:
+                    self.before[index, owner.optimizer] = dict(state)
 
     def order_state_keys(self) -> None:
         """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
@@ -52,6 +62,19 @@ class RestoreTarget:
                     if found is not None:
                         order = orders.get((id(param), index), [])
                         optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
+
+    def state_before(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor | None:
+        """The element-wise state that is restored into; None if there was none, or it does not fit."""
+        found = self.before.get((index, optimizer), {}).get(spec.key)
+        if not spec.elementwise or not isinstance(found, torch.Tensor):
+            return None
+        held = local(found)
+        return found if (tuple(held.shape), held.dtype) == (spec.shape, getattr(torch, spec.dtype)) else None
+
+    def room_for(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor:
+        """Where a state tensor of the parameter with that index is restored into."""
+        before = self.state_before(index, optimizer, spec)
+        return before if before is not None else self.state_tensor(self.params[index], spec)
 
     def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
         """Room for state, not zeroed: every byte of it is about to be overwritten. A DTensor for a DTensor."""
@@ -73,7 +96,7 @@ class RestoreTarget:
                     live[key] = value
                     continue
                 if key not in live:
-                    live[key] = self.state_tensor(param, spec)
+                    live[key] = self.room_for(member.param, optimizer, spec)
                 home = local(live[key]) if whole else local(live[key]).view(-1)[member.start : member.stop]
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)

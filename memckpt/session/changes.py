@@ -38,7 +38,7 @@ class Changes:
         watch = self._recorder.watch
         if watch is not None and self.problem is None:
             counted = watch.counted_change()
-            changed = counted or watch.changed()
+            changed = counted or watch.sampled_change()
             self._hidden = self._hidden or (changed is not None and counted is None)
             self._note(changed)
 
@@ -46,12 +46,15 @@ class Changes:
         """The same, at the end of a record."""
         watch = self._recorder.watch
         if watch is not None:
-            # Whoever has once changed values behind the counters' back may do it after every step.
-            self._note(watch.changed() if self._hidden else watch.counted_change())
+            changed = watch.counted_change()
+            if changed is None and self._hidden:
+                # Whoever has once changed values behind the counters' back may do it after every step.
+                changed = watch.sampled_change()
+            self._note(changed)
 
-    def static_change(self) -> str | None:
-        """The name of a tensor that was taken for constant and has changed."""
-        return self._static.changed() if self._static is not None else None
+    def static_changes(self) -> list[str]:
+        """The names of tensors that were taken for constant and have changed."""
+        return self._static.changed() if self._static is not None else []
 
     def _note(self, changed: str | None) -> None:
         if changed is None or self.problem is not None:

@@ -20,6 +20,16 @@ from memckpt.state.optimizers import is_importable
 from memckpt.state.private import attributes
 
 _log = logging.getLogger("memckpt")
+#: Of what lazy redo holds, for a model so small that nobody minds.
+_SMALL_WINDOW_BYTES = 64 << 20
+
+
+def _window_bytes(config: MemckptConfig, live: LiveState) -> int:
+    """About what T + D records take: gradients, and in each a T-th of parameters and optimizer state."""
+    period = config.anchor_period("lazy")
+    params = {p for o in live.optimizers for group in o.param_groups for p in group["params"]}
+    nbytes = sum(p.numel() * p.element_size() for p in params)
+    return int(nbytes * (1 + 3 / period) * (period + config.slots))
 
 
 def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
@@ -28,10 +38,16 @@ def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
     return "lazy", reason
 
 
-def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int) -> tuple[RedoMode, str]:
+def choose_redo(
+    config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int, shortage: str = ""
+) -> tuple[RedoMode, str]:
     """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly.
 
-    Capture where that is wanted, or where it is known that steps cannot be redone.
+    On an accelerator lazy: its own kernels redo exactly, which those of a CPU do not. Capture where that is wanted, or
+    where it is known that steps cannot be redone.
+
+    Args:
+        shortage: why some node has no memory for lazy redo; empty where all have.
     """
     if config.redo == "capture":
         return "capture", "as configured"
@@ -52,10 +68,14 @@ def choose_redo(config: MemckptConfig, live: LiveState, device: torch.device, lo
     if config.redo != "auto":
         return config.redo, "as configured"
     if device.type != "cpu":
-        return "eager", "training runs on an accelerator, so cores are free for the replica"
+        return ("eager", shortage) if shortage else ("lazy", "exact on an accelerator, and takes no core")
     low = next((name for name, t in live.tensors().items() if t.dtype in (torch.bfloat16, torch.float16)), None)
     if low is not None:
         return "lazy", f"{low} is in half precision, where thread counts change the bits"
+    window = _window_bytes(config, live)
+    if window <= _SMALL_WINDOW_BYTES:
+        # Steps of a few milliseconds would wait for a replica, and the start for a process that imports torch.
+        return "lazy", f"the model is small: the records that lazy redo holds take {window / 2**20:.2g} MiB"
     busy = torch.get_num_threads() * local_ranks
     cores = usable_cores()
     if cores - busy >= config.agent.threads:

@@ -17,15 +17,13 @@ from memckpt.agent.messages import (
     Preempted,
     Prepare,
     Resume,
-    Saved,
-    SaveFailed,
-    SaveRecord,
 )
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
+from memckpt.state.search_path import user_search_path
 
 _log = logging.getLogger("memckpt")
 
@@ -78,13 +76,16 @@ class AgentLink:
             fingerprint=tuple(spec.fingerprint()),
             rejoining=rejoining,
             next_record=next_record,
+            fence_seconds=self._config.fence_seconds,
         )
         return self._client.hello(hello)
 
     def configure(self, timeline: Timeline, compute_threads: int) -> None:
         """Give the agent the run's settings and the timeline that this attempt trains on."""
         linger = self._config.linger_seconds
-        self.client.configure(Configure(linger, timeline, self._storage, compute_threads))
+        self.client.configure(
+            Configure(linger, timeline, self._storage, compute_threads, search_path=user_search_path())
+        )
 
     def prepare(
         self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False, reason: str = ""
@@ -93,9 +94,9 @@ class AgentLink:
         threads, budget = self._config.threads, self._config.memory_budget_bytes
         return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason))
 
-    def resume(self, record: int, timeline: Timeline) -> PreparedRegions:
-        """Have the state after the record that the plan chose produced."""
-        return self.client.resume(Resume(record, timeline, self._config.linger_seconds))
+    def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
+        """Have the state after the record that the plan chose produced; with `repeat` that before it as well."""
+        return self.client.resume(Resume(record, timeline, self._config.linger_seconds, repeat))
 
     # News and commits
 
@@ -122,6 +123,9 @@ class AgentLink:
                 client.send(make())
             except AgentGoneError as error:
                 self._send_problem = error
+            except Exception as error:  # told at the next commit: this thread has nobody to raise it to
+                _log.exception("memckpt: a commit could not be made")
+                self._send_problem = AgentGoneError(f"a commit could not be made: {type(error).__name__}: {error}")
 
         self.finish_sending()
         self._sender = threading.Thread(target=run, name="memckpt-commit", daemon=True)
@@ -168,15 +172,11 @@ class AgentLink:
         Raises:
             StorageError: it could not.
         """
-        self.client.send(SaveRecord(record, url))
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            for notice in self.client.wait_notices(left):
-                if isinstance(notice, SaveFailed):
-                    raise StorageError(f"what is held in memory does not get to storage: {notice.reason}")
-                if isinstance(notice, Saved) and notice.record == record:
-                    return
-        raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
+        saved = self.client.save_record(record, url, timeout)
+        if saved is None:
+            raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
+        if saved.problem:
+            raise StorageError(f"what is held in memory does not get to storage: {saved.problem}")
 
     # End
 

@@ -11,6 +11,7 @@ from memckpt.capture.self_test import STEPS, SelfTest
 from memckpt.config import MemckptConfig, RedoMode
 from memckpt.session.choice import choose_redo
 from memckpt.session.ranks import Ranks
+from memckpt.session.room import lazy_shortage
 from memckpt.state.optimizers import is_trusted
 
 _log = logging.getLogger("memckpt")
@@ -33,9 +34,12 @@ class ModeChoice:
         self._live = live
         self._ranks = ranks
         self._test: SelfTest | None = None
+        self._asked = False
         self.not_redoable = ""
         self.every = 1
-        own = choose_redo(config, live, device, len(ranks.local_ranks))
+        #: Why lazy redo has no room on some node, the same on all ranks.
+        self._shortage = next(filter(None, ranks.gather(lazy_shortage(config, live, ranks, device))), "")
+        own = choose_redo(config, live, device, len(ranks.local_ranks), self._shortage)
         untested = [
             index
             for index, optimizer in enumerate(live.optimizers)
@@ -58,6 +62,11 @@ class ModeChoice:
             self._test = SelfTest(live, untested)
 
     @property
+    def redoes(self) -> bool:
+        """Whether steps are redone from gradients, now or once their redo has been tested."""
+        return self._redone[0] != "capture"
+
+    @property
     def testing(self) -> bool:
         """Whether it is still to be seen if steps can be redone."""
         return self._test is not None
@@ -69,6 +78,11 @@ class ModeChoice:
             held: the mode in which it was protected; None if nothing was held.
             not_redoable: what its test had found.
         """
+        if self._shortage and all(mode == "lazy" for mode in self._ranks.gather(held)):
+            # What is short is what the agent holds: the memory for it is there.
+            self._redone = "lazy", "as before: what it takes is held already"
+            if self.mode == "eager":
+                self.mode, self.reason = self._redone
         if self._test is None:
             return
         for mode, reason in self._ranks.gather((held, not_redoable)):
@@ -84,26 +98,54 @@ class ModeChoice:
         if self._test is not None:
             self._test.install()
 
-    def after_record(self) -> bool:
-        """A record has ended, the same one on all ranks; whether the mode is another one now."""
+    def after_record(self, compiled: str | None) -> bool:
+        """A record has ended, the same one on all ranks; whether the mode is another one now.
+
+        Args:
+            compiled: the class of an optimizer whose step is compiled; empty if there is none, None before any step.
+        """
+        if self._find_compiled(compiled):
+            return True
         if self._test is None:
             return False
         verdicts = self._ranks.gather(self._test.after_record())
         failure = next((verdict for verdict in verdicts if verdict), None)
         if failure is not None:
-            self._capture(failure)
-            _log.warning(
-                "memckpt: steps cannot be redone here: %s; the whole state is captured every %d steps instead, so that "
-                "a crash may lose up to %d",
-                failure,
-                self.every,
-                self.every - 1,
-            )
+            self._cannot_redo(failure)
             return True
         if all(verdict == "" for verdict in verdicts):
             self._redo()
             return True
         return False
+
+    def _find_compiled(self, compiled: str | None) -> bool:
+        """Whether a step was found to be compiled, and state is captured from now on.
+
+        Compiled kernels round otherwise than the class that would redo them. Ranks agree on it after the first record
+        with a step. One that begins to compile later than that cannot make the others capture, and writes a generation
+        after each of its steps.
+        """
+        if self.mode == "capture" and self._test is None:
+            return False
+        if not self._asked:
+            everybody = self._ranks.gather(compiled)
+            self._asked = any(each is not None for each in everybody)
+            compiled = next((each for each in everybody if each), "")
+        elif self._ranks.world_size > 1:
+            return False
+        if compiled:
+            self._cannot_redo(f"the step of {compiled} is compiled (torch.compile)")
+        return bool(compiled)
+
+    def _cannot_redo(self, reason: str) -> None:
+        self._capture(reason)
+        _log.warning(
+            "memckpt: steps cannot be redone here: %s; the whole state is captured every %d steps instead, so that a "
+            "crash may lose up to %d",
+            reason,
+            self.every,
+            self.every - 1,
+        )
 
     def _capture(self, reason: str) -> None:
         self.end()

@@ -139,12 +139,15 @@ class Peers:
                 f"{everybody[differing]} on rank {differing}"
             )
 
-    def carry_out(self, plan_without: Callable[[Collection[BadSource]], Plan], spec: StateSpec) -> Plan:
+    def carry_out(
+        self, plan_without: Callable[[Collection[BadSource], bool], Plan], spec: StateSpec, before: bool = False
+    ) -> Plan:
         """Make the plan, and bring what it needs of other nodes to this one; again, without what proves to be bad.
 
         Args:
-            plan_without: makes it, the same on every rank.
+            plan_without: makes it, the same on every rank; told whether the state before the newest is wanted, too.
             spec: of the live state.
+            before: whether it is, if it can be had.
 
         Raises:
             AgentError: a node cannot fetch or hand out, for a reason of its own, and could not the time before. What
@@ -155,7 +158,7 @@ class Peers:
         bad: set[BadSource] = set()
         tried_again = False
         while True:
-            plan = plan_without(bad)
+            plan = plan_without(bad, before)
             if self._config is None:
                 return plan
             self._join(plan)
@@ -164,6 +167,9 @@ class Peers:
             problems = self._fetch(plan)
             if not problems:
                 return plan
+            if any(fetch.before for fetch in plan.fetches):
+                before = False  # a check costs nobody a source that would do without it
+                continue
             found = {
                 BadSource(one.node, one.ranks, one.generation, bool(one.generation))
                 for answer in problems
@@ -314,6 +320,7 @@ def _source(fetch: Fetch) -> UnitSource:
         replica=fetch.replica,
         period=fetch.period,
         data=fetch.data,
+        before=fetch.before,
     )
 
 

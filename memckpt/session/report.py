@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from memckpt.session.resume_check import ResumeCheck
 from memckpt.state.layout import CAPTURES, Layout, StateSpec
 
 
@@ -36,6 +37,9 @@ class RestoreReport:
 
     `exact` is False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
     place in the data cannot be the same.
+
+    `check` is how the resume proves itself; it is over after the first steps. With ``resume_check="replay"`` the step
+    that was taken last is repeated, so that `step` and `record` are those before it; `repeated` is that step then.
     """
 
     step: int
@@ -44,6 +48,8 @@ class RestoreReport:
     seconds: float
     steps_lost: int
     exact: bool = True
+    check: ResumeCheck = field(default_factory=lambda: ResumeCheck("off", "off"))
+    repeated: int | None = None
 
 
 def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:

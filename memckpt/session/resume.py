@@ -6,20 +6,25 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from memckpt.agent.client import PreparedRegions
 from memckpt.capture.live_state import LiveState
+from memckpt.capture.pending import PendingGradients
+from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, Tap
-from memckpt.config import RedoMode, ResumeChoice, StorageConfig
+from memckpt.config import RedoMode, ResumeCheckChoice, ResumeChoice, StorageConfig
 from memckpt.errors import ForeignStateError, StorageError
+from memckpt.memory.budget import available_bytes
 from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.live_copies import copied_bytes
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import (
     Plan,
@@ -31,16 +36,21 @@ from memckpt.recovery.plan import (
     record_to_reshard,
 )
 from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.session.held_record import InMemory, InStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers
 from memckpt.session.ranks import Ranks
+from memckpt.session.repetition import Repetition
 from memckpt.session.report import HeldState, RestoreReport
+from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.staging import Staging
 from memckpt.session.storage_tier import StorageTier
+from memckpt.session.witness import Witness
 from memckpt.state import codec, rng
-from memckpt.state.layout import StateSpec
+from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 from memckpt.state.tensors import local
+from memckpt.storage.chain import StoredPoint
 
 _log = logging.getLogger("memckpt")
 #: Where in the run directory a state passes through on its way into other shards, if the run has no storage.
@@ -80,6 +90,7 @@ class Resumption:
         storage: StorageConfig | None,
         run_dir: Path,
         peers: Peers,
+        check: ResumeCheckChoice,
     ) -> None:
         self._peers = peers
         self._live = live
@@ -92,6 +103,8 @@ class Resumption:
         self._resumable: PreparedRegions | None = None
         self._resume_from: RestoreRecord | None = None
         self._stored: StoredState | None = None
+        #: The state behind `_stored`, whose step is repeated.
+        self._repeated: StoredState | None = None
         self._state: dict[str, Any] = {}
         self._diverges: int | None = None
         self.held: HeldState | None = None
@@ -99,11 +112,30 @@ class Resumption:
         self.held_mode: RedoMode | None = None
         self.not_redoable = ""
         self._reason = ""
+        #: Why training starts as it does, in words, as far as that has to be said; whether that drops what is held.
+        self.start_reason = ""
+        self.drops_held = False
+        self._check_choice = check
+        self.check = ResumeCheck(check, "off" if check == "off" else "pending")
+        #: The step that is being repeated; None while none is.
+        self.repetition: Repetition | None = None
+        #: Whether gradients come in buckets that all ranks reduce.
+        self._reduces = False
+        #: Gradients of the record behind the one that is resumed, to be compared with those to come.
+        self.witness: Witness | None = None
+        #: Rank states of records that follow the one that is resumed, still to be compared.
+        self.following: dict[int, bytes] = {}
 
     @property
     def due(self) -> bool:
         """Whether something is held that has not been put back yet."""
         return self._resumable is not None or self._stored is not None
+
+    @property
+    def repeated(self) -> int | None:
+        """The step that is taken once more, from the state before it, which is `held`; None where none is."""
+        check = self.check
+        return check.step if check.kind in ("replay", "require") and check.verdict == "pending" else None
 
     # The choice
 
@@ -129,7 +161,7 @@ class Resumption:
             ranks.together(lambda: self._save_for_resharding(own, record, where))
         tier = StorageTier(storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
 
-        def plan_without(bad: Collection[BadSource]) -> Plan:
+        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
             return make_plan(
                 held,
                 resume,
@@ -141,16 +173,22 @@ class Resumption:
                 pieces=pieces,
                 units=self._peers.units,
                 without=bad,
+                before=before,
             )
 
-        plan = self._peers.carry_out(plan_without, spec)
+        repeat = self._wants_to_repeat and not isinstance(resume, int)
+        plan = self._peers.carry_out(plan_without, spec, before=repeat)
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
-            ranks.together(lambda: self._open_held(plan, own))
+            ranks.together(lambda: self._open_held(plan, own, repeat))
+            self._decide_on_repeating(plan, f"resume={resume!r}" if isinstance(resume, int) else "")
             return Start(plan.timeline, plan.record + 1, anew=False)
         if isinstance(plan, RestoreStored):
-            _log.info("memckpt: resuming from storage: %s", plan.reason)
-            record = self._open_stored(tier.open_newest(plan.candidates, spec))
+            self.start_reason = plan.reason
+            stored = tier.open_newest(plan.candidates, spec)
+            record = self._open_stored(stored)
+            asked = f"resume={resume!r}" if isinstance(resume, int) else ""
+            self._decide_on_repeating_stored(tier, stored, spec, asked)
             ranks.together(lambda: self._prepare(spec, plan.timeline, record + 1, discard=True))
             return Start(plan.timeline, record + 1, anew=True)
         if tier.problem and resume != "never":
@@ -159,6 +197,7 @@ class Resumption:
                 "Try again when it can; resume='never' starts over"
             )
         ranks.together(lambda: self._start_over(spec, plan))
+        self._do_without_check("nothing was resumed")
         return Start(plan.timeline, 1, anew=True)
 
     def _storage_for(self, resharding: bool) -> StorageConfig | None:
@@ -180,15 +219,109 @@ class Resumption:
             self._link.save_record(record, url, storage.timeout_seconds)
 
     def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
-        if plan.reason != "resume='never'":
-            level = logging.WARNING if plan.discard else logging.INFO
-            _log.log(level, "memckpt: starting over: %s", plan.reason)
+        self.start_reason = plan.reason
+        self.drops_held = plan.discard and plan.reason != "resume='never'"
         self._prepare(spec, plan.timeline, 1, discard=plan.discard)
 
     def _prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool) -> None:
         self._fresh = self._link.prepare(spec, timeline, record, discard=discard, reason=self._reason)
 
-    def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords]) -> None:
+    @property
+    def _wants_to_repeat(self) -> bool:
+        return self._check_choice in ("replay", "require")
+
+    def _do_without_check(self, reason: str) -> None:
+        """Nothing is compared in this attempt."""
+        if self.check.verdict == "pending":
+            self.check.settle("none", f"nothing was compared: {reason}")
+
+    def _decide_on_repeating(self, plan: RestoreRecord, asked: str) -> None:
+        """Whether the last step is taken once more: only where every rank can, so that all do or none does.
+
+        Args:
+            asked: what the user asked for in place of the newest record; empty: nothing.
+        """
+        if self._check_choice == "off":
+            return
+        assert self._resumable is not None
+        message = self._resumable.message
+        self._keep_following(message.following)
+        if not self._wants_to_repeat:
+            return
+        own = asked or message.not_repeated or self._state.get("unrepeatable", "")
+        reason = next(filter(None, self._ranks.gather(own)), "")
+        if reason:
+            # On some nodes only: one that has fetched its state has nothing to go on to.
+            self._ranks.together(lambda: self._advance(plan.record) if message.before is not None else None)
+        if reason and not self.following:
+            self._do_without_check(reason)
+        elif not reason:
+            before = message.before
+            assert before is not None
+            self.check.step = plan.step
+            self._state = codec.decode(before.rank_states[self._ranks.rank])
+            self.held = HeldState(
+                before.step, plan.record - 1, plan.tier, self._state["provided"], self._ranks.world_size
+            )
+
+    def _keep_following(self, states: Mapping[int, Mapping[int, bytes]]) -> None:
+        """Of the rank states behind a captured record, keep the first that every rank has."""
+        own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
+        common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
+        self.following = {record: own[record] for record in sorted(common)[:1]}
+
+    def _decide_on_repeating_stored(self, tier: StorageTier, stored: StoredState, spec: StateSpec, asked: str) -> None:
+        """As for memory: where storage has the state from which the last step was taken, too."""
+        if not self._wants_to_repeat:
+            self._do_without_check("what storage has is one state, without gradients of the step behind it")
+            return
+        changed = "" if stored.exact else "the ranks, or their shards, are not those of the run that is in storage"
+        reason = next(filter(None, self._ranks.gather(asked or changed or self._state.get("unrepeatable", ""))), "")
+        before: StoredPoint | None = None
+        if not reason:
+            before, reason = tier.before(stored.point)
+        if before is not None:
+            opened = tier.open(before, spec, self._ranks.rank)
+            reason = self._why_not_compared(stored, opened, spec)
+            if not reason:
+                self._repeated, self._stored = stored, opened
+                self.check.step = stored.point.step
+                self._state = codec.decode(opened.rank_state)
+                provided = self._state["provided"]
+                self.held = HeldState(before.step, before.record, "storage", provided, before.world_size)
+                return
+        self._do_without_check(reason)
+
+    def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
+        """Why what is in storage is not restored twice, in words; the same on every rank."""
+        layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
+        changed = any(held.structure() != former.structure() for held, former in layouts)
+        copies = copied_bytes(stored.state.spec, stored.own.spec)
+        known = self._ranks.gather((changed, copies, Layout(spec).total_bytes // len(self._ranks.unit)))
+        here = [known[rank] for rank in self._ranks.local_ranks]
+        copies, protection = (sum(each[index] for each in here) for index in (1, 2))
+        tight = copies + protection > available_bytes()
+        if any(each[0] for each in known):
+            return f"the layout of the state has changed with step {stored.point.step}"
+        if any(self._ranks.gather(tight)):
+            return (
+                f"there is no room in host memory for the {copies / 2**20:.0f} MiB that the state would be compared by"
+            )
+        return ""
+
+    def _advance(self, record: int) -> None:
+        """Have the replica go on to the record: the one before it is not needed."""
+        assert self._resumable is not None
+        regions = self._resumable
+        advanced = self._link.client.advance(record)
+        if regions.replica is not None:
+            regions.message = msgspec.structs.replace(
+                regions.message, before=None, missing=advanced.missing, plain=advanced.plain
+            )
+        else:
+            regions.message = msgspec.structs.replace(regions.message, before=None)
+
+    def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords], repeat: bool) -> None:
         held = [each.ranks for each in own if each.records]
         if self._ranks.unit not in held and not self._peers.active:
             # Without peers rank states do not travel between nodes.
@@ -198,7 +331,7 @@ class Resumption:
                 f"in this attempt ranks {list(self._ranks.local_ranks)} run there; expected every rank on the node "
                 "where it was. Restart with the same placement of ranks, or use resume='never' to drop what is held"
             )
-        self._resumable = self._link.resume(plan.record, plan.timeline)
+        self._resumable = self._link.resume(plan.record, plan.timeline, repeat)
         self._resume_from = plan
         self._state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self.held = HeldState(plan.step, plan.record, plan.tier, self._state["provided"], self._ranks.world_size)
@@ -271,16 +404,42 @@ class Resumption:
             self._restore_held(plan.record, regions, writer)
             self._restore_optimizers()
             self._agree_on_replicas(writer)
+            if regions.message.before is not None:
+                held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
+                state = codec.decode(regions.message.rank_states[self._ranks.rank])
+                self.repetition = Repetition(plan.record, plan.step, held, state, self._live, self._ranks)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
             writer.close()
             raise
-        self._staging.adopt(writer)
         self._restore_reduction(tap)
-        go_on(writer, plan.record)
-        return RestoreReport(plan.step, plan.record, plan.tier, time.perf_counter() - started, plan.lost)
+        if self.repetition is None:
+            self._set_gradients_aside(writer, plan.record + 1, tap)
+            self._staging.adopt(writer)
+            go_on(writer, plan.record)
+        seconds = time.perf_counter() - started
+        assert self.held is not None
+        return RestoreReport(
+            self.held.step, self.held.record, plan.tier, seconds, plan.lost, check=self.check, repeated=self.repeated
+        )
+
+    def _set_gradients_aside(self, writer: SlotWriter, record: int, tap: Tap) -> None:
+        """Keep what the dead attempt had staged of `record`, as long as its slot has not been opened anew."""
+        if self._check_choice == "off" or self.following:
+            return
+        self.witness = Witness(self._staging.copier)
+        if writer.captures:
+            self.witness.decline("state is captured, gradients are not, and no step behind the captured one is known")
+        elif isinstance(tap, CommHookTap) and self._ranks.world_size > 2 and self._state["reduction"] is None:
+            self.witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
+        else:
+            self._reduces = isinstance(tap, CommHookTap)
+            self.witness.set_aside(writer, record, tap.name)
 
     def _restore_held(self, record: int, regions: PreparedRegions, writer: SlotWriter) -> None:
         message = regions.message
+        metas = message.metas
+        if message.before is not None:
+            record, metas = record - 1, message.before.metas
         restorer = Restorer(
             writer.layout,
             regions.slots,
@@ -291,7 +450,7 @@ class Resumption:
             self._live.optimizers,
         )
         with rng.preserved():
-            restorer.restore(record, self._ranks.rank, message.metas, message.missing, message.plain)
+            restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
 
     def _restore_stored(self, stored: StoredState, tap: Tap) -> RestoreReport:
         started = time.perf_counter()
@@ -305,8 +464,15 @@ class Resumption:
         point = stored.point
         if stored.exact:
             self._restore_reduction(tap)
+        repeated, self._repeated = self._repeated, None
+        if repeated is not None:
+            last, state = repeated.point, codec.decode(repeated.rank_state)
+            in_storage = InStorage(repeated, self._live)
+            self.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         seconds = time.perf_counter() - started
-        return RestoreReport(point.step, point.record, "storage", seconds, 0, stored.exact)
+        return RestoreReport(
+            point.step, point.record, "storage", seconds, 0, stored.exact, self.check, repeated=self.repeated
+        )
 
     def _restore_optimizers(self, resharded: bool = False) -> None:
         """What of the optimizers' state is in no slot."""
@@ -318,9 +484,27 @@ class Resumption:
         self._live.restore_trainable(self._state["trainable"])
         self._live.restore_groups(self._state["groups"])
 
+    def restore_gradients(self, pending: PendingGradients) -> None:
+        """Have gradients where there were some, and what is known of those that wait; behind the restore of tensors."""
+        pending.regroup()
+        if "gradients" in self._state:
+            restore_gradients(self._live, self._state["gradients"])
+            pending.resume(self._state["pending"])
+        if self.witness is not None:
+            self.witness.note_left(self._reduces)
+
     def _restore_reduction(self, tap: Tap) -> None:
         if isinstance(tap, CommHookTap):
             tap.resume_layout(self._state["reduction"])
+
+    def adopt(self, writer: SlotWriter) -> None:
+        """Go on with the writer of a held generation, behind a step that was repeated."""
+        try:
+            self._agree_on_replicas(writer)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt(writer)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
         """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
@@ -357,8 +541,12 @@ class Resumption:
                 shutil.rmtree(between)
 
     def close(self) -> None:
-        """Close the regions that nobody has taken."""
+        """Close the regions that nobody has taken, and let go of gradients that were never compared."""
+        self.witness = None
         for regions in (self._fresh, self._resumable):
             if regions is not None:
                 regions.close()
         self._fresh = self._resumable = None
+        repetition, self.repetition = self.repetition, None
+        if repetition is not None:
+            repetition.close()

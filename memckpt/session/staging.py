@@ -26,7 +26,12 @@ class RestorePoint:
 
     record: int
     step: int
-    rank_state: bytes
+    packed: codec.Packed
+
+    @property
+    def rank_state(self) -> bytes:
+        """Of this rank, encoded; waits for what of it is on its way from a device."""
+        return self.packed.encode()
 
 
 class Staging:
@@ -52,6 +57,11 @@ class Staging:
         self.not_redoable = ""
         self._stalled_before = clock.total
         self.writer: SlotWriter | None = None
+
+    @property
+    def copier(self) -> Copier:
+        """Brings what is staged into slots."""
+        return self._copier
 
     def open(self, regions: PreparedRegions) -> SlotWriter:
         """A writer on regions that the agent has handed over; it owns them from now on."""
@@ -97,8 +107,10 @@ class Staging:
             self._recorder.begin(None, record)
             return
         started = time.perf_counter()
-        self._recorder.begin(writer, record)
         writer.ring.open_for_writing(record, self._rank)
+        assert writer.landings is not None
+        writer.landings.open(record, self._recorder.tap)
+        self._recorder.begin(writer, record)
         try:
             with torch.no_grad():
                 self._anchored = writer.stage_anchors(record)
@@ -150,30 +162,35 @@ class Staging:
         """Whether parameters have changed since the last record, as far as version counters tell."""
         return self._versions != self._versions_now()
 
+    def stands_at(self, record: int) -> bool:
+        """Whether the live state is still that after the last record, as far as counters and staged copies tell."""
+        writer = self.writer
+        if writer is None or self._recorder.stepped or self._recorder.problem is not None:
+            return False
+        self._changes.look_at_commit()
+        return self._changes.problem is None and not writer.by_value_differs(record)
+
     def _versions_now(self) -> list[int]:
         return [version(param) for param in self.writer.params] if self.writer is not None else []
 
-    def _with_optimizers(self, rank_state: bytes, writer: SlotWriter) -> bytes:
+    def _with_optimizers(self, point: RestorePoint, writer: SlotWriter) -> codec.Packed:
         """A rank state with all that belongs to a captured state and is not in its slot."""
         if not writer.captures:
-            return rank_state
-        captured = {
-            "optimizers": self._live.capture_optimizers(writer.spec),
-            "not_redoable": self.not_redoable,
-        }
-        return codec.encode({**codec.decode(rank_state), **captured})
+            return point.packed
+        captured = {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
+        return point.packed.joined(codec.Packed(captured, self._copier.fetch, self._copier.token))
 
     def _seal_captured(self, writer: SlotWriter, point: RestorePoint, stall_ms: float) -> Callable[[], Commit]:
         copied, meta = self._copier.token(), self._captured
         self._versions = self._versions_now()
-        rank_state = point.rank_state if meta is None else self._with_optimizers(point.rank_state, writer)
+        rank_state = point.packed if meta is None else self._with_optimizers(point, writer)
 
         def finish() -> Commit:
             copied()
             if meta is not None:
                 writer.ring.seal(point.record, self._rank)
             leads = meta if meta is not None and writer.leads else b""
-            return Commit(writer.generation, point.record, point.step, rank_state, leads, stall_ms)
+            return Commit(writer.generation, point.record, point.step, rank_state.encode(), leads, stall_ms)
 
         return finish
 
@@ -181,6 +198,7 @@ class Staging:
         """Close the record. The function that is returned waits for its copies, sets the stamp and makes the commit."""
         writer = self.writer
         assert writer is not None
+        self._copier.wait_before_changes()  # the next forward may change what is copied by value
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         if writer.captures:
             return self._seal_captured(writer, point, stalled * 1e3)
@@ -211,7 +229,7 @@ class Staging:
             raise
         if not writer.leads:
             metas, missing, plain = (), (), b""
-        rank_state = self._with_optimizers(point.rank_state, writer)
+        rank_state = self._with_optimizers(point, writer).encode()
         commit = GenerationCommit(writer.generation, point.record, point.step, rank_state, metas, missing, plain)
         return writer, commit
 
@@ -231,7 +249,7 @@ class Staging:
                 pass  # the reply is `missed`, and the agent asks again; the records find the change themselves
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
-                beside = self._with_optimizers(point.rank_state, writer) if writer.captures else b""
+                beside = self._with_optimizers(point, writer).encode() if writer.captures else b""
                 taken = SnapshotTaken(record, time.perf_counter() - started, False, *parts, rank_state=beside)
             finally:
                 self._copier.release(order.region)

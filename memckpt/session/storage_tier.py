@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from memckpt.session.ranks import Ranks
 from memckpt.state import rng
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.storage.catalog import Catalog, read_catalog
-from memckpt.storage.chain import StoredPoint, stored_points
+from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.store import Store, matches, open_store
 
 _log = logging.getLogger("memckpt")
@@ -85,6 +85,15 @@ class StorageTier:
         first = self._ranks.first_alike(rng.capture())
         return self.open(candidates[chosen], spec, first)
 
+    def before(self, point: StoredPoint) -> tuple[StoredPoint | None, str]:
+        """The state from which the step of a point was taken, if its files are all good; or why there is none."""
+        before = point_before(self.points, point)
+        if before is None:
+            return None, f"storage does not have the state from which step {point.step} was taken"
+        good = {file.path for file in point.files}
+        chosen, problems = self._first_good([before], good)
+        return (before, "") if chosen == 0 else (None, problems[0])
+
     def open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
         """A state as a rank sees it, with what was private to that one; all ranks call this together."""
         opened: list[StoredState] = []  # it stays with its rank: what is gathered travels
@@ -102,10 +111,15 @@ class StorageTier:
             )
         return opened
 
-    def _first_good(self, candidates: Sequence[StoredPoint]) -> tuple[int, list[str]]:
-        """The first candidate whose files are good, and what is wrong with those before it; the same on every rank."""
+    def _first_good(self, candidates: Sequence[StoredPoint], good: Collection[str] = ()) -> tuple[int, list[str]]:
+        """The first candidate whose files are good, and what is wrong with those before it; the same on every rank.
+
+        Args:
+            good: paths of files that have been looked at.
+        """
         ranks = self._ranks
-        sizes = {file.path: file.nbytes for candidate in candidates for file in candidate.files}
+        files = (file for candidate in candidates for file in candidate.files)
+        sizes = {file.path: file.nbytes for file in files if file.path not in good}
         largest_first = sorted(sizes, key=lambda path: (-sizes[path], path))
         share = set(largest_first[ranks.rank :: ranks.world_size])
         seen: dict[str, str | None] = {}

@@ -7,7 +7,9 @@ of theirs occurs, so that a process without torch can use the rest.
 
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -23,7 +25,60 @@ from memckpt.errors import DamagedStateError, UnsupportedStateError
 # with such a string is escaped with the "list" tag.
 _MARK = "\x00"
 
-_encoder = msgspec.msgpack.Encoder()
+#: Begins to copy a tensor from a device into host memory, which is returned before the copy has arrived.
+Fetch = Callable[[Any], Any]
+
+
+def on_host(tensor: Any) -> bool:
+    """Whether a tensor can be read without waiting for a device."""
+    return bool(tensor.device.type == "cpu")
+
+
+class _Later:
+    """Stands in a packed tree for what is not there before its copy has arrived."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+
+def _read_later(value: Any) -> Any:
+    if isinstance(value, _Later):
+        return value.read()
+    raise TypeError(f"{type(value).__qualname__} was not packed")
+
+
+class OnDevice:
+    """A number that lives in a tensor on a device; encoded as the number that it is when it is packed.
+
+    Args:
+        tensor: of one element.
+        kind: ``float`` or ``int``.
+    """
+
+    def __init__(self, tensor: Any, kind: type[float] | type[int]) -> None:
+        self._tensor = tensor
+        self._kind = kind
+
+    def fetch(self, fetch: Fetch) -> None:
+        """Begin to copy it; from now on it is the number that it was then."""
+        self._tensor = fetch(self._tensor)
+
+    def __float__(self) -> float:
+        return float(self._tensor.item())
+
+    def read(self) -> float | int:
+        """The number. After :meth:`fetch`: once the copy has arrived."""
+        return self._kind(self._tensor.item())
+
+
+class _Fetching(threading.local):
+    """How the tree that this thread packs gets its tensors from a device; None: at once, which waits for it."""
+
+    fetch: Fetch | None = None
+
+
+_fetching = _Fetching()
+_encoder = msgspec.msgpack.Encoder(enc_hook=_read_later)
 _decoder = msgspec.msgpack.Decoder()
 
 _INT_RANGE = range(-(2**63), 2**64)
@@ -41,6 +96,55 @@ def encode(value: Any) -> bytes:
         UnsupportedStateError: a value is of another type; the error has its path.
     """
     return _encoder.encode(_pack(value, ""))
+
+
+class Packed:
+    """A tree that is not changed any more, and of which some values may be on their way from a device.
+
+    Args:
+        value: as for :func:`encode`.
+        fetch: how tensors come from a device.
+        token: called once the tree is packed; what it returns waits until all that was fetched has arrived.
+
+    Raises:
+        UnsupportedStateError: as :func:`encode`.
+    """
+
+    def __init__(self, value: Any, fetch: Fetch, token: Callable[[], Callable[[], None]]) -> None:
+        fetched = 0
+
+        def counting(tensor: Any) -> Any:
+            nonlocal fetched
+            fetched += 1
+            return fetch(tensor)
+
+        _fetching.fetch = counting
+        try:
+            self._tree = _pack(value, "")
+        finally:
+            _fetching.fetch = None
+        self._arrived: Callable[[], None] = token() if fetched else lambda: None
+        self._encoded: bytes | None = None
+
+    def joined(self, other: Packed) -> Packed:
+        """Both of two mappings with strings as keys."""
+        both = copy.copy(self)
+        both._tree = {**self._tree, **other._tree}
+
+        def arrived() -> None:
+            self._arrived()
+            other._arrived()
+
+        both._arrived = arrived
+        both._encoded = None
+        return both
+
+    def encode(self) -> bytes:
+        """Wait for what is on its way, and encode all of it. Any thread may ask, any number of times."""
+        if self._encoded is None:
+            self._arrived()
+            self._encoded = _encoder.encode(self._tree)
+        return self._encoded
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
@@ -138,6 +242,11 @@ def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any
         return [_MARK + "array", value.typecode, value.tobytes()]
     if isinstance(value, PurePath):
         return str(value)
+    if isinstance(value, OnDevice):
+        if _fetching.fetch is None:
+            return value.read()
+        value.fetch(_fetching.fetch)
+        return _Later(value.read)
     torch = sys.modules.get("torch")
     if torch is not None:
         if isinstance(value, torch.Tensor):
@@ -177,10 +286,19 @@ def _pack_tensor(torch: Any, value: Any, path: str, refuse: Callable[[str, str],
         refuse(path, f"torch.Tensor with layout {tensor.layout}")
         return None
     device = "cpu" if tensor.device.type == "cpu" else str(tensor.device)
-    flat = tensor.to("cpu").contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     name = str(tensor.dtype).removeprefix("torch.")
+    data: Any
+    if on_host(tensor) or _fetching.fetch is None:
+        data = _bytes_in(torch, tensor.to("cpu"))
+    else:
+        host = _fetching.fetch(tensor.contiguous())
+        data = _Later(lambda: _bytes_in(torch, host))
     return [_MARK + "tensor", name, list(tensor.shape), device, data]
+
+
+def _bytes_in(torch: Any, tensor: Any) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _unpack(value: Any) -> Any:

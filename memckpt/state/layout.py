@@ -5,10 +5,11 @@ never imports torch. All offsets and sizes are in bytes.
 
 A slot holds one record::
 
-    header | gradient arena | anchors due | by-value tensors of local rank 0 | ... of local rank n-1
+    header | gradient arena | anchors due | by-value tensors of each local rank | landings of each local rank
 
-The gradient arena has one area for each optimizer sub-step that a record may contain. In mode ``"capture"`` there is
-none: only every N-th record has a slot, with the anchors of everything, and two slots are filled in turns.
+The gradient arena has one area for each optimizer sub-step that a record may contain; landings say which gradients of
+the first ones are complete. In mode ``"capture"`` there is neither: only every N-th record has a slot, with the anchors
+of everything, and two slots are filled in turns.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from memckpt.config import RedoMode
 PAGE = 4096
 ALIGN = 64
 HEADER_BYTES = PAGE
+#: Of the landings of one rank: the record, its generation, the tap's name.
+LANDING_HEAD_BYTES = 64
 #: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
 CUT_ELEMENTS = 32
 
@@ -121,17 +124,26 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter that some optimizer steps.
 
     `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails); `sparse_bytes` is the room for
-    one sparse gradient, 0 for a dense one.
+    one sparse gradient, 0 for a dense one; `other_grad_dtype` is what its gradients have where that is not its own.
     """
 
     tensor: TensorSpec
     owners: tuple[OwnerSpec, ...]
     whole: bool
     sparse_bytes: int
+    other_grad_dtype: str = ""
+
+    @property
+    def grad_dtype(self) -> str:
+        return self.other_grad_dtype or self.tensor.dtype
+
+    @property
+    def dense_grad_bytes(self) -> int:
+        return self.tensor.numel * ITEM_BYTES[self.grad_dtype]
 
     @property
     def grad_bytes(self) -> int:
-        return self.sparse_bytes or self.tensor.nbytes
+        return self.sparse_bytes or self.dense_grad_bytes
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -166,6 +178,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     modules beside the model).
 
     `flattened` says that parameters are pieces of flat ones (FSDP1), of which only the rank itself knows what they are.
+
+    `trails` says that eager redo stays one record behind what it could apply, so that the newest can be repeated.
     """
 
     params: tuple[ParamSpec, ...]
@@ -182,6 +196,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     replicas: tuple[int, ...] = ()
     every: int = 1
     flattened: bool = False
+    trails: bool = False
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -199,7 +214,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def content(self) -> str:
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
-        return msgspec.structs.replace(self, mode="eager", period=1, slots=3, every=1).digest()
+        return msgspec.structs.replace(self, mode="eager", period=1, slots=3, every=1, trails=False).digest()
 
     def structure(self) -> tuple[Any, ...]:
         """Which tensors there are, and which optimizers step them."""
@@ -273,8 +288,11 @@ class Layout:
         self._place_gradients()
         self._place_pieces()
         self._place_by_value()
+        #: Of each local rank: a head, and a word for each parameter.
+        self.landing_bytes = 0 if spec.mode == "capture" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
+        rank_bytes = self.by_value_bytes + self.landing_bytes
         self.slot_bytes = aligned(
-            HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + self.by_value_bytes * len(spec.local_ranks), PAGE
+            HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + rank_bytes * len(spec.local_ranks), PAGE
         )
         self.slots_bytes = self.slot_bytes * self.ring
         self._place_static_and_replica()
@@ -388,6 +406,11 @@ class Layout:
         """Offset in a slot of the by-value area of a rank of this node."""
         position = self.spec.local_ranks.index(rank)
         return HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + position * self.by_value_bytes
+
+    def landing_base(self, rank: int) -> int:
+        """Offset in a slot of the landings of a rank of this node: behind all that peers and storage are given."""
+        start, nbytes = self.by_value_area()
+        return start + nbytes + self.spec.local_ranks.index(rank) * self.landing_bytes
 
     def _place_static_and_replica(self) -> None:
         offset = 0

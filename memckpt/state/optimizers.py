@@ -21,7 +21,7 @@ from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
 from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.private import private_attributes
-from memckpt.state.tensors import is_dtensor, local
+from memckpt.state.tensors import give_gradient, is_dtensor, local
 from memckpt.state.trial import without_collectives
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.
@@ -197,11 +197,12 @@ def describe_state(
     held = local(param)
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
     settings = tuple(sorted((name, repr(value)) for name, value in group.items() if name != "params"))
-    key = (shape, param.dtype, str(param.device), settings)
+    grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
+    key = (shape, param.dtype, grad_dtype, str(param.device), settings)
     if key not in dry_runs:
         stand_in = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=param.device))
         try:
-            clone, _ = _dry_steps(optimizer, stand_in, group, 1)
+            clone, _ = _dry_steps(optimizer, stand_in, group, 1, grad_dtype)
             dry_runs[key] = _describe(clone.state.get(stand_in, {}), stand_in, captured)
         except UnsupportedError:
             if not captured:
@@ -273,22 +274,24 @@ def gradient_habits(optimizer: Optimizer) -> GradientHabits:
     """Found by a dry run of two steps on the smallest parameter of each group."""
     changes, moves = False, 0
     for group in optimizer.param_groups:
-        params = [local(param) for param in group["params"] if local(param).numel()]
+        params = [param for param in group["params"] if local(param).numel()]
         if params:
-            smallest = min(params, key=lambda param: param.numel())
-            stand_in = torch.nn.Parameter(torch.ones_like(smallest))
-            _, habits = _dry_steps(optimizer, stand_in, group, 2)
+            smallest = min(params, key=lambda param: local(param).numel())
+            stand_in = torch.nn.Parameter(torch.ones_like(local(smallest)))
+            grad_dtype = getattr(smallest, "grad_dtype", None) or smallest.dtype
+            _, habits = _dry_steps(optimizer, stand_in, group, 2, grad_dtype)
             changes, moves = changes or habits.changes, max(moves, habits.version_moves)
     return GradientHabits(changes, moves)
 
 
 def _dry_steps(
-    optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int
+    optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int, grad_dtype: torch.dtype
 ) -> tuple[Optimizer, GradientHabits]:
     """Step a sibling of the optimizer on a stand-in; says what that did to the gradient."""
-    gradient = torch.full_like(stand_in, 0.5, requires_grad=False)
+    gradient = torch.full_like(stand_in, 0.5, requires_grad=False, dtype=grad_dtype)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    stand_in.grad = gradient.to_sparse() if sparse else gradient
+    give_gradient(stand_in, gradient.to_sparse() if sparse else gradient)
+    assert stand_in.grad is not None
     before, version = gradient.clone(), stand_in.grad._version
     with rng.preserved(), without_global_hooks(), without_collectives():
         try:

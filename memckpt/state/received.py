@@ -43,6 +43,8 @@ def _problem(spec: StateSpec) -> str:
     indices = [owner.optimizer for param in spec.params for owner in param.owners]
     if any(not 0 <= index < len(spec.optimizers) for index in indices):
         return f"a parameter of optimizer {max(indices)} of {len(spec.optimizers)}"
+    if any(param.grad_dtype not in ITEM_BYTES for param in spec.params):
+        return "gradients of an unknown dtype"
     if any(not 0 <= param.sparse_bytes <= _MOST_BYTES for param in spec.params):
         return "a sparse gradient of a size that cannot be"
     if sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors) > _MOST_BYTES:

@@ -20,6 +20,7 @@ from memckpt.state import codec
 from memckpt.state.layout import ITEM_BYTES, Layout
 from memckpt.state.optimizers import dtype_of, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
+from memckpt.state.tensors import give_gradient
 
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
 #: Elements advanced together: bounds the temporaries that factors are multiplied into.
@@ -46,14 +47,15 @@ class StagedGradients:
     def __call__(self, meta: RecordMeta, sub_step: SubStep, param: int) -> torch.Tensor | None:
         if param in sub_step.absent:
             return None
-        spec = self._layout.spec.params[param].tensor
+        described = self._layout.spec.params[param]
+        spec, dtype = described.tensor, described.grad_dtype
         offset = self._layout.slot_offset(meta.record) + self._layout.gradient_offset(
             sub_step.optimizer, sub_step.index, param
         )
         for sparse in sub_step.sparse:
             if sparse.param == param:
-                return self._sparse(sparse, offset, spec.shape, spec.dtype)
-        return tensor_at(self._buffer, offset, spec.shape, spec.dtype)
+                return self._sparse(sparse, offset, spec.shape, dtype)
+        return tensor_at(self._buffer, offset, spec.shape, dtype)
 
     def _sparse(self, sparse: SparseGradient, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
         indices_shape = (sparse.sparse_dim, sparse.nnz)
@@ -172,13 +174,20 @@ class RedoGroup:
             used = apply_ops(gradient.to(member.parameter.device), sub_step.ops, member.param)
             if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
                 used = used.clone()  # the slot's own bytes stay as they are
-            member.parameter.grad = used
+            give_gradient(member.parameter, _laid_out_as(member.parameter, used))
         optimizer.step()
         for member in members:
             member.parameter.grad = None
             state = optimizer.state.get(member.parameter)
             if state is not None:
                 member.states[sub_step.optimizer] = state
+
+
+def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient in the parameter's order of memory, as autograd makes it: fused kernels look at nothing else."""
+    if gradient.is_sparse or gradient.stride() == param.stride():
+        return gradient
+    return torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def chunks(members: list[Member]) -> list[list[Member]]:

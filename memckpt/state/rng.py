@@ -36,15 +36,19 @@ _LARGEST_PLAIN_INT = 2**63
 _numpy_random: Any = np.random  # its stub leaves out get_bit_generator, which numpy documents
 
 
-def capture() -> RngState:
+def capture(also: int | None = None) -> RngState:
     """Return the states of the global generators of torch (CPU), Python and numpy.
 
     The current CUDA device's generator is included if CUDA is already initialised in this process.
+
+    Args:
+        also: another CUDA device whose generator is wanted: that of a model need not be the current one.
     """
     cuda: dict[int, bytes] = {}
     if torch.cuda.is_initialized():
-        device = torch.cuda.current_device()
-        cuda[device] = _tensor_bytes(torch.cuda.get_rng_state(device))
+        current = torch.cuda.current_device()
+        for device in sorted({current, current if also is None else also}):
+            cuda[device] = _tensor_bytes(torch.cuda.get_rng_state(device))
     return {
         "torch": _tensor_bytes(torch.default_generator.get_state()),
         "python": _capture_python(random.getstate()),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -33,15 +36,75 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
+def give_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Set a parameter's gradient, also one of another dtype."""
+    if gradient is not None and gradient.dtype != param.dtype:
+        param.grad_dtype = gradient.dtype
+    param.grad = gradient
+
+
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+#: In the place of a count of changes, for tensors that torch does not count those of.
+UNCOUNTED = -1
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as integers, so that equal means equal in all bits; a view."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a live tensor, also into one that was made in inference mode."""
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+        local(tensor).copy_(values)
+
+
 def version(tensor: torch.Tensor) -> int:
     """A count of the in-place changes that torch has noticed.
 
     Those made through a DTensor are counted by it, those of its local tensor by that; those that a foreach or fused
     function makes to DTensors by neither (torch 2.13).
     """
-    if not is_dtensor(tensor):
-        return tensor._version
-    return tensor._version + local(tensor)._version
+    try:
+        if not is_dtensor(tensor):
+            return tensor._version
+        return tensor._version + local(tensor)._version
+    except RuntimeError:
+        return UNCOUNTED  # made in inference mode
+
+
+_counter = attrgetter("_version")
+
+
+class Fixed:
+    """Tensors that are looked at in every step. Whether one of them is a DTensor is settled once, and is not asked for
+    at each look: with a thousand small tensors that is most of the cost of looking.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._dtensors = [(index, tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
+
+    def versions(self) -> list[int]:
+        """What :func:`version` says of each."""
+        found = list(map(_counter, self._tensors))
+        if self._dtensors:
+            with torch.no_grad():
+                for index, tensor in self._dtensors:
+                    found[index] += tensor.to_local()._version
+        return found
+
+    def pointers(self) -> list[int]:
+        """Where in memory each begins, or what this rank holds of it."""
+        held = self._tensors
+        if self._dtensors:
+            held = held.copy()
+            with torch.no_grad():
+                for index, tensor in self._dtensors:
+                    held[index] = tensor.to_local()
+        return list(map(torch.Tensor.data_ptr, held))
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:

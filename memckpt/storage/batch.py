@@ -130,16 +130,18 @@ class RecordCopy:
         for param in self._layout.optimizer_params(sub_step.optimizer):
             if param in absent:
                 continue
-            tensor = self._layout.spec.params[param].tensor
+            described = self._layout.spec.params[param]
+            tensor, grad_dtype = described.tensor, described.grad_dtype
             name = gradient_name(self.record, sub_step, tensor.name)
             start = self._layout.gradient_offset(sub_step.optimizer, sub_step.index, param) - HEADER_BYTES
             if param not in sparse:
-                yield FileTensor(name, tensor.dtype, tensor.shape, self._gradients[start : start + tensor.nbytes])
+                nbytes = tensor.numel * ITEM_BYTES[grad_dtype]
+                yield FileTensor(name, grad_dtype, tensor.shape, self._gradients[start : start + nbytes])
                 continue
             one = sparse[param]
             for part, dtype, shape in (
                 ("indices", "int64", (one.sparse_dim, one.nnz)),
-                ("values", tensor.dtype, (one.nnz, *tensor.shape[one.sparse_dim :])),
+                ("values", grad_dtype, (one.nnz, *tensor.shape[one.sparse_dim :])),
             ):
                 nbytes = prod(shape) * ITEM_BYTES[dtype]
                 yield FileTensor(f"{name}/{part}", dtype, shape, self._gradients[start : start + nbytes])

@@ -51,6 +51,18 @@ class StoredPoint:
         for batch in self.batches:
             yield from batch.files
 
+    def earlier(self, record: int) -> StoredPoint | None:
+        """The state that its chain passes through after an earlier record; None: the chain begins later."""
+        start = self.checkpoint
+        if not start.record <= record <= self.record:
+            return None
+        if record == start.record:
+            return StoredPoint(start, (), start.timeline, record, start.step)
+        batches = tuple(batch for batch in self.batches if batch.first <= record)
+        # An attempt that branched off comes later in the chain than what it leaves.
+        last = next(batch for batch in reversed(batches) if record <= batch.last)
+        return StoredPoint(start, batches, last.timeline, record, last.steps[record - last.first])
+
     def last_batch_of(self, rank: int) -> Batch | None:
         """The one with a rank's own state after `record`; None: the checkpoint has it."""
         for batch in reversed(self.batches):
@@ -120,6 +132,25 @@ def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoin
     points = [point for checkpoint in catalog.complete for point in _points_on(checkpoint, log, also)]
     points.sort(key=lambda point: (point.key, point.checkpoint.key), reverse=True)
     return tuple(points)
+
+
+def point_before(points: Sequence[StoredPoint], point: StoredPoint) -> StoredPoint | None:
+    """The state from which the step of `point` was taken, on its own chain or on that of another checkpoint.
+
+    Args:
+        points: all that the store can produce.
+        point: one of them.
+    """
+    before = point.earlier(point.record - 1)
+    if before is not None:
+        return before
+    for other in points:
+        same = other.earlier(point.record)
+        if other.key == (*point.key[:2], point.record - 1) or (same is not None and same.key == point.key):
+            before = other.earlier(point.record - 1)
+            if before is not None:
+                return before
+    return None
 
 
 def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> Iterator[StoredPoint]:

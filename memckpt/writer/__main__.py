@@ -16,6 +16,7 @@ import sys
 
 from memckpt.agent.channel import Channel
 from memckpt.errors import AgentGoneError
+from memckpt.writer.priority import prefer_to_be_ended
 
 _PR_SET_PDEATHSIG = 1
 
@@ -33,11 +34,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
-    os.nice(5)
+    prefer_to_be_ended()
     if arguments.what == "records":
+        os.nice(5)  # it has to keep up with training
         from memckpt.writer.records import serve
     else:  # only this one imports torch
-        from memckpt.writer.writer import serve
+        from memckpt.writer.checkpoints import serve
     channel = Channel(socket.socket(fileno=arguments.fd))
     try:
         serve(channel)

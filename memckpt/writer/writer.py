@@ -10,24 +10,23 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import torch
 
-from memckpt.agent.channel import Channel
 from memckpt.agent.messages import (
     Saved,
     SaveFailed,
 )
 from memckpt.agent.writer_messages import (
     Announce,
-    Announced,
     LookForAnnounced,
     Save,
 )
-from memckpt.errors import AgentError, MemckptError, StorageError
+from memckpt.errors import MemckptError, StorageError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
+from memckpt.state.search_path import extend_search_path
 from memckpt.storage import dcp
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.catalog import leftovers, read_catalog, remove, remove_batch, superseded, verify_files
@@ -40,28 +39,20 @@ _log = logging.getLogger("memckpt.writer")
 _ANNOUNCED = "announced.json"
 
 
-def serve(channel: Channel) -> None:
-    """Do one job after the other, until the agent is gone."""
-    while True:
-        job, fds = channel.receive(None)
-        if isinstance(job, Announce):
-            _announce(job)
-            continue
-        if isinstance(job, LookForAnnounced):
-            channel.send(Announced(job.timeline, _announced(job)))
-            continue
-        if not isinstance(job, Save):
-            raise AgentError(f"expected a Save from the agent, found {type(job).__name__}")
-        regions = [Region.open(fd) for fd in fds]
-        try:
-            answer: Saved | SaveFailed = save(job, regions)
-        except (MemckptError, OSError, RuntimeError, MemoryError) as error:
-            _log.exception("saving step %d failed", job.part.step)
-            answer = SaveFailed(job.part.step, f"{type(error).__name__}: {error}")
-        finally:
-            for region in regions:
-                region.close()
-        channel.send(answer)
+def warm_up() -> None:
+    """Import what torch imports with the first optimizer, while nobody waits for this process."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
+    """What has become of it; the caller closes the regions."""
+    try:
+        return save(job, regions)
+    except (MemckptError, OSError, RuntimeError, MemoryError) as error:
+        _log.exception("saving step %d failed", job.part.step)
+        return SaveFailed(job.part.step, f"{type(error).__name__}: {error}")
 
 
 def save(job: Save, regions: list[Region]) -> Saved:
@@ -97,12 +88,13 @@ def save(job: Save, regions: list[Region]) -> Saved:
     return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline)
 
 
-def _announce(job: Announce) -> None:
+def announce(job: Announce) -> None:
+    """Note in the store after which record a checkpoint will be taken; other nodes look."""
     with _only_logged("the checkpoint after record %d is not announced to other nodes", job.record):
         open_store(job.url).write(_ANNOUNCED, msgspec.json.encode((job.timeline, job.record)))
 
 
-def _announced(job: LookForAnnounced) -> int | None:
+def announced(job: LookForAnnounced) -> int | None:
     """The record that the first rank's node has announced for this timeline, if any."""
     try:
         timeline, record = msgspec.json.decode(open_store(job.url).read(_ANNOUNCED), type=tuple[Timeline, int])
@@ -120,6 +112,7 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
     """Produce the state from a ring that stands still."""
     spec, part = job.spec, job.part
     torch.set_num_threads(job.threads)
+    extend_search_path(job.search_path)
     ring = SlotRing(slots, layout, job.generation)
     base = layout.slot_offset(part.record) + layout.by_value_base(spec.local_ranks[0])
     by_value = by_value_tensors(layout, slots.map, base)

@@ -13,7 +13,9 @@ augmentation in the same workers, and no skipped sample is loaded.
 """
 
 from memckpt.capture.dataloader.graft import (
+    comparable,
     derived,
+    global_generators,
     go_live,
     graft,
     handed_out,
@@ -23,13 +25,16 @@ from memckpt.capture.dataloader.graft import (
     release,
     restore_generators,
     resume,
+    under_generators,
     unreplayable,
 )
 from memckpt.errors import DataPositionError
 
 __all__ = [
     "DataPositionError",
+    "comparable",
     "derived",
+    "global_generators",
     "go_live",
     "graft",
     "handed_out",
@@ -39,5 +44,6 @@ __all__ = [
     "release",
     "restore_generators",
     "resume",
+    "under_generators",
     "unreplayable",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +20,8 @@ from memckpt.capture.dataloader.iteration import (
     subclass,
 )
 from memckpt.errors import DataPositionError
+from memckpt.state import rng
+from memckpt.state.rng import RngState
 
 
 def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
@@ -71,7 +74,9 @@ def release(loader: DataLoader[Any]) -> None:
     loader.__class__ = grafted._memckpt_base
 
 
-def position(loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0) -> dict[str, Any]:
+def position(
+    loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0, iterator: object = None
+) -> dict[str, Any]:
     """The position of a grafted loader, after a batch has been consumed and before the next is asked for.
 
     Cheap enough for every training step. Only plain values (None, bool, int, float, str, bytes, list,
@@ -85,11 +90,13 @@ def position(loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0
             they are handed out again. Without workers they are then loaded under the generators of that
             moment, so a dataset that draws from the global ones makes something else of them, unless the
             loader was grafted with this `lookahead`: then it is under those of the first time.
+        iterator: the iterator that the caller takes its batches from. None: the newest one. Other code may iterate
+            the loader meanwhile (to compute statistics, say), and its iterator is not the one to go on with.
 
     Raises:
         DataPositionError: the loader is not grafted, or `ahead` is more than the last few batches.
     """
-    return _require(loader).position(loader, exhausted, ahead)
+    return _require(loader).position(loader, exhausted, ahead, iterator)
 
 
 def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callable[[], None] | None = None) -> None:
@@ -125,9 +132,34 @@ def go_live(loader: DataLoader[Any]) -> None:
     _require(loader).go_live()
 
 
+def global_generators() -> RngState:
+    """The state of the global generators of this process: under which a loader is made, say."""
+    return rng.capture()
+
+
+@contextmanager
+def under_generators(state: RngState) -> Iterator[None]:
+    """Do what draws from the global generators as when they had this state; afterwards they are as they were."""
+    with rng.preserved():
+        rng.restore(state)
+        yield
+
+
 def handed_out(loader: DataLoader[Any]) -> int:
     """How many batches of the current pass the caller has been given, those of earlier processes included."""
     return _require(loader).current.batches
+
+
+def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dict[str, Any]:
+    """What of a position decides which batches follow; for the check of a resume.
+
+    Left out is what this process happens to know, which one that has resumed need not.
+
+    Args:
+        between_passes: the next batch begins a new pass, so that the place in this one is of no account.
+    """
+    left_out = {"progress", "pass", "exhausted"} if between_passes else {"progress"}
+    return {name: value for name, value in position.items() if name not in left_out}
 
 
 def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:

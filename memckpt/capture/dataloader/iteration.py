@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from memckpt.capture.dataloader import own_state
 from memckpt.capture.dataloader.passes import Pass, Phase
@@ -72,10 +73,11 @@ class LoaderRecord:
             finally:
                 own_state.restore(roots, own)
 
-    def position(self, loader: DataLoader[Any], exhausted: bool, ahead: int) -> dict[str, Any]:
+    def position(self, loader: DataLoader[Any], exhausted: bool, ahead: int, iterator: object) -> dict[str, Any]:
+        current = self._pass_of(iterator)
         if self.resuming is not None:
             return {**self.resuming, "exhausted": exhausted or self.resuming["exhausted"]}
-        self.current.exhausted = self.current.exhausted or exhausted
+        current.exhausted = current.exhausted or exhausted
         own = own_state.capture(self._roots())
         for path, names in own_state.changed(self._baseline, own).items():
             known = self._progress.setdefault(path, [])
@@ -83,12 +85,19 @@ class LoaderRecord:
         return {
             "format": FORMAT,
             "num_workers": loader.num_workers,
-            "pass": self.current.record(ahead) if self.begun else None,
+            "pass": current.record(ahead) if self.begun else None,
             "own": own,
             "progress": {path: list(names) for path, names in self._progress.items()},
             "has_iterator": getattr(loader, "_iterator", None) is not None,
-            "exhausted": self.current.exhausted,
+            "exhausted": current.exhausted,
         }
+
+    def _pass_of(self, iterator: object) -> Pass:
+        """The pass of an iterator of this loader; the newest pass where the caller's iterator is none of ours."""
+        if isinstance(iterator, _BaseDataLoaderIter) and getattr(iterator, RECORD, None) is self:
+            followed: Pass = vars(iterator)["_memckpt_pass"]
+            return followed
+        return self.current
 
     def restore_own(self, position: dict[str, Any]) -> None:
         own_state.restore(self._roots(), position["own"], position["progress"])
@@ -180,6 +189,7 @@ class LoaderRecord:
         # An empty iteration has nothing to hand out; the next one is the next pass.
         self.resuming = None if exhausted else position
         iterator._memckpt_over = exhausted and not current.drained
+        iterator._memckpt_resumes = self.resuming
         return iterator
 
     def _construct(self, loader: DataLoader[Any], base: type[DataLoader[Any]], current: Pass) -> Any:
@@ -203,6 +213,7 @@ class LoaderRecord:
         iterator._memckpt_received = received
         iterator._memckpt_sent = [0] * loader.num_workers
         iterator._memckpt_over = False
+        iterator._memckpt_resumes = None
         iterator.__class__ = subclass(type(iterator), GraftedIterator)
         return iterator
 
@@ -291,6 +302,7 @@ class GraftedIterator:
     _memckpt_received: ReceivedStates | None
     _memckpt_sent: list[int]
     _memckpt_over: bool
+    _memckpt_resumes: dict[str, Any] | None
     _num_workers: int
 
     def _next_data(self) -> Any:
@@ -327,7 +339,8 @@ class GraftedIterator:
     def _settle(self) -> None:
         """The resumed pass is under way: a further iter() is the next pass."""
         record = self._memckpt_record
-        if record.resuming is not None and record.current is self._memckpt_pass and not record.rereading:
+        # Several iterators may have been made for one resume: the first that hands out a batch ends it for all.
+        if record.resuming is not None and record.resuming is self._memckpt_resumes and not record.rereading:
             record.resuming = None
 
     def _reset(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,28 @@
+"""What a repeated step is compared in: the captured state by named parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memckpt import ComparedKind
+from memckpt.capture import dataloader
+
+
+def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
+    """The parts of what the plugin captures, in the user's words."""
+    parts: dict[tuple[ComparedKind, str], Any] = {}
+    for index, loader in enumerate(state["loaders"]):
+        position = dataloader.comparable(loader["position"], between_passes=not loader["active"])
+        # Nobody is in it: how far the last iteration got is of no account.
+        place = {} if not loader["active"] else {"batches": loader["batches"], "padding": loader["padding"]}
+        parts["data position", f"loader {index}"] = {"position": position, "iteration": loader["iteration"], **place}
+    parts["data position", "loop"] = {name: state[name] for name in ("epoch", "batch", "micro_step")}
+    for index, scheduler in enumerate(state["schedulers"]):
+        parts["hyperparameters", f"LR scheduler {index}"] = scheduler
+    parts["hyperparameters", "gradient scaler"] = {"state": state["scaler"], "skipped": state["skipped"]}
+    for index, custom in enumerate(state["custom"]):
+        parts["registered", f"object {index} of register_for_checkpointing"] = custom
+    for name, registered in state["registered"].items():
+        parts["registered", name] = registered
+    return parts

@@ -1,0 +1,174 @@
+"""Which gradients no optimizer has used yet: while there are any, the end of a batch is no restore point.
+
+Pending are parameters, by the set of optimizers that own them (their *family*): a step of any owner uses the gradients
+of a family, and a family that another optimizer's step leaves alone goes on waiting.
+
+Gradients may also wait for nobody. In adversarial training a generator's backward reaches the critic, whose gradients
+are thrown away before its own backward. At the batch's end both look alike, so a family waits until it was seen once
+that its gradients were thrown away; from then on they are taken to be. Whether they are is looked at each time: what is
+used after all makes a family wait for ever, and is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from memckpt.state.tensors import version
+
+_log = logging.getLogger("memckpt")
+#: Indices of the optimizers that own a parameter. Empty for what no optimizer owns: flat parameters, whose pieces they
+#: step.
+Family = tuple[int, ...]
+#: So many ends of batches in a row that are no restore points are worth a line.
+_MANY = 100
+
+
+class PendingGradients:
+    """Of one session's optimizers.
+
+    Args:
+        optimizers: all of them.
+        failed: called with the reason when a restore point turns out to have been none.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], failed: Callable[[str], None]) -> None:
+        self._optimizers = optimizers
+        self._failed = failed
+        self._families: dict[int, Family] = {}
+        self._members: dict[Family, list[torch.Tensor]] = {}
+        #: Families that wait. The value says whether their parameters show it by having a gradient.
+        self._waiting: dict[Family, bool] = {}
+        #: Families that waited at the end of a batch, with the gradients that they had then.
+        self._left: dict[Family, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
+        #: Those of them that were taken for gradients that are thrown away.
+        self._assumed: set[Family] = set()
+        #: Whether gradients that are left at the end of a batch are thrown away, as far as that was seen.
+        self._thrown_away: dict[Family, bool] = {}
+        self._blocked = 0
+        self.regroup()
+
+    def regroup(self) -> None:
+        """Look at the optimizers' groups anew."""
+        owners: dict[int, tuple[torch.Tensor, set[int]]] = {}
+        for number, optimizer in enumerate(self._optimizers):
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    owners.setdefault(id(param), (param, set()))[1].add(number)
+        self._families = {key: tuple(sorted(found)) for key, (_, found) in owners.items()}
+        self._members = {}
+        for param, found in owners.values():
+            self._members.setdefault(tuple(sorted(found)), []).append(param)
+
+    # Events
+
+    def seen(self, param: torch.Tensor | None) -> None:
+        """A parameter has a new gradient; None for a flat one, whose pieces are what optimizers step."""
+        family = () if param is None else self._families.get(id(param))
+        if family is None:
+            return  # no optimizer uses it
+        if self._left and family in self._left:
+            self._look_at_left(family, param)
+        if family not in self._waiting:
+            self._waiting[family] = bool(family)
+
+    def unreduced(self) -> None:
+        """A backward has run whose gradients wait, unseen, to be reduced with those of a later one."""
+        for family in self._members:
+            self._waiting[family] = False
+
+    def stepped(self, number: int) -> None:
+        """An optimizer has used its gradients, or decided to do without them."""
+        for family in [one for one in self._left if number in one]:
+            self._look_at_left(family, None)
+        for family in [one for one in self._waiting if number in one or not one]:
+            del self._waiting[family]
+
+    # Restore points
+
+    def at_restore_point(self) -> bool:
+        """Whether a batch that ends here ends with nothing pending."""
+        for family, shows in list(self._waiting.items()):
+            if shows and all(param.grad is None for param in self._members.get(family, ())):
+                del self._waiting[family]
+                self._left.pop(family, None)
+        blocking = [
+            family for family, shows in self._waiting.items() if not shows or not self._thrown_away.get(family, False)
+        ]
+        for family in [one for one, shows in self._waiting.items() if shows]:
+            self._leave(family, assumed=not blocking)
+        self._blocked = self._blocked + 1 if blocking else 0
+        if self._blocked == _MANY:
+            names = ", ".join(sorted({type(self._optimizers[n]).__qualname__ for one in blocking for n in one}))
+            _log.warning(
+                "memckpt: none of the last %d batches ended at a restore point: gradients of %s wait for its step. "
+                "Where they are thrown away later, tell commit(gradients_pending=False)",
+                _MANY,
+                names or "some optimizer",
+            )
+        return not blocking
+
+    def waive(self) -> None:
+        """Gradients that wait are of no account: whoever commits says so."""
+        self._waiting.clear()
+        self._left.clear()
+        self._assumed.clear()
+        self._blocked = 0
+
+    def _leave(self, family: Family, assumed: bool) -> None:
+        if assumed:
+            self._assumed.add(family)
+        if family not in self._left:
+            self._left[family] = [
+                (param, weakref.ref(param.grad), version(param.grad))
+                for param in self._members.get(family, ())
+                if param.grad is not None
+            ]
+
+    def _look_at_left(self, family: Family, fired: torch.Tensor | None) -> None:
+        """Were the gradients that waited at the end of a batch thrown away, or are they part of what is used now?
+
+        Args:
+            family: whose they were.
+            fired: the parameter whose gradient has just been accumulated, and whose counter has moved by that.
+        """
+        left = self._left.pop(family)
+        assumed = family in self._assumed
+        self._assumed.discard(family)
+        kept = fired is not None and torch.is_grad_enabled()  # a new tensor is made of both then
+        for param, gradient, counted in left:
+            held = gradient()
+            moves = 1 if param is fired else 0
+            kept = kept or (held is not None and held is param.grad and version(held) <= counted + moves)
+        self._thrown_away[family] = not kept and self._thrown_away.get(family, True)
+        if kept and assumed:
+            names = ", ".join(sorted({type(self._optimizers[number]).__qualname__ for number in family}))
+            reason = f"gradients of {names} that were left over at the end of a batch, as they often are, were used"
+            _log.warning(
+                "memckpt: %s: a resume from that batch would not be exact. The state is written anew at the next batch "
+                "that leaves none",
+                reason,
+            )
+            self._failed(reason)
+
+    # What a resume has to know
+
+    def capture(self) -> dict[str, Any]:
+        """For the rank state of a restore point."""
+        return {
+            "thrown_away": [[list(family), known] for family, known in sorted(self._thrown_away.items())],
+            "left": [list(family) for family in sorted(self._left) if family in self._waiting],
+        }
+
+    def resume(self, captured: dict[str, Any]) -> None:
+        """Go on from what :meth:`capture` found; with zeros in the place of gradients that were left over."""
+        self.waive()
+        self._thrown_away = {tuple(family): known for family, known in captured["thrown_away"]}
+        for family in captured["left"]:
+            self._waiting[tuple(family)] = True
+            self._leave(tuple(family), assumed=True)

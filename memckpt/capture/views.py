@@ -1,0 +1,130 @@
+"""Copies of many tensors to their places in shared memory, and views of those places, all at once.
+
+For a small tensor a view of its place takes several times as long as the copy; to keep the views of all slots would
+take more memory than the tensors.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+from operator import attrgetter
+
+import torch
+
+from memckpt.state.layout import ITEM_BYTES, aligned
+from memckpt.state.optimizers import dtype_of
+from memckpt.state.redo import tensor_at
+
+#: Offset in bytes, shape and dtype.
+Place = tuple[int, tuple[int, ...], str]
+#: Tensors up to this size are copied twice, which takes less than a view does.
+SMALL_BYTES = 4 << 10
+
+_dtype, _shape, _on_host = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+class Places:
+    """Places that lie alike in several parts of a region, for each record in another one.
+
+    One operation makes the views of all places of one dtype.
+
+    Args:
+        places: offsets are multiples of the dtypes' sizes; places do not overlap.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._count = len(places)
+        self._rows = [_Rows(dtype, places) for dtype in dict.fromkeys(dtype for _, _, dtype in places)]
+
+    def at(self, buffer: mmap.mmap, base: int) -> list[torch.Tensor]:
+        """Views of all places, `base` bytes further on. Whoever keeps one keeps the mapping."""
+        views: list[torch.Tensor | None] = [None] * self._count
+        with torch.no_grad():
+            for rows in self._rows:
+                rows.fill(views, buffer, base)
+        return [view for view in views if view is not None]
+
+
+class _Rows:
+    """The places of one dtype: stretches of elements with gaps before them."""
+
+    def __init__(self, dtype: str, places: Sequence[Place]) -> None:
+        item = ITEM_BYTES[dtype]
+        # Empty ones first, which may lie where another one begins.
+        found = sorted(
+            (offset, prod(shape), index) for index, (offset, shape, one) in enumerate(places) if one == dtype
+        )
+        self._dtype = dtype
+        self._first = found[0][0]
+        self._order = [index for _, _, index in found]
+        self._shapes = [(position, places[index][1]) for position, index in enumerate(self._order)]
+        self._shapes = [(position, shape) for position, shape in self._shapes if len(shape) != 1]
+        self._sizes: list[int] = []
+        end = self._first
+        for offset, numel, _ in found:
+            self._sizes += [(offset - end) // item, numel]
+            end = offset + numel * item
+        self._total = (end - self._first) // item
+
+    def fill(self, views: list[torch.Tensor | None], buffer: mmap.mmap, base: int) -> None:
+        flat = tensor_at(buffer, base + self._first, (self._total,), self._dtype)
+        rows = list(flat.split_with_sizes(self._sizes)[1::2])
+        for position, shape in self._shapes:
+            rows[position] = rows[position].view(shape)
+        for index, row in zip(self._order, rows, strict=True):
+            views[index] = row
+
+
+class Batch:
+    """Copies tensors in host memory to their places, in the calling thread.
+
+    Small ones are gathered in memory that is laid out as their places are, and copied from there by one operation for
+    each stretch of them.
+
+    Args:
+        places: aligned as a layout aligns them, each with the bytes up to the next multiple.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        sizes = [prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in places]
+        small = [index for index, size in enumerate(sizes) if size <= SMALL_BYTES]
+        large = [index for index, size in enumerate(sizes) if size > SMALL_BYTES]
+        self._order = small + large
+        self._shapes = [places[index][1] for index in self._order]
+        self._dtypes = [dtype_of(places[index][2]) for index in self._order]
+        self._large = Places([places[index] for index in large])
+        #: From where to where small ones lie without a gap.
+        self._stretches: list[tuple[int, int]] = []
+        for start, stop in sorted((places[index][0], places[index][0] + aligned(sizes[index])) for index in small):
+            if self._stretches and self._stretches[-1][1] == start:
+                start, _ = self._stretches.pop()
+            self._stretches.append((start, stop))
+        self._first = self._stretches[0][0] if small else 0
+        self._memory = mmap.mmap(-1, max(self._stretches[-1][1] - self._first, 1) if small else 1)
+        near = [(places[index][0] - self._first, places[index][1], places[index][2]) for index in small]
+        self._gathered = Places(near).at(self._memory, 0)
+
+    @torch.no_grad()
+    def copy(self, buffer: mmap.mmap, base: int, sources: Sequence[torch.Tensor]) -> bool:
+        """Copy each of `sources` to its place, `base` bytes further on; without gradients.
+
+        False, and nothing is copied, if one of them is not a plain tensor in host memory of the shape and dtype of its
+        place: a copy would cast and broadcast in silence.
+        """
+        if not sources:
+            return True
+        if not set(map(type, sources)) <= _PLAIN:
+            return False
+        ordered = [sources[index] for index in self._order]
+        if list(map(_dtype, ordered)) != self._dtypes or list(map(_shape, ordered)) != self._shapes:
+            return False
+        if not all(map(_on_host, ordered)):
+            return False
+        torch._foreach_copy_(self._gathered + self._large.at(buffer, base), ordered)
+        for start, stop in self._stretches:
+            gathered = tensor_at(self._memory, start - self._first, (stop - start,), "uint8")
+            tensor_at(buffer, base + start, (stop - start,), "uint8").copy_(gathered)
+        return True

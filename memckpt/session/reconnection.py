@@ -1,0 +1,134 @@
+"""When a session that has lost its agent tries to have one again: at once if it died, seldom if it stands still.
+
+An agent that stands still (stopped, or its node's memory is being reclaimed) cannot be replaced: what is held is in its
+memory, and it answers again when it goes on. Training has waited for it once. From then on it only looks, at each
+commit, whether a question has been answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from memckpt.agent.address import AgentAddress, peer
+from memckpt.agent.backoff import Backoff
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import StatusRequest
+from memckpt.errors import AgentError, AgentGoneError
+
+_log = logging.getLogger("memckpt")
+#: How long training waits for the answer of an agent that was lost; later commits look for it without waiting.
+PROBE_SECONDS = 1.0
+#: The pause behind an attempt that has failed is so many times what it has cost.
+_PAUSE_PER_COST = 10.0
+#: The pause before an agent is used that has stood still a second time, the longest, and what counts as a new first.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _STEADY_SECONDS = 60.0, 3600.0, 1800.0
+
+
+class Reconnection:
+    """Decides at each commit without an agent whether to try. Owns the connection with its question: :meth:`forget` it.
+
+    Args:
+        address: of the agent.
+        patience: how long the first look waits for an answer, in seconds.
+        pauses: whether there may be any; False where the job stands still until this node is protected again.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        address: AgentAddress,
+        patience: float = PROBE_SECONDS,
+        pauses: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._address = address
+        self._patience = patience
+        self._pauses = pauses
+        self._clock = clock
+        self._question: Channel | None = None
+        self._not_before = self._began = clock()
+        self._failures = Backoff(clock, at_once=0, steady=math.inf)
+        self._stumbles = Backoff(clock, steady=math.inf)
+        self._stops = Backoff(
+            clock, at_once=1, first=_FIRST_PAUSE_SECONDS, longest=_LONGEST_PAUSE_SECONDS, steady=_STEADY_SECONDS
+        )
+
+    def due(self) -> bool:
+        """Whether to try now: there is no agent, so that one can be started, or there is one and it answers."""
+        self._began = self._clock()
+        if self._began < self._not_before:
+            return False
+        try:
+            return self._ask() if self._question is None else self._answered_late(self._question)
+        except AgentGoneError as error:
+            # It has died since; or it accepts nothing, and the next look is not to wait for that, either.
+            died = self._question is not None
+            self.forget()
+            if not died:
+                self._pause(error)
+            return died
+        except AgentError as error:
+            self.forget()
+            self._pause(error)
+            return False
+
+    def _ask(self) -> bool:
+        sock = self._address.connect()
+        if sock is None:
+            return True
+        self._question = Channel(sock)
+        self._question.send(StatusRequest(), timeout=self._patience)
+        if self._question.poll(self._patience) is not None:
+            self.forget()
+            return True
+        _log.warning(
+            "memckpt: the agent (pid %d) stands still: it has not answered for %g s; training goes on without "
+            "protection, and uses it again when it answers",
+            peer(sock)[0],
+            self._patience,
+        )
+        return False
+
+    def _answered_late(self, question: Channel) -> bool:
+        if question.poll(0.0 if self._pauses else self._patience) is None:
+            return False
+        self.forget()
+        pause = self._stops.died() if self._pauses else 0.0
+        self._not_before = self._clock() + pause
+        if pause:
+            _log.warning(
+                "memckpt: the agent answers again; it has stood still several times, and is used again in %.0f s", pause
+            )
+        return pause == 0.0
+
+    def succeeded(self) -> None:
+        """This session has an agent again."""
+        self._failures.reset()
+        self._stops.started()
+
+    def failed(self, error: Exception) -> None:
+        """An attempt that was due has led to nothing."""
+        self._pause(error)
+
+    def stumbled(self) -> None:
+        """Protecting a step has failed, which is not the agent's fault: at once again, then ever more seldom."""
+        self._stumbles.started()
+        pause = self._stumbles.died()
+        self._not_before = self._clock() + pause
+        if pause:
+            _log.warning("memckpt: that happens again and again; trying again in %.0f s", pause)
+
+    def _pause(self, error: Exception) -> None:
+        now = self._clock()
+        pause = max(self._failures.died(), _PAUSE_PER_COST * (now - self._began)) if self._pauses else 0.0
+        self._not_before = now + pause
+        _log.warning("memckpt: no agent (%s); trying again in %.0f s", error, pause)
+
+    def forget(self) -> None:
+        """Close the connection, if there is one."""
+        question, self._question = self._question, None
+        if question is not None:
+            question.close()

@@ -1,0 +1,189 @@
+"""How a resume proves itself: what a check has found, put together from all ranks and said in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from memckpt.recovery.comparison import Difference, Findings
+from memckpt.session.witness import Testimony
+
+Verdict = Literal["pending", "equal", "rounding", "different", "none", "off"]
+#: For the logged metrics.
+VERDICT_VALUES: dict[Verdict, float] = {
+    "pending": 0.0,
+    "off": 0.0,
+    "none": 0.0,
+    "equal": 1.0,
+    "rounding": 0.5,
+    "different": -1.0,
+}
+#: The largest difference, as a share of a tensor's largest value, that is taken for rounding on an accelerator.
+_ROUNDING = {"float32": 1e-4, "float64": 1e-4}
+_COARSE_ROUNDING = 2e-2
+#: Kinds whose differences may be rounding; a difference of any other kind never is.
+_TENSORS = ("parameter", "state", "buffer", "frozen", "logged values")
+#: Plurals of what is counted in a verdict.
+_COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
+_ORDER = (
+    "data position",
+    "generators",
+    "hyperparameters",
+    "absences",
+    "registered",
+    "logged values",
+    "buffer",
+    "frozen",
+    "parameter",
+    "state",
+)
+_CAUSES = (
+    "the usual causes: plain attributes that are in no state_dict, data read from elsewhere, code that has changed, "
+    "another batch size"
+)
+
+
+@dataclass
+class ResumeCheck:
+    """What the check of one resume has found; filled in when it is over, which is after training has gone on.
+
+    Attributes:
+        kind: which check was asked for.
+        verdict: ``"pending"`` until it is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last bits,
+            on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
+        line: the verdict of all ranks in words.
+        step: the step that was compared; None while there is none.
+        differences: the first few of each kind, in the order in which one causes the other.
+    """
+
+    kind: str
+    verdict: Verdict = "pending"
+    line: str = ""
+    step: int | None = None
+    differences: tuple[Difference, ...] = ()
+
+    def settle(self, verdict: Verdict, line: str, differences: Sequence[Difference] = ()) -> None:
+        """It is over."""
+        self.verdict, self.line, self.differences = verdict, line, tuple(differences)
+
+
+def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, what: str) -> None:
+    """Put the findings of all ranks together.
+
+    Args:
+        check: gets the verdict.
+        everybody: by rank.
+        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
+        what: what was done, to begin the line with: ``"step 113 was repeated"``.
+    """
+    found = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
+    wrong = sorted((pair for pair in found if pair[1].kind != "gradient"), key=lambda pair: _ORDER.index(pair[1].kind))
+    problem = next((one.problem for one in everybody if one.problem), "")
+    if problem and not wrong:
+        check.settle("none", f"{what}, and could not be compared: {problem}")
+        return
+    if not wrong:
+        check.settle("equal", f"{what}: {_counts(everybody)} are equal, bit for bit")
+        return
+    differences = [one for _, one in wrong]
+    if accelerated and all(one.kind in _TENSORS and one.relative <= _allowed(one) for one in differences):
+        worst = max(differences, key=lambda one: one.ulp)
+        line = (
+            f"{what}: {_counts(everybody)} are equal but for rounding; the largest difference is {worst.ulp:.3g} ulp, "
+            f"in {worst.name}"
+        )
+        check.settle("rounding", line, differences)
+        return
+    check.settle("different", f"{what}: {_differing(everybody, wrong)}; {_CAUSES}", differences)
+
+
+def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerated: bool, step: int) -> None:
+    """Put together what the ranks have found of the gradients that a dead attempt had left.
+
+    Ranks that had nothing to compare are of no account, unless that is so of all of them.
+
+    Args:
+        check: gets the verdict.
+        everybody: by rank.
+        accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
+        step: whose gradients they are.
+    """
+    count = sum(one.gradients for one in everybody)
+    if not count:
+        reason = next((one.problem for one in everybody if one.problem), "no gradient was made")
+        check.settle("none", f"nothing was compared: {reason}")
+        return
+    check.step = step
+    wrong = sorted(
+        ((order, rank, one) for rank, each in enumerate(everybody) for order, one in each.differences),
+        key=lambda item: item[:2],
+    )
+    which, are, those = ("gradient", "is", "that") if count == 1 else (f"{count} gradients", "are", "those")
+    what = f"step {step}'s first {which} ({_size(sum(each.nbytes for each in everybody))}) {are}"
+    left = f"{those} that the dead attempt had left"
+    if not wrong:
+        check.settle("equal", f"{what} {left}: equal, bit for bit")
+        return
+    differences = [one for _, _, one in wrong]
+    if accelerated and all(one.relative <= _allowed(one) for one in differences):
+        worst = max(differences, key=lambda one: one.ulp)
+        line = f"{what} {left} but for rounding; the largest difference is {worst.ulp:.3g} ulp, in {worst.name}"
+        check.settle("rounding", line, differences)
+        return
+    _, rank, first = wrong[0]
+    where = f" on rank {rank}" if len(everybody) > 1 else ""
+    differing = sum(one.differing for one in everybody)
+    more = f" ({differing} of {count} differ)" if count > 1 else ""
+    line = (
+        f"{what} not {left}: DIFFERENT: in backward's order first that of {first.name}{where}: {first.text}{more}; "
+        f"{_CAUSES}"
+    )
+    check.settle("different", line, differences)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _allowed(one: Difference) -> float:
+    if one.kind == "logged values":
+        return _COARSE_ROUNDING
+    if one.dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        return _COARSE_ROUNDING
+    return _ROUNDING.get(one.dtype, _COARSE_ROUNDING)
+
+
+def _counts(everybody: Sequence[Findings]) -> str:
+    """How much was compared, of all ranks together."""
+    parts = []
+    for kind, plural in _COUNTED.items():
+        count = sum(one.compared.get(kind, 0) for one in everybody)
+        if count:
+            parts.append(f"{count} {kind if count == 1 and kind != 'frozen' else plural}")
+    for kind in ("generators", "data position"):
+        if any(one.compared.get(kind) for one in everybody):
+            parts.append(kind)
+    return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else "".join(parts)
+
+
+def _differing(everybody: Sequence[Findings], wrong: Sequence[tuple[int, Difference]]) -> str:
+    """The first difference of each kind, and how many there are."""
+    parts = []
+    for kind in _ORDER:
+        of_kind = [(rank, one) for rank, one in wrong if one.kind == kind]
+        if not of_kind:
+            continue
+        rank, first = of_kind[0]
+        count = sum(one.differing.get(kind, 0) for one in everybody)
+        total = sum(one.compared.get(kind, 0) for one in everybody)
+        where = f" on rank {rank}" if len(everybody) > 1 else ""
+        more = f" ({count} of {total} differ)" if total > 1 else ""
+        label = "" if kind == "absences" else f"{kind} "
+        parts.append(f"{label}{first.name}{where}: {first.text}{more}")
+    gradients = [one for findings in everybody for one in findings.differences if one.kind == "gradient"]
+    if gradients:
+        parts.append(f"gradients already differ, first that of {gradients[0].name}: {gradients[0].text}")
+    return "DIFFERENT: " + "; ".join(parts)

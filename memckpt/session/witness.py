@@ -1,0 +1,234 @@
+"""The gradients that a dead attempt has left of the step after the resumed one, and the first backward beside them.
+
+A gradient near the loss speaks for most of a forward: for parameters, data and generators. Nothing is repeated for it,
+and nothing is waited for: what had landed in the slot is set aside before the slot is opened anew, compared as backward
+makes the same gradients again, and dropped at the commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.memory.landings import Landing
+from memckpt.recovery.comparison import Difference
+from memckpt.state.bits import Distance, same_bits
+from memckpt.state.tensors import local, version
+
+_log = logging.getLogger("memckpt")
+#: How much of a rank's memory gradients may take until they are compared.
+WITNESS_BYTES = 64 << 20
+_ADDED = "what had landed was added to gradients that were used and not zeroed"
+#: Differences that are kept to be named, at most.
+_NAMED = 8
+
+
+@dataclass
+class _Kept:
+    """A gradient that was set aside: all of it, or its first elements.
+
+    Attributes:
+        landing: how it came to lie in the slot.
+        held: its elements as one row.
+        param: the live parameter.
+        fired: how often backward has made a gradient for it since.
+        found: the gradient that was made anew, while it is still being copied.
+        difference: how the two differ, once they were compared.
+        compared: whether they were, or their copy has begun.
+        left: the gradient that the parameter had when it was restored, and its version counter; None if none.
+        added: whether backward has added to that, and nobody had zeroed it before.
+    """
+
+    name: str
+    landing: Landing
+    held: torch.Tensor
+    param: torch.Tensor
+    fired: int = 0
+    found: torch.Tensor | None = None
+    difference: Difference | None = None
+    compared: bool = False
+    left: tuple[torch.Tensor, int] | None = None
+    added: bool = False
+
+
+@dataclass
+class Testimony:
+    """One rank's result. Small, and travels between ranks.
+
+    Attributes:
+        gradients, nbytes: how much was compared.
+        differences: the first few, in backward's order, each with its place in it.
+        differing: how many there are.
+        problem: why nothing was compared, or not all, in words; empty if all was.
+    """
+
+    gradients: int = 0
+    nbytes: int = 0
+    differing: int = 0
+    differences: list[tuple[int, Difference]] = field(default_factory=list)
+    problem: str = ""
+
+
+class Witness:
+    """What one rank has set aside of a record. Taps call :meth:`gradient`, which never raises.
+
+    Args:
+        copier: brings gradients to the host where that takes time.
+    """
+
+    def __init__(self, copier: Copier) -> None:
+        self._copier = copier
+        self._kept: dict[int, _Kept] = {}  # by identity of the parameter, which is kept with it
+        self._problem = ""
+        self._reduces = False
+        self._left_looked_at = False
+
+    def set_aside(self, writer: SlotWriter, record: int, tap: str, limit: int | None = None) -> None:
+        """Copy what has landed of `record`, those gradients first that landed first. Never raises.
+
+        Args:
+            writer: on the dead attempt's slots; that of `record` has not been opened since.
+            tap: takes this attempt's gradients.
+            limit: bytes; None takes :data:`WITNESS_BYTES`.
+        """
+        try:
+            self._problem = self._set_aside(writer, record, tap, WITNESS_BYTES if limit is None else limit)
+        except Exception as error:  # a resume never fails for want of a witness: it becomes the verdict's reason
+            _log.exception("memckpt: setting gradients aside failed")
+            self.decline(f"setting gradients aside failed: {type(error).__name__}: {error}")
+
+    def note_left(self, reduces: bool) -> None:
+        """Gradients of the resumed record have been put back, as zeros in the place of what they were.
+
+        Args:
+            reduces: whether gradients come in buckets, so that others than the first may have been accumulated by then.
+        """
+        self._reduces = reduces
+        for kept in self._kept.values():
+            gradient = kept.param.grad
+            kept.left = None if gradient is None else (gradient, version(gradient))
+
+    def _mark_added_to(self, fired: torch.Tensor) -> None:
+        """Mark the gradients that are added to what was restored: zeros, whatever the dead attempt had there."""
+        for kept in self._kept.values():
+            gradient = kept.param.grad
+            if kept.left is not None and gradient is kept.left[0]:
+                moves = 1 if self._reduces or kept.param is fired else 0
+                kept.added = version(gradient) <= kept.left[1] + moves
+
+    def decline(self, reason: str) -> None:
+        """There is nothing to compare with."""
+        self._kept.clear()
+        self._problem = reason
+
+    def _set_aside(self, writer: SlotWriter, record: int, tap: str, room: int) -> str:
+        before = None if writer.landings is None else writer.landings.tap(record)
+        if before is None or writer.landings is None:
+            return "the dead attempt had not begun to stage the next step in this node's memory"
+        if before != tap:
+            return f"the dead attempt took its gradients by another tap ({before}, now {tap})"
+        landed = sorted(writer.landings.landed(record), key=lambda one: one.order)
+        if not landed:
+            return "none of the next step's gradients had landed when the dead attempt ended"
+        for one in landed:
+            staged = writer.gradient_view(record, writer.owners[one.param][0], 0, one.param).reshape(-1)
+            staged = staged[: room // staged.element_size()]
+            if staged.numel():  # shards may be empty, and so may what is left of the room
+                room -= staged.nbytes
+                param = writer.params[one.param]
+                self._kept[id(param)] = _Kept(writer.spec.params[one.param].tensor.name, one, staged.clone(), param)
+        return ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are gradients to be compared with those to come."""
+        return bool(self._kept)
+
+    # While backward runs
+
+    def gradient(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Backward has made a gradient: compare it, if it is the one that had landed."""
+        if not self._left_looked_at:
+            self._left_looked_at = True
+            self._mark_added_to(param)
+        kept = self._kept.get(id(param))
+        if kept is None or kept.compared:
+            return
+        kept.fired += 1
+        if kept.fired < kept.landing.firing:
+            return
+        kept.compared = True
+        try:
+            self._take(kept, gradient)
+        except Exception as error:  # a hook must never end the user's training: it becomes the verdict's reason
+            self._give_up(kept, error)
+
+    def _give_up(self, kept: _Kept, error: Exception) -> None:
+        del self._kept[id(kept.param)]
+        self._problem = self._problem or f"comparing {kept.name} failed: {type(error).__name__}: {error}"
+
+    def _take(self, kept: _Kept, gradient: torch.Tensor) -> None:
+        found = local(gradient.detach())
+        if found.is_sparse or found.dtype != kept.held.dtype:
+            layout = "sparse" if found.is_sparse else f"{found.dtype}"
+            kept.difference = Difference("gradient", kept.name, f"{layout} in place of dense {kept.held.dtype}")
+            return
+        found = found.reshape(-1)[: kept.held.numel()]
+        if not self._copier.asynchronous:
+            _compare(kept, found)
+            return
+        kept.found = torch.empty_like(kept.held, pin_memory=found.is_cuda)
+        self._copier.copy(kept.found, found)
+
+    # At the commit
+
+    def testify(self) -> Testimony:
+        """What was found; call it when the record ends. Waits for copies that have begun. Never raises."""
+        self._copier.token()()
+        for kept in list(self._kept.values()):
+            try:
+                if kept.found is not None:
+                    _compare(kept, kept.found)
+            except Exception as error:  # the user's training must go on: it becomes the verdict's reason
+                self._give_up(kept, error)
+        kept_ones, self._kept = self._kept, {}
+        testimony = Testimony(problem=self._problem)
+        for kept in kept_ones.values():
+            testimony.gradients += 1
+            testimony.nbytes += kept.held.nbytes
+            if kept.difference is not None and kept.added and _is_used(kept.param):
+                testimony.gradients -= 1
+                testimony.nbytes -= kept.held.nbytes
+                testimony.problem = testimony.problem or _ADDED
+                continue
+            if not kept.compared:
+                kept.difference = Difference("gradient", kept.name, "not made, and the dead attempt had made it")
+            if kept.difference is not None:
+                testimony.differing += 1
+                if len(testimony.differences) < _NAMED:
+                    testimony.differences.append((kept.landing.order, kept.difference))
+        return testimony
+
+
+def _is_used(param: torch.Tensor) -> bool:
+    """Whether gradients keep their values behind the step that used them: this loop zeroes them before a backward.
+
+    Then the dead attempt had added to values that a resume does not have. They are thrown away before an optimizer uses
+    them, or the pending gradients would say so. A loop that zeroes before its commit had zeros there, as a resume has.
+    """
+    gradient = param.grad
+    return gradient is not None and bool(local(gradient).any())
+
+
+def _compare(kept: _Kept, found: torch.Tensor) -> None:
+    kept.found = None
+    if same_bits(found, kept.held):
+        return
+    distance = Distance()
+    distance.add(found, kept.held)
+    dtype = str(kept.held.dtype).removeprefix("torch.")
+    kept.difference = Difference("gradient", kept.name, distance.text, distance.relative, distance.ulp, dtype)

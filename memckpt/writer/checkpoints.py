@@ -1,0 +1,49 @@
+"""The writer process's loop: does one job after the other, until the agent is gone.
+
+What somebody waits for (the end of a training, a machine that may be gone soon) is written by the main thread, with the
+agent's own priority, and so is what torch imports beside the first steps of a training. All else is written by a thread
+that takes what nobody else wants: a process can give priority up and, without privileges, not get it back, but threads
+have theirs.
+"""
+
+from __future__ import annotations
+
+import select
+from concurrent.futures import ThreadPoolExecutor
+
+from memckpt.agent.channel import Channel
+from memckpt.agent.messages import Saved, SaveFailed
+from memckpt.agent.writer_messages import Announce, Announced, LookForAnnounced, Save
+from memckpt.errors import AgentError
+from memckpt.memory.region import Region
+from memckpt.writer import writer
+from memckpt.writer.priority import step_back
+
+
+def serve(channel: Channel) -> None:
+    """Do what the agent asks for; before the first job, import what that takes."""
+    if not select.select([channel], [], [], 0)[0]:
+        writer.warm_up()
+    with ThreadPoolExecutor(1, "memckpt-writer", step_back) as background:
+        while True:
+            job, fds = channel.receive(None)
+            match job:
+                case Announce():
+                    writer.announce(job)
+                case LookForAnnounced():
+                    channel.send(Announced(job.timeline, writer.announced(job)))
+                case Save():
+                    channel.send(_save(job, fds, background))
+                case _:
+                    raise AgentError(f"expected a job for the writer from the agent, found {type(job).__name__}")
+
+
+def _save(job: Save, fds: list[int], background: ThreadPoolExecutor) -> Saved | SaveFailed:
+    regions = [Region.open(fd) for fd in fds]
+    try:
+        if job.urgent:
+            return writer.try_to_save(job, regions)
+        return background.submit(writer.try_to_save, job, regions).result()
+    finally:
+        for region in regions:
+            region.close()

@@ -1,0 +1,39 @@
+"""What a repeated step is compared in: the captured state by named parts, without what depends on the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from memckpt import ComparedKind
+from memckpt.capture import dataloader
+from transformers_memckpt.trainer_state import History
+
+#: What the Trainer measures with the clock, by the ends of its names: `train_runtime`, `train_tokens_per_second`.
+_CLOCKS = ("_runtime", "_per_second")
+
+
+def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
+    """The parts of what `Protection` captures, in the user's words."""
+    states = state["states"]
+    parts: dict[tuple[ComparedKind, str], Any] = {
+        ("data position", "train loader"): dataloader.comparable(
+            state["loader"]["position"], between_passes=state["loader"]["between"]
+        ),
+        ("data position", "epoch"): {name: state[name] for name in ("epoch", "batches", "stopped")},
+        ("hyperparameters", "arguments"): state["settings"],
+        ("hyperparameters", "LR scheduler"): states["scheduler"],
+        ("hyperparameters", "gradient scaler"): states["scaler"],
+        ("logged values", "loss"): {"since the last log": states["loss"], **states["trainer"]},
+        ("logged values", "TrainerState"): states["state"],
+        ("logged values", "log_history"): [_without_clocks(entry) for entry in History.decode(states["history"])],
+    }
+    for name, callback in states["callbacks"].items():
+        parts["registered", f"callback {name}"] = callback
+    for name, value in state.get("attributes", {}).items():
+        parts["registered", f"attribute {name}"] = value
+    return parts
+
+
+def _without_clocks(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.endswith(_CLOCKS)}
