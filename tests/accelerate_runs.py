@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.accelerate_training import INSTANT, Case, Kill, Run, Training
+from tests.check_lines import unproved
 from tests.engine_harness import Child, Lab
 from tests.frozen import differences
 from tests.processes import children, kill_and_wait
@@ -76,6 +77,8 @@ def attempt(lab: Lab, run: Run) -> list[int]:
         store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
         ranks = [lab.fork(partial(_body, run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)]
         codes = _wait(ranks)
+        with (run.directory / "log").open("a") as log:
+            log.write(ranks[0].log.read_text())
         if NO_PROCESS_GROUP not in codes:
             break
     if run.kill is None or codes[run.victim] not in DEATHS:  # what the others make of its death is no matter
@@ -168,6 +171,7 @@ def survives(lab: Lab, run: Run, kills: list[Kill], references: Path) -> Run:
     finally:
         end_workers(run)
     check_same(reference(lab, run.case, run.ranks, references), run)
+    assert unproved((run.directory / "log").read_text()) == []
     return run
 
 
@@ -210,4 +214,6 @@ def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path)
     finally:
         end_workers(run)
     check_same(reference(lab, run.case, run.ranks, references), run)
+    # Killed between the check and its line about the restore, it does not say where it resumed.
+    assert unproved((run.directory / "log").read_text(), ["the replica has gone past"]) == []
     return kills

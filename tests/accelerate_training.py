@@ -249,7 +249,8 @@ class Training:
         self.plugin.register("probe", Probe(self))
         session = self.plugin._session
         assert session is not None
-        self.journal.note("attached", step=self.plugin.step, agent=session.agent_pid)
+        step = self.plugin.step if session.check.step is None else session.check.step  # held, and repeated
+        self.journal.note("attached", step=step, agent=session.agent_pid)
         return list(prepared)
 
     def train(self) -> None:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from tests.s3_server import S3Server
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="where the trainings of tests/gpu run: cpu (a few), or cuda (all)")
+
+
 @pytest.fixture(scope="session")
 def _engine_imported() -> None:
     from tests.engine_harness import import_ahead

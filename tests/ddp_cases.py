@@ -63,6 +63,7 @@ class Job:
         own_tables: whether each rank begins with other values in that buffer.
         optimizer: makes it.
         fails_test: a rank on which the self-test of the optimizer fails.
+        other_batch: a rank that goes on with another batch than its own.
     """
 
     directory: Path
@@ -86,6 +87,7 @@ class Job:
         default=lambda params: torch.optim.AdamW(params, lr=0.01), compare=False
     )
     fails_test: int | None = None
+    other_batch: int | None = None
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -153,13 +155,16 @@ def train(job: Job, rank: int) -> None:
     if job.hook == "before":
         model.register_comm_hook(None, halving_hook)
     session = None
-    start = 0
+    start = resumed = 0
     if job.run_dir is not None:
         session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
         report = session.restore()
-        start = 0 if report is None else report.step
-        print("resumed:", start)
+        if report is not None:
+            start, resumed = report.step, report.step if report.repeated is None else report.repeated
+        print("resumed:", resumed)
+    if job.other_batch == rank:
+        torch.manual_seed(7)
     if job.hook == "after":
         model.register_comm_hook(None, halving_hook)
     deaths = {(death.step, death.place): death for death in job.deaths if death.who in (rank, "all", "agent")}
@@ -215,8 +220,9 @@ def train(job: Job, rank: int) -> None:
         "optimizer": freeze(optimizer.state_dict()),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
-    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses}))
+    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses, "resumed": resumed}))
     if session is not None:
+        print("check:", session.check.verdict, session.check.line)
         session.close()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tests.engine_optimizers import OPTIMIZERS, Muon, OneOptimizer, SparseEmbedding
+from tests.engine_optimizers import OPTIMIZERS, Muon, OneOptimizer, SparseEmbedding, SparseOrDense
 from tests.engine_state import (
     AddedGroup,
     Buffers,
     ChangedByHand,
     ChannelsLast,
+    ChannelsLastFused,
     Compiled,
+    CompiledStep,
     Groups,
+    MomentumEncoder,
     MovingAverage,
     Odd,
     OneCycle,
@@ -25,6 +28,7 @@ from tests.engine_steps import (
     Accumulation,
     Adversarial,
     Alternating,
+    AnnouncedAccumulation,
     Bf16Autocast,
     Bf16Parameters,
     ClipGivenNorm,
@@ -35,14 +39,17 @@ from tests.engine_steps import (
     GradientNoise,
     GradientPenalty,
     Idle,
+    Interrupted,
     KeptGradients,
     ManualScale,
     MaskedRow,
+    OtherGradients,
     OwnClipping,
     Projection,
     ReplacedGradient,
     Scaler,
     StepInBackward,
+    ZeroedInPlace,
 )
 from tests.engine_training import Case, Training
 
@@ -50,7 +57,7 @@ PLAIN = Case("plain", Training)
 CLIP_GIVEN_NORM = Case("clip-given-norm", ClipGivenNorm)
 
 OPTIMIZER_CASES = [Case(name, lambda make=make: OneOptimizer(make)) for name, make in OPTIMIZERS.items()]
-OPTIMIZER_CASES += [Case("muon", Muon)]
+OPTIMIZER_CASES += [Case("muon", Muon), Case("sparse-or-dense", SparseOrDense)]
 OPTIMIZER_CASES += [
     Case(name, lambda name=name: SparseEmbedding(name)) for name in ("sparse-adam", "sparse-adagrad", "sparse-sgd")
 ]
@@ -59,6 +66,8 @@ SHAPE_CASES = [
     Case("adversarial", Adversarial),
     Case("kept-gradients", KeptGradients),
     Case("step-in-backward", StepInBackward),
+    Case("interrupted", Interrupted),
+    Case("zeroed-in-place", ZeroedInPlace),
     Case("gradient-penalty", GradientPenalty),
     Case("alternating", Alternating),
     Case("projection", Projection),
@@ -84,6 +93,7 @@ SHAPE_CASES = [
     Case("tied", Tied),
     Case("unused", Unused),
     Case("channels-last", ChannelsLast),
+    Case("channels-last-fused", ChannelsLastFused),
     Case("odd", Odd),
     Case("buffers", Buffers),
     Case("replaced-buffer", ReplacedBuffer),
@@ -99,8 +109,24 @@ UNKNOWN_CHANGE_CASES = [
     Case("manual-scale", ManualScale),
 ]
 
+#: As their gradients are assigned anew, they are taken after the step.
+OTHER_GRADIENT_CASES = [
+    Case("fp32-gradients", lambda: OtherGradients(lambda p: torch.optim.SGD(p, lr=0.3))),
+    Case("fp32-gradients-momentum", lambda: OtherGradients(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))),
+    Case("fp32-gradients-later", lambda: OtherGradients(lambda p: torch.optim.SGD(p, lr=0.3), since=8)),
+]
+MOMENTUM_ENCODER_CASES = [
+    Case("momentum-data", lambda: MomentumEncoder("data")),
+    Case("momentum-assign", lambda: MomentumEncoder("assign")),
+    # The full checks of values are over by then.
+    Case("momentum-data-late", lambda: MomentumEncoder("data", since=9)),
+]
 ACCUMULATION = Case("accumulation", Accumulation)
+ANNOUNCED = Case("announced-accumulation", AnnouncedAccumulation)
+LIED = Case("lied-accumulation", lambda: AnnouncedAccumulation(lies=True))
 COMPILED = Case("compiled", Compiled, steps=12)
+COMPILED_STEP = Case("compiled-step", CompiledStep, steps=12)
+COMPILED_LATER = Case("compiled-later", lambda: CompiledStep(since=5), steps=12)
 
 
 def by_hand(how: str) -> Case:

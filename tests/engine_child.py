@@ -32,6 +32,7 @@ def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfi
     """A configuration whose anchors come round within the few steps of a test."""
     agent = settings.pop("agent", AgentConfig(linger_seconds=60))
     settings.setdefault("storage", None)  # what it takes is tested by itself
+    settings.setdefault("resume_check", "replay")  # each resume proves itself, and `survives` looks at the verdict
     settings.setdefault("capture_every_steps", 1)  # what cannot be redone loses nothing either
     values: dict[str, Any] = {"redo": redo, "anchor_period_steps": period, "agent": agent, **settings}
     return MemckptConfig(**values)
@@ -122,6 +123,7 @@ class Attempt:
         actions: what happens at which (point, step).
         prepare: called before anything else, to patch what a test needs.
         last_step: where this attempt ends; None trains to the case's end and finishes the run.
+        device: where everything is made.
     """
 
     case: Case
@@ -133,6 +135,7 @@ class Attempt:
     actions: Actions = field(default_factory=dict)
     prepare: Callable[[Control], None] | None = None
     last_step: int | None = None
+    device: str = "cpu"
 
 
 def seed_everything(seed: int) -> None:
@@ -141,12 +144,22 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
+def use_device(device: str) -> None:
+    """Make everything there from now on, with kernels whose results do not depend on the order of threads."""
+    if device == "cpu":
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the device is used first
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device(device)
+
+
 def train(attempt: Attempt) -> None:
     """The body of a training child."""
     case = attempt.case
     control = Control(Journal(attempt.report / "journal"), attempt.actions)
     if attempt.prepare is not None:
         attempt.prepare(control)
+    use_device(attempt.device)
     seed_everything(attempt.seed)
     training = control.training = case.build()
     training.at = control.at
@@ -168,8 +181,11 @@ def train(attempt: Attempt) -> None:
         loss = training.batch(control.step)
         control.journal.note("loss", step=control.step, value=loss.hex())
         if session is not None:
+            pending = session.check.verdict == "pending"
             committed = session.commit(control.step, **training.commit_arguments(control.step))
             control.journal.note("commit", step=control.step, done=committed)
+            if pending and session.check.verdict != "pending":
+                control.journal.note("checked", verdict=session.check.verdict, line=session.check.line)
         control.at("after commit")
     if session is not None:
         control.journal.note(
@@ -181,15 +197,21 @@ def train(attempt: Attempt) -> None:
 
 def _begin(session: memckpt.Session, control: Control, training: Training) -> int:
     for name, each in training.registered.items():
-        session.register(name, each)
+        session.register(name, each, parts=getattr(each, "parts", None))
     session.register("probe", _Probe(control))
+    if training.accumulates is not None:
+        session.announce_accumulation(training.accumulates)
     control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
     report = session.restore()
-    writer = session._staging.writer
+    repetition = session._resumption.repetition
+    writer = session._staging.writer if repetition is None else getattr(repetition.held, "_writer", None)
     pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
     cut = writer is not None and pieces > len(writer.params)
     if report is None:
         control.journal.note("fresh")
         return 0
-    control.journal.note("restored", step=report.step, record=report.record, lost=report.steps_lost, cut=cut)
+    step = report.step if report.check.step is None else report.check.step  # the one that is held, and repeated
+    control.journal.note("restored", step=step, record=report.record, lost=report.steps_lost, cut=cut)
+    if report.check.verdict != "pending":
+        control.journal.note("checked", verdict=report.check.verdict, line=report.check.line)
     return report.step

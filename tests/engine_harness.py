@@ -12,19 +12,17 @@ import json
 import os
 import pickle
 import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from memckpt.agent.address import NODE_VARIABLE, RUNTIME_VARIABLE, AgentAddress
+from memckpt.agent.address import NODE_VARIABLE, AgentAddress
 from memckpt.agent.channel import Channel
 from memckpt.agent.messages import StatusRequest, StopRequest
 from memckpt.agent.serve import serve
@@ -62,6 +60,12 @@ class Ended:
         """The step it resumed from; None if it started over."""
         restored = self.of("restored")
         return restored[0]["step"] if restored else None
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """What the resume check has found, and the line that says so; ``"pending"`` where it was not over."""
+        checked = self.of("checked")
+        return (checked[0]["verdict"], checked[0]["line"]) if checked else ("pending", "")
 
     @property
     def losses(self) -> dict[int, str]:
@@ -102,7 +106,7 @@ class Child:
         return self._code is None and not select.select([self._handle], [], [], 0)[0]
 
 
-_references: dict[str, Ended] = {}
+_references: dict[tuple[str, str], Ended] = {}
 
 
 class Lab:
@@ -111,10 +115,9 @@ class Lab:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run_dir = directory / "run"
-        # Short: the path of a Unix socket is at most 107 bytes long.
-        self.runtime = Path(tempfile.mkdtemp(prefix="mk-"))
-        self._saved = {name: os.environ.get(name) for name in (NODE_VARIABLE, RUNTIME_VARIABLE)}
-        os.environ[RUNTIME_VARIABLE] = str(self.runtime)
+        #: Where trainings make everything.
+        self.device = "cpu"
+        self._node = os.environ.get(NODE_VARIABLE)
         os.environ[NODE_VARIABLE] = "node"
         self._strangers = children()
         self._children: list[Child] = []
@@ -165,7 +168,7 @@ class Lab:
         self._reports += 1
         report = self.directory / f"report-{self._reports}"
         report.mkdir()
-        attempt = Attempt(case, run_dir or self.run_dir, report, settings, **arguments)
+        attempt = Attempt(case, run_dir or self.run_dir, report, settings, device=self.device, **arguments)
         if settings is not None and settings.redo == "eager" and not self.agent_answers(attempt.run_dir):
             self.start_agent(attempt.run_dir)
         return self.fork(lambda: train(attempt), case.name), report
@@ -185,9 +188,10 @@ class Lab:
 
     def reference(self, case: Case) -> Ended:
         """The same training undisturbed, without memckpt."""
-        if case.name not in _references:
-            _references[case.name] = self.train(case, None)
-        return _references[case.name]
+        key = (self.device, case.name)
+        if key not in _references:
+            _references[key] = self.train(case, None)
+        return _references[key]
 
     def check_same(self, case: Case, *attempts: Ended) -> None:
         """The last attempt's outcome and every attempt's losses are the undisturbed training's, bit for bit."""
@@ -199,6 +203,19 @@ class Lab:
         different = differences(reference.outcome, attempts[-1].outcome)
         assert not different, "\n".join(different[:10])
 
+    def check_verdict(self, ended: Ended, settings: MemckptConfig, unchecked: Sequence[str]) -> None:
+        """A resumed attempt says that the repeated step was equal, or that there was none, for an expected reason.
+
+        A generation that began with the resumed record is always one: what was before it is gone. So is state that is
+        captured now and then: of the steps since there are no tensors.
+        """
+        if not settings.replays:
+            return
+        verdict, line = ended.verdict
+        reasons = ("a generation began at record", "state is captured every", *unchecked)
+        fine = verdict in ("equal", "pending") or (verdict == "none" and any(one in line for one in reasons))
+        assert fine, f"{verdict}: {line}\n{ended.log[-3000:]}"
+
     def survives(
         self,
         case: Case,
@@ -206,6 +223,7 @@ class Lab:
         kills: list[tuple[str, int]],
         *,
         expected: list[int | None] | None = None,
+        unchecked: Sequence[str] = (),
         **arguments: Any,
     ) -> list[Ended]:
         """Kill a training at each of `kills` in turn, resume it each time, and compare.
@@ -213,10 +231,12 @@ class Lab:
         Args:
             kills: (point, step) of each kill; each happens in an attempt of its own.
             expected: the step that the attempt after each kill resumes from; None takes the last one committed.
+            unchecked: reasons, or parts of them, for which the check of a resume may say *none*.
         """
         if expected is None:
             expected = [step if point == "after commit" else step - 1 for point, step in kills]
         attempts = []
+        came_from: int | None = None
         comes_from: int | None = None
         for number, kill in enumerate([*kills, None]):
             actions = {kill: kill_self} if kill is not None else {}
@@ -224,9 +244,13 @@ class Lab:
             seed = REFERENCE_SEED if not comes_from else 1000 + number
             ended = self.train(case, settings, seed=seed, actions=actions, **arguments)
             assert ended.restored_step == (comes_from or None), f"attempt {number}:\n{ended.log[-3000:]}"
+            if comes_from:
+                # An eager replica goes on to the record once its step is repeated; then nothing is before it.
+                gone = ("the replica has gone past record",) if comes_from == came_from else ()
+                self.check_verdict(ended, settings, (*unchecked, *gone))
             assert len(ended.of("killed")) == (kill is not None)
             attempts.append(ended)
-            comes_from = expected[number] if kill is not None else None
+            came_from, comes_from = comes_from, expected[number] if kill is not None else None
         self.check_same(case, *attempts)
         return attempts
 
@@ -281,15 +305,14 @@ class Lab:
                 reap(pid, 5.0)
         left += [f"mapping {line}" for line in memory_of_ours("self")]
         left += [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if "memckpt" in name]
-        if self.runtime.exists():
-            left += [f"{self.runtime.name}/{name}" for name in os.listdir(self.runtime)]
+        left += [str(path) for path in self.directory.rglob("agent-*.json.*")]
         return left
 
     def close(self) -> None:
         be_subreaper(False)
-        for name, value in self._saved.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
-        shutil.rmtree(self.runtime, ignore_errors=True)
+        os.environ.pop(NODE_VARIABLE)
+        if self._node is not None:
+            os.environ[NODE_VARIABLE] = self._node
 
 
 def collect(child: Child, report: Path) -> Ended:

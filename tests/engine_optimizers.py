@@ -120,3 +120,19 @@ class SparseEmbedding(Training):
         # The number of rows that occur grows and shrinks from batch to batch.
         rows = int(torch.randint(5, 300, ()))
         return torch.randint(0, rows, (16, 5)), torch.randint(0, CLASSES, (16,))
+
+
+class SparseOrDense(SparseEmbedding):
+    """In some steps all of the embedding is used, and its gradient is dense: larger than those that were sparse."""
+
+    def __init__(self) -> None:
+        super().__init__("sparse-sgd")
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 40, (16, 5)), torch.randint(0, CLASSES, (16,))
+
+    def loss(self, step: int) -> Tensor:
+        embedding = self.model[0]
+        assert isinstance(embedding, nn.Embedding)
+        embedding.sparse = step % 3 > 0
+        return super().loss(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -147,6 +148,13 @@ class ChannelsLast(Training):
         return x, torch.randint(0, CLASSES, (8,))
 
 
+class ChannelsLastFused(ChannelsLast):
+    """Fused kernels go through memory in its order, whatever the strides."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
+
+
 class OddNet(nn.Module):
     """Parameters without dimensions and without elements, transposed, complex, and in double precision."""
 
@@ -227,6 +235,45 @@ class MovingAverage(Training):
         return loss
 
 
+class MomentumEncoder(Training):
+    """A frozen copy of the model that follows it, behind the version counters' back.
+
+    Args:
+        how: "data" writes through ``.data``, "assign" puts another tensor there.
+        since: the first step after which it follows.
+    """
+
+    def __init__(self, how: str, since: int = 1) -> None:
+        self._how, self._since = how, since
+        super().__init__()
+
+    def make_model(self) -> nn.Module:
+        query = nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+        key = copy.deepcopy(query).requires_grad_(False)
+        return nn.ModuleDict({"query": query, "key": key})
+
+    def watch_points(self) -> None:
+        pass
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(self.model["query"].parameters(), lr=1e-2)]
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.inputs()
+        out = self.model["query"](x)
+        return functional.cross_entropy(out, y) + (out - self.model["key"](x)).square().mean()
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        if step >= self._since:
+            for ours, theirs in zip(self.model["query"].parameters(), self.model["key"].parameters(), strict=True):
+                if self._how == "data":
+                    theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
+                else:
+                    theirs.data = theirs.data * 0.9 + ours.data * 0.1
+        return loss
+
+
 # Changes by hand
 
 
@@ -260,6 +307,42 @@ class ChangedByHand(Training):
 
 
 # Compiled
+
+
+def rounding_otherwise(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A compiler whose square roots are one unit in the last place off, as kernels of another kind may be."""
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target == "sqrt":
+            node.op, node.target = "call_function", lambda value: torch.nextafter(value.sqrt(), value + 1)
+    graph.recompile()
+    return graph.forward
+
+
+class CompiledStep(Training):
+    """The optimizer's step is compiled, from `since` on."""
+
+    def __init__(self, since: int = 1) -> None:
+        self._since = since
+        super().__init__()
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    def make_schedulers(self) -> list[Any]:
+        return []  # another rate is another kernel
+
+    def watch_points(self) -> None:
+        super().watch_points()
+        self.compiled = torch.compile(lambda: self.optimizers[0].step(), backend=rounding_otherwise)
+
+    def batch(self, step: int) -> float:
+        self.optimizers[0].zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.at("before step")
+        self.compiled() if step >= self._since else self.optimizers[0].step()
+        self.at("after step")
+        return float(loss)
 
 
 class Compiled(Training):

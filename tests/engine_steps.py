@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -73,6 +74,31 @@ class KeptGradients(Adversarial):
         for scheduler in self.schedulers:
             scheduler.step()
         return float(loss) + float(generator_loss)
+
+
+class Interrupted(Training):
+    """Every third backward raises half way, as one that runs out of memory does, and the batch is tried again."""
+
+    def loss(self, step: int) -> Tensor:
+        if step % 3 == 0:
+            handle = self.model[0].weight.register_hook(self._raise)
+            with contextlib.suppress(MemoryError):
+                super().loss(step).backward()
+            handle.remove()
+            self.optimizers[0].zero_grad(set_to_none=step % 2 == 0)
+        return super().loss(step)
+
+    def _raise(self, gradient: Tensor) -> Tensor:
+        raise MemoryError("on the device")
+
+
+class ZeroedInPlace(Training):
+    """Gradients are set to zero in place right behind the step, before the batch is committed."""
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        self.optimizers[0].zero_grad(set_to_none=False)
+        return loss
 
 
 class StepInBackward(Training):
@@ -157,6 +183,19 @@ class Accumulation(Training):
             self.optimizers[0].zero_grad()
             self.schedulers[0].step()
         return float(loss)
+
+
+class AnnouncedAccumulation(Accumulation):
+    """It is said of each micro-batch whether it is the last; a liar says that none of them is."""
+
+    def __init__(self, lies: bool = False) -> None:
+        super().__init__()
+        self._step = 0
+        self.accumulates = lambda: lies or self._step % 3 > 0
+
+    def batch(self, step: int) -> float:
+        self._step = step
+        return super().batch(step)
 
 
 class Idle(Training):
@@ -279,7 +318,7 @@ class Scaler(Training):
     def __init__(self, fused: bool, clip: bool) -> None:
         self._fused, self._clip = fused, clip
         super().__init__()
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
+        self.scaler = torch.amp.GradScaler(self.device_type, init_scale=256.0, growth_interval=4)
         self.registered["scaler"] = self.scaler
 
     def make_optimizers(self) -> list[Optimizer]:
@@ -288,7 +327,7 @@ class Scaler(Training):
     def batch(self, step: int) -> float:
         optimizer = self.optimizers[0]
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast(self.device_type, torch.float16):
             loss = self.loss(step)
         scaled = self.scaler.scale(loss)
         (scaled * math.inf if step == 6 else scaled).backward()
@@ -308,8 +347,41 @@ class Scaler(Training):
 
 class Bf16Autocast(Training):
     def loss(self, step: int) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.device_type, torch.bfloat16):
             return super().loss(step)
+
+
+class OtherGradients(Training):
+    """Parameters in bf16 with gradients in fp32.
+
+    Args:
+        make: the optimizer.
+        since: the step from which on they are; before, they are in bf16, too.
+    """
+
+    def __init__(self, make: MakeOptimizer, since: int = 1) -> None:
+        self._make, self._since = make, since
+        super().__init__()
+
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(INPUTS, 250), nn.ReLU(), nn.Linear(250, CLASSES)).to(torch.bfloat16)
+        for param in model.parameters():
+            param.grad_dtype = torch.float32 if self._since == 1 else None
+        return model
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [self._make(list(self.model.parameters()))]
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.inputs()
+        return functional.cross_entropy(self.model(x.bfloat16()).float(), y)
+
+    def change_gradients(self, step: int) -> None:
+        if step >= self._since:
+            for param in self.model.parameters():
+                assert param.grad is not None
+                # Values that bf16 does not have.
+                param.grad = param.grad.float() * 1.0009765 + 1e-4
 
 
 class Bf16Parameters(Training):

@@ -30,11 +30,14 @@ class Training:
     """A classifier trained with AdamW; subclasses change what their case is about.
 
     `at` is called at the named points of a batch: "forward", "backward" (in the middle of each), "before step" and
-    "after step" of the optimizers.
+    "after step" of the optimizers. Everything is made on torch's default device.
     """
 
     def __init__(self) -> None:
+        self.device_type = torch.get_default_device().type
         self.at: Callable[[str], None] = lambda point: None
+        #: Given to the session's announce_accumulation().
+        self.accumulates: Callable[[], bool] | None = None
         self.registered: dict[str, Any] = {}
         self.extra_modules: dict[str, nn.Module] = {}
         self.model = self.make_model()

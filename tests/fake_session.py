@@ -40,6 +40,7 @@ class FakeReport:
     tier: str
     seconds: float
     steps_lost: int
+    repeated: int | None = None
 
 
 def _rank() -> int:
@@ -110,8 +111,17 @@ class FakeSession:
     def _records(self) -> list[int]:
         return [int(name) for name in os.listdir(self._directory) if name.isdigit()]
 
-    def provide(self, name: str, capture: Callable[[], Any]) -> None:
+    def provide(
+        self, name: str, capture: Callable[[], Any], parts: Callable[[Any], Any] | None = None, put_back: Any = None
+    ) -> None:
         self._captures[name] = capture
+        self.parts = parts
+
+    def unrepeatable(self, reason: str) -> None:
+        self.unrepeatable_reason = reason
+
+    def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
+        """Copies nothing during backward anyway."""
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"": self._model, **self._extra_modules}

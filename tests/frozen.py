@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memckpt.state.tensors import local
 from tests.engine_training import Training
 
 
@@ -21,6 +22,7 @@ def outcome(training: Training) -> dict[str, Any]:
         "optimizers": [freeze(optimizer.state_dict()) for optimizer in training.optimizers],
         "registered": {name: freeze(each.state_dict()) for name, each in training.registered.items()},
         "torch rng": freeze(torch.get_rng_state()),
+        "cuda rng": freeze(torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None),
         "numpy rng": freeze(np.random.get_state()),
         "python rng": freeze(random.getstate()),
     }
@@ -29,9 +31,10 @@ def outcome(training: Training) -> dict[str, Any]:
 def freeze(value: Any) -> Any:
     """A plain value that is equal to another one exactly if all bits, types, strides and orders of keys are."""
     if isinstance(value, torch.Tensor):
+        grad, value = value.requires_grad, local(value)
         data = value.detach().contiguous().reshape(-1)
-        raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-        return ("tensor", str(value.dtype), tuple(value.shape), value.stride(), value.requires_grad, raw)
+        raw = data.view(torch.uint8).cpu().numpy().tobytes() if data.numel() else b""
+        return ("tensor", value.device.type, str(value.dtype), tuple(value.shape), value.stride(), grad, raw)
     if isinstance(value, np.ndarray):
         return ("array", value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, Mapping):

@@ -120,15 +120,16 @@ def train(job: FlatJob, rank: int) -> None:
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = None
-    start = 0
+    start = resumed = 0
     if job.run_dir is not None:
         attached = net if job.bare else model
         session = memckpt.attach(attached, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
         evaluate(model)  # leaves whole parameters, of the initial values, in the outermost module
         report = session.restore()
-        start = 0 if report is None else report.step
-        print("resumed:", start)
+        if report is not None:
+            start, resumed = report.step, report.step if report.repeated is None else report.repeated
+        print("resumed:", resumed)
     losses = {}
     for step in range(start, job.last_step):
         place[0] = step
@@ -148,7 +149,7 @@ def train(job: FlatJob, rank: int) -> None:
         "optimizer": freeze(optimizer.state_dict()),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
-    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses}))
+    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses, "resumed": resumed}))
     if session is not None:
         session.close()
     dist.barrier()  # nobody leaves while another one still talks to it

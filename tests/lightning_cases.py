@@ -72,6 +72,7 @@ class Net(pl.LightningModule):
         )
         self.automatic_optimization = not case.manual
         self.restored: list[str] = []
+        self.level = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         features = self.backbone(inputs)
@@ -83,6 +84,9 @@ class Net(pl.LightningModule):
         if isinstance(batch, dict):
             return self.loss(batch["a"]) + self.loss(batch["b"])
         inputs, targets = batch
+        if self.case.attributes:
+            (curriculum,) = [each for each in self.trainer.callbacks if isinstance(each, Curriculum)]  # type: ignore[attr-defined]
+            inputs = inputs * self.trainer.datamodule.stage["scale"] + self.level + curriculum.noise  # type: ignore[attr-defined]
         outputs = self(inputs)
         self.latest = (outputs.detach(), targets)
         return nn.functional.mse_loss(outputs, targets)
@@ -122,10 +126,16 @@ class Net(pl.LightningModule):
 
     def on_train_epoch_start(self) -> None:
         torch.rand(1)
+        if self.case.attributes:
+            self.level = self.current_epoch + 1
+            self.trainer.datamodule.stage["scale"] *= 0.5  # type: ignore[attr-defined]
         self.event("epoch_start", "mae")
         self.control.reach("epoch_start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.case.peeks and batch_idx % 4 == 0:
+            for _ in zip(range(2), self.trainer.train_dataloader, strict=False):
+                pass
         self.control.reach("batch_start")
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
@@ -165,8 +175,14 @@ class Net(pl.LightningModule):
         value = float(self.trainer.callback_metrics.get(metric, -1)).hex()
         self.control.events.append((name, self.current_epoch, self.global_step, value))
 
+    def setup(self, stage: str) -> None:
+        if self.case.built_early == "setup":
+            self.trainer.fit_loop.setup_data()
+
     def configure_optimizers(self) -> Any:
         case = self.case
+        if case.built_early == "estimated" and not self.trainer.estimated_stepping_batches > 0:
+            raise AssertionError("expected an estimate")
         if case.manual:
             return [
                 AdamW(self.backbone.parameters(), 1e-2),
@@ -249,6 +265,19 @@ class Watch(pl.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         self.control.reach("train_end")
+
+
+class Curriculum(pl.Callback):
+    """Keeps what it does in a plain attribute, which starts anew with each process."""
+
+    def __init__(self) -> None:
+        self.noise = torch.zeros(())
+
+    def on_train_start(self, *_: Any) -> None:
+        self.noise = torch.zeros(())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.noise = self.noise + 0.01
 
 
 class Tally(pl.Callback):

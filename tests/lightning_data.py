@@ -19,6 +19,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 
@@ -50,6 +51,9 @@ class Case:
     compiled: bool = False
     seed_workers: bool = False
     strategy: str = "ddp"
+    built_early: str | None = None
+    peeks: bool = False
+    attributes: tuple[str, ...] = ()
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
@@ -129,6 +133,9 @@ def train_loader(case: Case) -> Any:
     match case.loader:
         case "plain":
             return DataLoader(data, BATCH_SIZE, shuffle=True, **workers)
+        case "subset":
+            drawn_now = torch.randperm(SAMPLES)[: SAMPLES - 8].tolist()
+            return DataLoader(Subset(data, drawn_now), BATCH_SIZE, shuffle=True, **workers)
         case "generator":
             generator = torch.Generator().manual_seed(3)
             return DataLoader(data, BATCH_SIZE, shuffle=True, generator=generator, **workers)
@@ -180,6 +187,11 @@ class Data(pl.LightningDataModule):
         super().__init__()
         self.case = case
         self.reloads = 0
+        self.stage = {"scale": 1.0}
+
+    def setup(self, stage: str) -> None:
+        if self.case.built_early == "datamodule":
+            self.trainer.fit_loop.setup_data()  # type: ignore[union-attr]
 
     def train_dataloader(self) -> Any:
         self.reloads += 1
@@ -192,5 +204,5 @@ class Data(pl.LightningDataModule):
         return {"reloads": self.reloads}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        # The loaders that are open are made once more by the new process.
-        self.reloads = state["reloads"] - 1
+        # The loaders that are open are made once more by the new process, if setup() has not made them already.
+        self.reloads = state["reloads"] - (self.case.built_early != "datamodule")

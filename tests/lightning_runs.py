@@ -44,7 +44,7 @@ from lightning_memckpt.metrics_state import LoggingState
 from lightning_memckpt.reentry import Reentry
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from tests import fake_session
-from tests.lightning_cases import Control, Kill, Net, NetWithHooks, Tally, Watch
+from tests.lightning_cases import Control, Curriculum, Kill, Net, NetWithHooks, Tally, Watch
 from tests.lightning_data import Case, Data, train_loader, validation_loader
 from tests.lightning_sharded import ShardedNet, ShardedNetWithHooks, held_by_this_rank, strategy_of
 
@@ -58,7 +58,7 @@ TRIES = 4
 CHILD_SECONDS = 120
 
 # A test that fails leaves an agent behind; it then goes soon.
-CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None)
+CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,10 @@ def make_trainer(run: Run, control: Control) -> Any:
     callbacks: list[pl.Callback] = [Watch(control)]
     if run.protected:
         config = replace(CONFIG, storage=StorageConfig() if run.storage else None)
-        callbacks.insert(0, MemCheckpoint(run.directory / "run", resume=run.resume, config=config))
+        callbacks.insert(
+            0,
+            MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes),
+        )
     files = ModelCheckpoint(
         run.directory / "files",
         monitor="val_loss" if case.validate else None,
@@ -150,6 +153,8 @@ def make_trainer(run: Run, control: Control) -> Any:
         callbacks.append(BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=_half_more))
     if case.accumulation_schedule is not None:
         callbacks.append(GradientAccumulationScheduler(case.accumulation_schedule))
+    if case.attributes:
+        callbacks.append(Curriculum())
     if case.user_hooks:
         callbacks.append(Tally())
     if case.logger:

@@ -32,6 +32,7 @@ from tests.sharded_lab import (
     Job,
     Rank,
     check_same,
+    check_verdict,
     fresh_directory,
     logs,
     node,
@@ -257,8 +258,6 @@ def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> 
             os.kill(pid, signal.SIGKILL)
     for pid in agents:
         kill_and_wait(pid)
-    for name in names:  # what it had on its own disk is gone, too
-        AgentAddress.of(job.run_dir or "", name).socket_path.unlink(missing_ok=True)
     if itself:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -368,6 +367,7 @@ def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") 
     assert low <= begin <= high, f"went on at {begin}, expected {low} to {high}"
     tiers = {rank[0]["tier"] for rank in restored if rank}
     assert tier is None or not begin or tiers == {tier}, f"went on from {tiers}, expected {tier}"
+    check_verdict(attempt)
     return begin
 
 

@@ -145,6 +145,7 @@ class Rank:
         self.journal = Journal(job.directory / f"journal-{rank}")
         self.session: memckpt.Session | None = None
         self.step = -1
+        self.resumed = 0
         self.losses: dict[int, str] = {}
         self._deaths = {(death.step, death.place): death for death in job.deaths if self._concerns(death)}
 
@@ -210,15 +211,24 @@ class Rank:
                 losses[self.step] = training.step(self.step)
                 self.at("stepped")
                 if self.session is not None:
+                    check = self.session.check
+                    pending = check.verdict == "pending"
                     # A scaler that has skipped the step leaves gradients behind: nobody else knows that it is over.
                     assert self.session.commit(gradients_pending=False if job.setup.scaler else None)
+                    if pending and check.verdict != "pending":
+                        self.journal.note("checked", verdict=check.verdict, line=check.line)
                 self._note_committed()
                 self.at("committed")
                 if job.wait_at is not None and self.step == job.wait_at - 4:
                     self._await_order()
                 if self.step == job.wait_at:
                     self._await_storage()
-        found = {"state": training.local_state(), "full": training.full_state(), "losses": losses, "start": start}
+        found = {
+            "state": training.local_state(),
+            "full": training.full_state(),
+            "losses": losses,
+            "start": self.resumed,
+        }
         (job.directory / f"result-{self.rank}").write_bytes(pickle.dumps(found))
         if self.session is not None:
             self.session.close()
@@ -242,7 +252,11 @@ class Rank:
         report = session.restore()
         if report is None:
             return 0
-        self.journal.note("restored", step=report.step, tier=report.tier, lost=report.steps_lost, exact=report.exact)
+        check = report.check
+        self.resumed = report.step if check.step is None else check.step  # the one that is held, and repeated
+        self.journal.note("restored", step=self.resumed, tier=report.tier, lost=report.steps_lost, exact=report.exact)
+        if check.verdict != "pending":
+            self.journal.note("checked", verdict=check.verdict, line=check.line)
         return report.step
 
     def _await_order(self) -> None:
@@ -393,6 +407,31 @@ def start_agents(lab: Lab, job: Job) -> list[Child]:
     return started
 
 
+#: Why the step of a resumed record may not have been repeated.
+UNCHECKED = (
+    "a generation began at record",
+    "the replica has gone past record",
+    "came from other nodes, without the one before it",
+    "storage does not have the state from which",
+    "the ranks, or their shards, are not those",
+)
+
+
+def check_verdict(attempt: Job) -> set[str]:
+    """All ranks say that the repeated step was equal, or that none was, for a reason that is known; what they say."""
+    verdicts = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
+    for verdict, line in verdicts:
+        if (
+            attempt.config is not None
+            and attempt.config.replays
+            and line != "nothing was compared: nothing was resumed"
+        ):
+            known = verdict == "none" and any(reason in line for reason in UNCHECKED)
+            assert verdict == "equal" or known, f"{verdict}: {line}"
+    assert len(verdicts) <= 1, verdicts
+    return {verdict for verdict, _ in verdicts}
+
+
 def survives(lab: Lab, job: Job, deaths: Sequence[Death], resumed: Sequence[int] | None = None) -> Job:
     """Each attempt ends as planned, each next one goes on where it must, the last result is the undisturbed one.
 
@@ -412,6 +451,7 @@ def survives(lab: Lab, job: Job, deaths: Sequence[Death], resumed: Sequence[int]
         codes = run(lab, attempt)
         starts = [rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")]
         assert starts == [begin] * job.world_size, f"attempt {number} went on at {starts}, expected {begin}"
+        check_verdict(attempt)
         if death is None:
             break
         killed = range(job.world_size) if death.who == "all" else [death.who]

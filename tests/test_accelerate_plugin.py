@@ -22,7 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import memckpt
 from accelerate_plugin import MemCheckpointPlugin
 from memckpt.config import MemckptConfig
-from memckpt.errors import ConfigurationError, ForeignStateError, NothingHeldError, UnsupportedError, UsageError
+from memckpt.errors import (
+    ConfigurationError,
+    ForeignStateError,
+    NothingHeldError,
+    UnsupportedError,
+    UnsupportedStateError,
+    UsageError,
+)
 from tests.accelerate_runs import in_child
 from tests.engine_child import config
 from tests.engine_harness import Lab
@@ -39,7 +46,7 @@ def objects() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any], Any]:
 
 def plugin(lab: Lab, **arguments: Any) -> MemCheckpointPlugin:
     accelerator = Accelerator(cpu=True, **arguments.pop("accelerator", {}))
-    return MemCheckpointPlugin(accelerator, lab.run_dir, config=config(), **arguments)
+    return MemCheckpointPlugin(accelerator, lab.run_dir, config=config(resume_check="witness"), **arguments)
 
 
 def step(ckpt: MemCheckpointPlugin, model: Any, optimizer: Any, batch: Any) -> None:
@@ -83,6 +90,16 @@ def test_registering(lab: Lab) -> None:
             UsageError, match=r"expected an object with state_dict\(\) and load_state_dict\(\), found int"
         ):
             ckpt.register("two", 2)
+        plain = SimpleNamespace(level=3, kept=[1, 2], handle=object())
+        with pytest.raises(ConfigurationError, match=r"expected 'plain\.nothing' to be there"):
+            ckpt.register("plain", plain, ["nothing"])
+        with pytest.raises(UnsupportedStateError, match=r"attribute plain.handle is of type builtins.object"):
+            ckpt.register("plain", plain, ["handle"])
+        ckpt.register("plain", plain, ["level", "kept"])
+        state = ckpt._registered["plain"].state_dict()
+        plain.level, plain.kept = 4, []
+        ckpt._registered["plain"].load_state_dict(state)
+        assert (plain.level, plain.kept) == (3, [1, 2])
         next(ckpt.epochs(1))
         with pytest.raises(UsageError, match="before the loop, which has begun"):
             ckpt.register("three", prepared[3])
@@ -301,7 +318,8 @@ def test_trackers_get_the_metrics(lab: Lab, every: int | None) -> None:
                 ckpt.commit()
         assert [number for number, _ in rows.rows] == ([2, 4, 6] if every else [])
         for number, values in rows.rows:
-            assert set(values) == {f"memckpt/{name}" for name in ("stall_ms", "lag_steps", "drift_ulp", "step")}
+            names = ("stall_ms", "lag_steps", "drift_ulp", "step", "resume_check")
+            assert set(values) == {f"memckpt/{name}" for name in names}
             assert values["memckpt/step"] == number
         ckpt.close()
 
@@ -427,5 +445,6 @@ def test_messages_are_shown_unless_logging_is_configured() -> None:
     show_by_default(logger)
     assert logger.level == logging.INFO
     configured = logging.Logger("configured", logging.ERROR)
+    configured.parent = logging.getLogger()
     show_by_default(configured)
     assert configured.level == logging.ERROR

@@ -17,18 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memckpt.agent import helper_process
-from memckpt.agent.address import AgentAddress, runtime_directory
 from memckpt.agent.channel import INLINE_BYTES, Channel
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.messages import Commit, Credit, Goodbye, Message
 from memckpt.agent.peer_messages import Halt, Halted, ListPieces, PhasesAre, Pieces
 from memckpt.agent.processes import ProcessHandle, start_ticks
-from memckpt.agent.replica import ulp_distance
 from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from tests.engine_harness import Lab
 from tests.test_layout import large_spec
@@ -116,52 +115,6 @@ def test_messages_are_validated(pair: Pair) -> None:
         pair[1].receive(5)
     pair[0].send(Goodbye(True))
     assert pair[1].receive(5)[0] == Goodbye(True)
-
-
-# Address
-
-
-def test_runs_and_nodes_have_addresses_of_their_own(tmp_path: Path) -> None:
-    keys = {AgentAddress.of(tmp_path / run, node).key for run in ("a", "b") for node in ("x", "y")}
-    assert len(keys) == 4
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    assert AgentAddress.of(tmp_path / "link", "x").key == AgentAddress.of(tmp_path / "a", "x").key
-
-
-def test_a_runtime_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = tmp_path / "runtime"
-    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(directory))
-    assert runtime_directory() == directory
-    assert directory.stat().st_mode & 0o777 == 0o700
-    directory.chmod(0o755)
-    with pytest.raises(AgentError, match="mode 0700"):
-        runtime_directory()
-
-
-def test_a_runtime_directory_that_is_a_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(tmp_path / "link"))
-    with pytest.raises(AgentError, match="expected a directory"):
-        runtime_directory()
-
-
-def test_nobody_answers_where_there_is_no_agent(lab: Lab) -> None:
-    assert AgentAddress.of(lab.run_dir).connect() is None
-    # A socket that a killed agent has left:
-    stale = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stale.bind(str(AgentAddress.of(lab.run_dir).socket_path))
-    stale.close()
-    assert AgentAddress.of(lab.run_dir).connect() is None
-    AgentAddress.of(lab.run_dir).socket_path.unlink()
-
-
-def test_the_starting_lock_leaves_neither_file_nor_directory(lab: Lab) -> None:
-    address = AgentAddress.of(lab.run_dir)
-    with address.starting():
-        assert len(list(lab.runtime.iterdir())) == 1
-    assert not lab.runtime.exists()
 
 
 # Processes

@@ -129,3 +129,12 @@ def test_transport(tmp_path: Path) -> None:
     (table,) = _quick_run("transport", tmp_path)["tables"]
     assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
     assert all(row["ratio"] > 0 for row in table["rows"])
+
+
+@pytest.mark.slow
+def test_hot_paths_tensors(tmp_path: Path) -> None:
+    """Every arm trains; only those with a session count stalls."""
+    (table,) = _quick_run("hot_paths_tensors", tmp_path)["tables"]
+    stalls = {row["arm"]: row["tensor_stall_us"] > 0 for row in table["rows"]}
+    arms = {"plain": False, "copy": False, "hook": False, "memckpt, lazy T=8": True, "memckpt, eager": True}
+    assert stalls == arms

@@ -123,7 +123,7 @@ PLAIN_BYTES = 5 * 2 * 4096  # a ring of five records, each a header and a page
 @pytest.fixture
 def client_and_agent() -> Iterator[tuple[AgentClient, Channel]]:
     ours, theirs = (Channel(sock) for sock in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    yield AgentClient(ours, AgentConfig(), None), theirs
+    yield AgentClient(ours, AgentConfig()), theirs
     ours.close()
     theirs.close()
 

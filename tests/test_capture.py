@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import pytest
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import StorageConfig
-from tests.engine_cases import PLAIN
+from tests.engine_cases import COMPILED_LATER, COMPILED_STEP, PLAIN
 from tests.engine_child import Actions, Control, config, kill_agent, kill_both, kill_self
 from tests.engine_harness import Lab
 from tests.engine_hidden import COUNTING, HIDDEN_CASES, HONEST, QUASI_CASES, UNFREEZING
@@ -66,6 +67,15 @@ def test_lbfgs(lab: Lab, case: Case, every: int) -> None:
     expected = [last_captured(2, every, 1), last_captured(6, every, 1), last_captured(9, every, 1)]
     attempts = lab.survives(case, config("auto", capture_every_steps=every), kills, expected=expected)
     assert "LBFGS evaluates the loss several times" in attempts[0].of("attached")[0]["text"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", [COMPILED_STEP, pytest.param(COMPILED_LATER, marks=pytest.mark.slow)], ids=by_name)
+def test_a_compiled_step_is_captured(lab: Lab, case: Case) -> None:
+    importlib.import_module("torch._dynamo")  # here, so that children need not
+    attempts = lab.survives(case, config("lazy"), [("before step", 8)])
+    assert "the step of AdamW is compiled (torch.compile)" in attempts[0].log
+    assert [attempt.end["mode"] for attempt in attempts[-1:]] == ["capture"]
 
 
 @EVERY

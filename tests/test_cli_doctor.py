@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import socket
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
-from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
+from memckpt.agent.address import AgentAddress
 from memckpt.cli import checks, doctor, facts
 from memckpt.cli.checks import Check, DiskFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
@@ -25,15 +23,6 @@ from memckpt.storage.store import LocalStore, open_store
 from tests.cli_harness import invoke, invoke_json
 
 GIB = 2**30
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime directory whose path is short enough for a socket."""
-    directory = Path(tempfile.mkdtemp(prefix="mk-")) / "sockets"
-    monkeypatch.setenv(RUNTIME_VARIABLE, str(directory))
-    yield directory
-    shutil.rmtree(directory.parent)
 
 
 def outcomes(*found: Check) -> list[str]:
@@ -164,9 +153,8 @@ def test_kernel() -> None:
     assert outcomes(checks.check_kernel("6.1", ()), checks.check_kernel("4.18", ("pidfd_open",))) == ["ok", "problem"]
 
 
-def test_runtime_directory() -> None:
-    assert outcomes(checks.check_runtime_directory("/run/x", "")) == ["ok"]
-    assert outcomes(checks.check_runtime_directory("/run/x", "AF_UNIX path too long")) == ["problem"]
+def test_sockets() -> None:
+    assert outcomes(checks.check_sockets(""), checks.check_sockets("not permitted")) == ["ok", "problem"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +163,7 @@ def test_runtime_directory() -> None:
         (8, None, 4, False, "ok", '8 cores; redo="auto" takes eager for one rank: training uses 4 of 8 cores'),
         (2, None, 2, False, "ok", "takes lazy for one rank: training uses all of the 2 cores"),
         (8, 1.5, 8, False, "warning", '1.5 cores (of 8, by cgroup quota); redo="auto" takes lazy'),
-        (2, None, 2, True, "ok", "takes eager for one rank: training runs on an accelerator"),
+        (2, None, 2, True, "ok", "takes lazy for one rank: exact on an accelerator"),
     ],
 )
 def test_cores(affinity: int, quota: float | None, threads: int, cuda: bool, outcome: str, text: str) -> None:
@@ -200,6 +188,7 @@ def test_the_redo_mode_is_the_one_that_a_session_would_choose(threads: int, monk
 
     live: Any = Live()
     monkeypatch.setattr(choice, "usable_cores", lambda: 3.0)
+    monkeypatch.setattr(choice, "_SMALL_WINDOW_BYTES", -1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     chosen = choice.choose_redo(MemckptConfig(), live, torch.device("cpu"), 1)
     assert checks.expected_redo(3.0, threads, cuda=False) == chosen
@@ -270,30 +259,16 @@ def test_kernel_features_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> 
     assert facts.missing_kernel_features() == ("/proc", "pidfd_open", "memfd_create")
 
 
-def test_the_runtime_directory_is_tried_and_left_as_it_was(runtime: Path) -> None:
-    assert facts.try_runtime_directory() == (str(runtime), "")
-    assert not runtime.exists()
-    runtime.mkdir(mode=0o755)
-    assert "with mode 0700" in facts.try_runtime_directory()[1]
-    assert list(runtime.iterdir()) == []
+def test_listening_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    assert facts.try_sockets() == ""
+    assert len(os.listdir("/proc/self/fd")) == before
 
+    def forbidden(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
 
-def test_a_runtime_directory_with_too_long_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / ("x" * 90)))
-    assert "AF_UNIX path too long" in facts.try_runtime_directory()[1]
-
-
-def test_the_trial_socket_is_as_long_as_an_agent_s(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound = []
-    bind = facts.socket.socket.bind
-
-    def remember(self: Any, address: str) -> None:
-        bound.append(address)
-        bind(self, address)
-
-    monkeypatch.setattr(facts.socket.socket, "bind", remember)
-    facts.try_runtime_directory()
-    assert len(bound[0]) == len(str(AgentAddress.of("/runs/one", "node").socket_path))
+    monkeypatch.setattr(socket, "socket", forbidden)
+    assert "not permitted" in facts.try_sockets()
 
 
 @pytest.mark.parametrize(
@@ -377,7 +352,7 @@ def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.Monke
 # The command
 
 
-def test_doctor_examines_and_leaves_nothing(runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TRIAL_BYTES", 1 << 20)
     code, found = invoke_json("doctor", tmp_path / "run")
     assert code == (1 if found["problems"] else 0)
@@ -385,7 +360,7 @@ def test_doctor_examines_and_leaves_nothing(runtime: Path, tmp_path: Path, monke
     assert set(by_name) == {
         "Python",
         "kernel",
-        "runtime directory",
+        "agent's socket",
         "memory",
         "agent's life",
         "agent",
@@ -405,11 +380,10 @@ def test_doctor_examines_and_leaves_nothing(runtime: Path, tmp_path: Path, monke
     assert by_name["torch"]["outcome"] == "ok"
     assert str(tmp_path) in by_name["storage"]["text"]
     assert list(tmp_path.iterdir()) == []
-    assert not runtime.exists()
     assert "0 problems" in invoke("doctor", "--url", f"memory://{tmp_path.name}")[1]
 
 
-def test_a_problem_is_an_exit_status(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "missing_kernel_features", lambda: ("memfd_create",))
     code, text = invoke("doctor", "--url", "quux://x")
     assert code == 1
@@ -418,9 +392,7 @@ def test_a_problem_is_an_exit_status(runtime: Path, monkeypatch: pytest.MonkeyPa
     assert "2 problems" in text
 
 
-def test_settings_that_cannot_be_are_shown_and_not_followed(
-    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_cannot_be_are_shown_and_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCKPT_PEERS_DATA", "4")
     code, found = invoke_json("doctor", tmp_path / "run")
     assert code == 1
@@ -429,7 +401,7 @@ def test_settings_that_cannot_be_are_shown_and_not_followed(
     assert "storage" not in by_name
 
 
-def test_warnings_are_no_problem(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warnings_are_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Check("memory", "warning", "little [of it]", "more")
     monkeypatch.setattr(doctor, "examine", lambda run, url: iter([shown]))
     code, text = invoke("doctor")

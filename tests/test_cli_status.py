@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memckpt.agent.address import RUNTIME_VARIABLE, AgentAddress
+from memckpt.agent.address import AgentAddress
 from memckpt.agent.messages import Status, StorageStatus
 from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli import status as status_module
@@ -29,9 +30,8 @@ from tests.test_storage_runs import BEFORE_5, until_stored
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(tmp_path: Path) -> Path:
     """A run that no agent serves, with the checkpoints of steps 1 and 2."""
-    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "runtime"))
     for record in (1, 2):
         write(LocalStore(tmp_path / "run" / "storage"), part_of(record))
     return tmp_path / "run"
@@ -115,6 +115,8 @@ def test_a_view_names_everything_that_is_known() -> None:
 
 
 def test_how_often_state_is_captured_and_why() -> None:
+    proved = an_agent(check="step 9 was repeated: 2 parameters are equal, bit for bit")
+    assert re.search(r"check +│ step 9 was repeated: 2 parameters are equal", text_of(a_view(proved)))
     captured = an_agent(mode="capture", every=10, mode_reason="LBFGS [evaluates]", applied=None)
     assert "capture of every 10th step (LBFGS [evaluates])" in text_of(a_view(captured))
 
@@ -230,7 +232,6 @@ def test_lag_is_what_is_committed_and_not_applied() -> None:
 def test_nothing_anywhere_has_an_exit_status_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(RUNTIME_VARIABLE, str(tmp_path / "runtime"))
     for command in ("status", "stop"):
         with pytest.raises(AgentNotFoundError, match="there is no such directory"):
             invoke(command, tmp_path / "nothing")

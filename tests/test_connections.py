@@ -42,8 +42,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.setenv("MEMCKPT_RUNTIME_DIR", str(tmp_path / "rt"))
+def desk(tmp_path: Path) -> Iterator[Desk]:
     address = AgentAddress.of(tmp_path, "node")
     selector = selectors.DefaultSelector()
     handled: list[tuple[Connection, Message]] = []
@@ -64,7 +63,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     for connection in left:
         connection.process.close()
     selector.close()
-    assert not address.socket_path.exists()
+    assert not address.file_path.exists()
 
 
 def _commit(record: int) -> Commit:
@@ -145,5 +144,5 @@ def test_a_refusal_is_told_and_ends_the_connection(desk: Desk) -> None:
 def test_who_has_stopped_listening_leaves_its_place(desk: Desk) -> None:
     desk.connections.stop_listening()
     assert desk.address.connect() is None
-    assert not desk.address.socket_path.exists()
+    assert not desk.address.file_path.exists()
     desk.connections.stop_listening()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from memckpt.agent import fence
+from memckpt.agent.processes import ProcessHandle
 from memckpt.config import StorageConfig
 from tests.ddp_cases import Death, Job, fresh_directory, results, run
 from tests.engine_child import config
 from tests.engine_harness import Lab
+from tests.test_storage_runs import until
 
 _references: dict[Any, list[Any]] = {}
 
@@ -43,11 +48,27 @@ def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> Non
     assert run(lab, last) == [0] * job.world_size
     found = results(last)
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        assert min(ours["losses"]) == resumed[-1], "the last attempt went on at another step"
+        assert ours["resumed"] == resumed[-1], "the last attempt went on at another step"
         wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
         assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
         different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
         assert not different, f"rank {rank}: {different} differ"
+
+
+def test_another_ranks_batch_is_found_by_all_ranks(lab: Lab) -> None:
+    job = replace(job_of(lab), config=config(resume_check="require"))
+    assert run(lab, replace(job, deaths=[Death("all", 8, "committed")])) == [-9, -9]
+    wrong = replace(job, directory=fresh_directory(lab), number=1, other_batch=1)
+    codes = run(lab, wrong)
+    assert not {0, -9} & set(codes), codes
+    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
+    for log in logs:
+        assert "ResumeMismatchError: resume_check='require'" in log
+        assert "step 9 was repeated: DIFFERENT: generators torch on rank 1" in log
+    mended = replace(job, directory=fresh_directory(lab), number=2)
+    assert run(lab, mended) == [0, 0]
+    for ours, theirs in zip(results(mended), reference(lab, job), strict=True):
+        assert (ours["resumed"], ours["state"]) == (9, theirs["state"])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -113,6 +134,31 @@ def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
     assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
 
 
+def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's SIGKILL has no effect for a while, as in a driver that takes its contexts apart."""
+    job = job_of(lab)
+    expected = reference(lab, job)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessHandle, "kill", lambda process: None)
+        patch.setattr(fence, "_REPORT_SECONDS", 0.05)
+        lab.start_agent()
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
+    assert run(lab, first)[0] == -9
+    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+
+    def end_it() -> None:
+        said = f"pid {stuck.pid} (rank 1), state S (sleeping)"
+        until(lambda: any(said in log.read_text() for log in lab.directory.glob("*-rank?.log")))
+        os.kill(stuck.pid, signal.SIGKILL)
+
+    ender = lab.fork(end_it, "ender")
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    assert ender.wait() == 0
+    assert stuck.wait(10) == -9
+    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+
+
 @pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: bool) -> None:
     job = job_of(lab, nodes=nodes)
@@ -126,7 +172,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
     second = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, second) == [0, 0]
     found = results(second)
-    assert [min(one["losses"]) for one in found] == [9, 9]
+    assert [one["resumed"] for one in found] == [9, 9]
     assert [one["state"] for one in found] == [one["state"] for one in expected]
 
 
@@ -145,7 +191,7 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
     for ours, theirs in zip(results(last), expected, strict=True):
-        assert min(ours["losses"]) == 5
+        assert ours["resumed"] == 5
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 

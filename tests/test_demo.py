@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 2
     assert "Equal, bit for bit" in said, said
+    assert len(re.findall(r"^ +\d  +\d+, .* 0 +(?:equal|none) ", said, re.MULTILINE)) == 2, said  # none lost
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +70,6 @@ def test_both_units_mean_the_same_run_and_the_same_agent() -> None:
     command, training = agent.command(specifiers), train.command(specifiers)
     assert command[1] == "agent"
     assert command[2] == training[training.index("--run-dir") + 1]
-    variable = "MEMCKPT_RUNTIME_DIR"
-    assert agent.environment(specifiers)[variable] == train.environment(specifiers)[variable]
-    for name in ("RuntimeDirectory", "RuntimeDirectoryMode", "RuntimeDirectoryPreserve"):
-        assert agent.value(name) == train.value(name)
     for name in ("Wants", "After"):
         assert train.value(name) == "memckpt-agent@%i.service"
 
@@ -144,14 +139,9 @@ def test_trainer_and_agent_of_a_pod_find_each_other(name: str) -> None:
     assert agent["image"] == train["image"]
     assert agent["volumeMounts"] == train["volumeMounts"]
     variables = environment_of(agent), environment_of(train)
-    for variable in ("MEMCKPT_RUNTIME_DIR", "MEMCKPT_NODE"):
-        assert variables[0][variable] == variables[1][variable]
-    mounts = {Path(each["mountPath"]): each["name"] for each in agent["volumeMounts"]}
-    # Not the volume itself: it belongs to root, and all may enter it.
-    volume = mounts[Path(variables[0]["MEMCKPT_RUNTIME_DIR"]).parent]
-    assert {"name": volume, "emptyDir": {}} in pod["volumes"]
+    assert variables[0]["MEMCKPT_NODE"] == variables[1]["MEMCKPT_NODE"]
     run_dir = agent["command"][2]
-    assert Path(run_dir).parent in mounts
+    assert Path(run_dir).parent in {Path(each["mountPath"]) for each in agent["volumeMounts"]}
     assert run_dir == train["command"][train["command"].index("--run-dir") + 1]
     assert "securityContext" not in agent, "one user id for all, the pod's"
 
@@ -185,21 +175,11 @@ def test_an_indexed_job_is_of_one_mind_about_its_nodes() -> None:
     assert node == "metadata.labels['batch.kubernetes.io/job-completion-index']"
 
 
-@pytest.fixture
-def volume(lab: Lab) -> Iterator[Path]:
-    """What an emptyDir is: all may enter it."""
-    path = lab.runtime / "volume"
-    path.mkdir()
-    path.chmod(0o2777)  # with fsGroup
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_the_sidecar_has_started_when_its_probe_says_so(lab: Lab, volume: Path, name: str) -> None:
+def test_the_sidecar_has_started_when_its_probe_says_so(lab: Lab, name: str) -> None:
     container, _ = containers_of(name)
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    places = {mounts["agents"]: volume, mounts["runs"]: lab.directory / "runs"}
+    places = {mounts["runs"]: lab.directory / "runs"}
 
     def here(text: str) -> str:
         for inside, outside in places.items():

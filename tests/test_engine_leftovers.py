@@ -46,13 +46,13 @@ def test_an_agent_that_is_told_to_leave_leaves_nothing(lab: Lab, how: str) -> No
         lab.stop()
     elif how == "SIGKILL":
         kill_and_wait(status.pid)
-        # Its socket is left, and hinders nobody.
-        assert AgentAddress.of(lab.run_dir).socket_path.exists()
+        # The file that names it is left, and hinders nobody.
+        assert AgentAddress.of(lab.run_dir).file_path.exists()
         lab.check_same(PLAIN, lab.train(PLAIN, config("lazy")))
     else:
         os.kill(status.pid, getattr(signal, how))
     assert not lab.left_behind()
-    assert not lab.runtime.exists() or not list(lab.runtime.iterdir())
+    assert not AgentAddress.of(lab.run_dir).file_path.exists()
 
 
 def test_an_agent_that_nobody_comes_back_to_leaves(lab: Lab) -> None:
@@ -72,11 +72,12 @@ def test_an_unfinished_close_holds_on(lab: Lab) -> None:
 def test_one_process_may_attach_again(lab: Lab, redo: str) -> None:
     """As in a notebook: the cell is run again."""
     agent = lab.start_agent()
+    settings = config(redo, resume_check="witness")
 
     def body() -> None:
         for attempt in range(3):
             training = PLAIN.build()
-            session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=config(redo))
+            session = memckpt.attach(training.model, training.optimizers, run_dir=lab.run_dir, config=settings)
             report = session.restore()
             assert (report.step if report else 0) == 3 * attempt
             for step in range(3 * attempt + 1, 3 * attempt + 4):

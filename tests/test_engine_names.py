@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_public_names() -> None:
     assert sorted(memckpt.__all__) == [
         "AgentConfig",
+        "ComparedKind",
         "ErasureConfig",
         "ExportedState",
         "HeldState",
@@ -82,6 +83,7 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (AgentConfig, {"linger_seconds": -1.0}, "agent.linger_seconds"),
         (AgentConfig, {"memory_budget_bytes": 0}, "agent.memory_budget_bytes"),
         (AgentConfig, {"start_seconds": 0.0}, "agent.start_seconds"),
+        (AgentConfig, {"fence_seconds": 0.0}, "agent.fence_seconds"),
         (AgentConfig, {"niceness": 20}, "agent.niceness"),
         (MemckptConfig, {"peers": AgentConfig()}, "peers"),
         (ErasureConfig, {"data": 0}, "peers.data"),

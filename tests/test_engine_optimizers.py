@@ -28,10 +28,11 @@ LAZY_FIRST = {
     "muon",
     "sparse-adam",
     "sparse-sgd",
+    "sparse-or-dense",
 }
 EAGER_FIRST = {"sgd-nesterov", "adamw-fused", "own", "local", "muon", "sparse-adam"}
 #: These need whole tensors.
-WHOLE = {"adafactor", "own", "local", "muon", "sparse-adam", "sparse-adagrad", "sparse-sgd"}
+WHOLE = {"adafactor", "own", "local", "muon", "sparse-adam", "sparse-adagrad", "sparse-sgd", "sparse-or-dense"}
 
 
 def cases(first: set[str]) -> list[Any]:

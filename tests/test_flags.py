@@ -24,10 +24,13 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "anchor_period_steps": ("5", 5),
     "slots": ("4", 4),
     "capture_every_steps": ("25", 25),
+    "resume_check": ("require", "require"),
+    "accept_changes": ("true", True),
     "agent.threads": ("2", 2),
     "agent.linger_seconds": ("60", 60.0),
     "agent.memory_budget_bytes": ("1000000", 1_000_000),
     "agent.start_seconds": ("5.5", 5.5),
+    "agent.fence_seconds": ("90", 90.0),
     "agent.niceness": ("0", 0),
     "peers.ack": ("proceed", "proceed"),
     "peers.security": ("plain", "plain"),
@@ -77,6 +80,13 @@ def test_step_zero_of_the_environment_is_a_step(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MEMCKPT_RESUME", "0")
     assert parse(run_dir="x").resume == 0
     assert parse("--resume", "auto", run_dir="x").resume == "auto"
+
+
+def test_what_is_true_or_false_needs_no_value() -> None:
+    assert parse("--run-dir", "x", "--memckpt-accept-changes").config.accept_changes
+    assert not parse("--run-dir", "x", "--memckpt-accept-changes", "false").config.accept_changes
+    with pytest.raises(argparse.ArgumentError, match="expected true or false, found 'perhaps'"):
+        parse("--run-dir", "x", "--memckpt-accept-changes", "perhaps")
 
 
 def test_a_percent_sign_in_the_run_directory_does_not_break_the_help() -> None:

@@ -91,6 +91,8 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
         for tensor, offset in zip(spec.by_value, layout.by_value_offsets, strict=True):
             start = layout.by_value_base(rank) + offset
             found.append((start, start + tensor.nbytes, f"by value {rank} {tensor.name}"))
+        start = layout.landing_base(rank)
+        found.append((start, start + layout.landing_bytes, f"landings {rank}"))
     return found
 
 

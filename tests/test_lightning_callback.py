@@ -7,6 +7,7 @@ import logging
 import pickle
 import re
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,6 +26,7 @@ from lightning_memckpt import callback as callback_module
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loops import behind_batch
 from lightning_memckpt.shadowing import Shadows
+from memckpt.errors import ConfigurationError, UnsupportedStateError
 from tests import fake_session
 
 STEPS = 8
@@ -111,6 +114,41 @@ def test_two_callbacks_are_refused(tmp_path: Path, sessions: Sessions) -> None:
 def test_callbacks_that_train_by_themselves_are_refused(tmp_path: Path, sessions: Sessions) -> None:
     with pytest.raises(MisconfigurationException, match=r"LearningRateFinder.*Tuner"):
         trainer(tmp_path, MemCheckpoint(tmp_path / "run"), LearningRateFinder()).fit(Small(), loader())
+
+
+class Tunable(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+        self.batch_size = 1
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(STEPS * 2, 4)), self.batch_size, shuffle=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def test_a_tuner_before_training_is_left_alone(tmp_path: Path, sessions: Sessions) -> None:
+    def fit(*callbacks: pl.Callback, fails_at: int | None = None) -> Tunable:
+        pl.seed_everything(5, verbose=False)
+        model, tuned = Tunable(), trainer(tmp_path, *callbacks)
+        tuner = Tuner(tuned)
+        assert tuner.lr_find(model, num_training=3, early_stop_threshold=None) is not None
+        assert tuner.scale_batch_size(model, max_trials=1, steps_per_trial=1) == 2
+        assert len(sessions.made) == before
+        model.fail_at = fails_at
+        tuned.fit(model)
+        return model
+
+    before = 0
+    expected = fit()
+    with pytest.raises(RuntimeError, match="as told"):
+        fit(MemCheckpoint(tmp_path / "run"), fails_at=3)
+    before = 1
+    found = fit(MemCheckpoint(tmp_path / "run"))
+    assert torch.equal(found.layer.weight, expected.layer.weight)
+    assert [session.commits for session in sessions.made] == [3, STEPS - 3]
 
 
 def test_unsupported_strategies_are_named(tmp_path: Path, sessions: Sessions) -> None:
@@ -243,6 +281,58 @@ def test_state_that_cannot_be_stored_is_left_out_and_named(
     assert "callbacks/Unstorable" in lines[0]
     assert "handle (builtins.object)" in lines[0]
     assert sessions.made[0].commits == STEPS
+
+
+class Level(pl.Callback):
+    """A plain attribute, which `later` turns into something else in the middle of training."""
+
+    def __init__(self, level: Any, later: Any = None) -> None:
+        self.level = level
+        self.later = later
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.later is not None and trainer.global_step == 3:
+            self.level = self.later
+
+
+@pytest.mark.parametrize("names", ["module.level", ["level"], ["module."], ["module.level", "module.level"], [3]])
+def test_attributes_are_dotted_names(names: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"attributes: expected .*found"):
+        MemCheckpoint(tmp_path, attributes=names)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (object(), "attribute callbacks.Level.level is of type builtins.object"),
+        ({"best": [1, Counter()]}, r"attribute callbacks.Level.level.best.1 is of type collections.Counter"),
+        (nn.Linear(1, 1), "attribute callbacks.Level.level is of type torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_an_attribute_that_would_not_come_back_as_it_is(
+    value: Any, said: str, tmp_path: Path, sessions: Sessions
+) -> None:
+    protected = MemCheckpoint(tmp_path / "run", attributes=["callbacks.Level.level"])
+    with pytest.raises(UnsupportedStateError, match=said):
+        trainer(tmp_path, protected, Level(value)).fit(Small(), loader())
+
+
+@pytest.mark.parametrize("name", ["module.nothing", "datamodule.level", "callbacks.Other.level", "module.layer.no.way"])
+def test_an_attribute_that_is_not_there(name: str, tmp_path: Path, sessions: Sessions) -> None:
+    protected = MemCheckpoint(tmp_path / "run", attributes=[name])
+    with pytest.raises(ConfigurationError, match=f"expected '{name}' to be there"):
+        trainer(tmp_path, protected, Level(1)).fit(Small(), loader())
+
+
+def test_an_attribute_that_turns_into_something_else_is_left_out_and_named(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    protected = MemCheckpoint(tmp_path / "run", attributes=["callbacks.Level.level"])
+    trainer(tmp_path, protected, Level(1, later=object())).fit(Small(), loader())
+    assert sessions.made[0].commits == STEPS
+    lines = [each.getMessage() for each in caplog.records if "not carried over" in each.getMessage()]
+    assert lines == ["memckpt: not carried over a restart: attribute callbacks.Level.level (builtins.object)"]
 
 
 class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):

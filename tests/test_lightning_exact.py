@@ -21,6 +21,7 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore
 from tests import fake_session
+from tests.check_lines import unproved
 from tests.lightning_cases import Kill
 from tests.lightning_data import Case
 from tests.lightning_runs import Run, Server, differences, wrong_losses
@@ -136,9 +137,22 @@ CASES = [
     Case("bf16_clipped", trainer={"precision": "bf16-mixed", "gradient_clip_val": 0.5}),
     Case("stateful_loader", loader="stateful_loader"),
     Case("cycled_loaders", loader="max_size_cycle"),
+    Case("estimated", built_early="estimated"),
+    Case("peeking", peeks=True),
+    Case(
+        "attributes",
+        attributes=("module.level", "datamodule.stage.scale", "callbacks.Curriculum.noise"),
+        datamodule=True,
+    ),
 ]
 
 MORE_CASES = [
+    Case("estimated_workers", built_early="estimated", **PERSISTENT),
+    Case("iterable_built_in_setup", built_early="setup", loader="iterable"),
+    Case("estimated_stateful_loader", built_early="estimated", loader="stateful_loader"),
+    Case("estimated_cycled_loaders", built_early="estimated", loader="max_size_cycle", workers=2),
+    Case("built_in_setup", built_early="setup"),
+    Case("peeking_workers", peeks=True, workers=2),
     Case("validation_half", trainer={"val_check_interval": 0.5}),
     Case("validation_any_step", trainer={"val_check_interval": 7, "check_val_every_n_epoch": None}),
     Case("validation_every_2", trainer={"check_val_every_n_epoch": 2}),
@@ -243,6 +257,7 @@ def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, 
 def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> None:
     assert differences(reference, found) == []
     assert wrong_losses(reference, run) == []
+    assert unproved(run.log.read_text()) == []
 
 
 PLAIN = Case("plain")
@@ -271,6 +286,36 @@ def test_each_feature(case: Case, server: Server, reference: Reference, attach: 
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
     found = interrupted(server, kills, case, tmp_path, **attach)
     assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_loaders_built_early_and_reloaded(
+    epochs: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    every = {"reload_dataloaders_every_n_epochs": epochs, "max_epochs": 5}
+    case = Case(f"estimated_reload_{epochs}", built_early="estimated", datamodule=True, trainer=every)
+    found = interrupted(server, [("before_optimizer", 27), ("before_optimizer", 13)], case, tmp_path, **attach)
+    expected = reference(case)
+    assert_exact(expected, found, Run(case, tmp_path))
+
+
+def test_reloaded_loaders_over_samples_that_were_drawn(
+    server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
+) -> None:
+    """What train_dataloader() draws from the global generators is drawn again."""
+    case = Case("reload_subset", loader="subset", datamodule=True, trainer={"reload_dataloaders_every_n_epochs": 1})
+    found = interrupted(server, [("before_optimizer", 12), ("before_optimizer", 10)], case, tmp_path, **attach)
+    assert_exact(reference(case), found, Run(case, tmp_path))
+
+
+def test_loaders_built_before_the_callback_knows_of_it(server: Server, attach: dict[str, Any], tmp_path: Path) -> None:
+    """The order is another one than without the callback, as is said; but a resume repeats it."""
+    case = Case("built_by_datamodule", built_early="datamodule", datamodule=True)
+    expected = finish(server, Run(case, tmp_path / "whole", **attach))
+    (directory := tmp_path / "killed").mkdir()
+    found = interrupted(server, BRIEFLY, case, directory, **attach)
+    assert_exact(expected, found, Run(case, directory))
+    assert "training loaders were built before MemCheckpoint.setup()" in (directory / "log.txt").read_text()
 
 
 @pytest.mark.slow
@@ -303,7 +348,9 @@ def test_lightning_takes_an_export_as_its_own_checkpoint(
     assert server.run(Run(case, tmp_path, kill=("callback_batch_start", 14), storage=True)) == [-9]
     address, store = AgentAddress.of(tmp_path / "run"), LocalStore(tmp_path / "run" / "storage")
     deadline = time.monotonic() + 60
-    while not (complete := read_catalog(store).complete):
+    held = ask_status(address)
+    assert held is not None
+    while not (complete := read_catalog(store).complete) or complete[0].step != held.step:
         assert time.monotonic() < deadline
         select.select([], [], [], 0.05)
     assert stop_agent(address) is not None

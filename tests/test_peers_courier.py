@@ -125,7 +125,7 @@ def test_the_watermark_is_the_leaders_and_not_beyond_what_this_node_has(node: No
     assert (node.refused, node.member.watermark.record) == (1, 0)
     node.says("a", Watermark(FAR, False))
     assert (node.refused, node.member.watermark.record) == (1, 3)
-    assert node.holder.windows()[0].records() == [2, 3, 4, 5]
+    assert node.holder.windows()[0].records() == [1, 2, 3, 4, 5]
     node.says("a", Watermark(-FAR, True))
     assert node.member.watermark.record == 3
     node.says("a", Acknowledged("a", 9, 0, True))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memckpt.capture.copier import copier_for
 from memckpt.capture.phases import PhaseMarks
+from memckpt.capture.recorder import StallClock
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap
 from memckpt.errors import DamagedStateError
 from memckpt.memory.phases import PhaseReader, PhasesPage, PhaseWriter
@@ -155,10 +156,12 @@ class FakeRecorder:
 
     def __init__(self, marks: PhaseMarks) -> None:
         self.marks = marks
+        self.clock = StallClock()
         self.staged = 0
 
-    def backward_runs(self) -> None:
+    def backward_runs(self) -> bool:
         self.marks.gradient_seen()
+        return True
 
     def gradient_seen(self, look: bool = True) -> None:
         pass

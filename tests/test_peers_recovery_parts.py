@@ -6,6 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -143,13 +144,14 @@ RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
 NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
 
 
-def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
+def carry_out(*answers: Recovered, before: bool = False) -> tuple[Any, list[set[BadSource]]]:
     """The plan that is carried out in the end, and without what each of the plans was made."""
     link, asked = Answering(*answers), []
 
-    def plan_without(bad: Collection[BadSource]) -> RestoreRecord | StartOver:
+    def plan_without(bad: Collection[BadSource], before: bool) -> RestoreRecord | StartOver:
         asked.append(set(bad))
-        return StartOver(Timeline(2, "n"), "lost", False) if bad else RESTORE
+        fetches = (replace(FETCH, before=before),)
+        return StartOver(Timeline(2, "n"), "lost", False) if bad else replace(RESTORE, fetches=fetches)
 
     ranks: Any = Alone()
     ours: Any = link
@@ -157,7 +159,7 @@ def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
     tier._nodes = tuple(PeerNode(name, "tcp://127.0.0.1:4321", (name,)) for name in "ab")
     tier.units = [("a", (0,))]
     try:
-        return tier.carry_out(plan_without, SPEC), asked
+        return tier.carry_out(plan_without, SPEC, before), asked
     finally:
         assert not link.answers
 
@@ -166,7 +168,7 @@ def carry_out(*answers: Recovered) -> tuple[Any, list[set[BadSource]]]:
 def client() -> Iterator[tuple[AgentClient, Channel]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Of one message: a recovery is not bound to it.
-    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01), None), Channel(ends[1])
+    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01)), Channel(ends[1])
     with closing(channel):
         yield client, channel
         client.abandon()
@@ -206,6 +208,13 @@ def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
     plan, asked = carry_out(NO_ROOM, BAD)
     assert isinstance(plan, StartOver)
     assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
+
+
+def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:
+    plan, asked = carry_out(BAD, Recovered(), before=True)
+    assert isinstance(plan, RestoreRecord)
+    assert [fetch.before for fetch in plan.fetches] == [False]
+    assert asked == [set(), set()]
 
 
 # The courier's side

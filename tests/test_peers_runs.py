@@ -41,7 +41,7 @@ from tests.peers_lab import (
 )
 from tests.processes import kill_and_wait
 from tests.sharded_cases import Setup, named
-from tests.sharded_lab import Death, fresh_directory, logs, noted, reference
+from tests.sharded_lab import Death, check_verdict, fresh_directory, logs, noted, reference
 
 FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
@@ -502,6 +502,27 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 
 
 # Nothing is left
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+def test_a_state_from_peers_is_proved_by_repeating_its_last_step(lab: Lab, redo: str) -> None:
+    """Decoded for the lost node, held by the others: all of them have the record before."""
+    job = peers_job(lab, FSDP, peers_config(2, 2, redo))
+    last = survives(lab, job, [Death("node1", 5, "backward")], protected_before=1)
+    assert check_verdict(last) == {"equal"}, told(lab)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_a_state_that_every_node_still_has_is_proved_alike(lab: Lab, setup: Setup, redo: str) -> None:
+    """A trainer dies and no node: behind the repeated step a generation begins, which is sent to peers."""
+    job = peers_job(lab, setup, peers_config(3, 1, redo))
+    expected = reference(lab, job)
+    last = fail(lab, job, Death(1, 5, "backward")).again(lab)
+    finishes(lab, last, expected)
+    assert goes_on(last, 5, 5, "local memory") == 5
+    assert check_verdict(last) == {"equal"}, told(lab)
 
 
 @slow

@@ -322,8 +322,8 @@ def test_an_outsider_can_neither_write_nor_read() -> None:
                     fake.curve_server = True
                     fake.curve_secretkey = others.server_secret.encode()
                 fake.bind("tcp://127.0.0.1:*")
-                a.transport.connect("c", fake.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
                 monitor = fake.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+                a.transport.connect("c", fake.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
                 a.transport.send("c", b"secret")
                 drive(a, b, until=lambda seen=monitor: seen.poll(0) != 0)  # type: ignore[misc]
                 assert fake.poll(0) == 0

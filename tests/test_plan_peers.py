@@ -163,6 +163,31 @@ def test_private_pieces_need_a_replica_and_one_record_only() -> None:
     assert serves(found.fetches, "a") == ((0,),)
 
 
+def fetched_before(survivors: list[HeldRecords], kept: list[HeldPieces]) -> list[bool]:
+    found = plan(survivors, kept, before=True)
+    assert found.record == 8
+    assert [one.before for one in plan(survivors, kept).fetches] == [False] * len(found.fetches)
+    return [one.before for one in found.fetches]
+
+
+def test_the_record_before_is_fetched_where_all_units_can_get_it() -> None:
+    assert fetched_before(SURVIVORS, ITS_PIECES) == [True]
+    exact = [pieces(node, 2, index, range(7, 9)) for index, node in enumerate("abd")]
+    assert fetched_before(SURVIVORS, exact) == [False]
+    assert fetched_before(SURVIVORS, [pieces(node, 2, index, base=8) for index, node in enumerate("abd")]) == [False]
+    # One that goes on with its own has no earlier one; another one is fetched as it stands.
+    survivors = [live("a", 0, range(8, 9)), *SURVIVORS[1:]]
+    assert fetched_before(survivors, ITS_PIECES) == [False]
+    moved = [live("x", 0), *SURVIVORS[1:]]
+    assert fetched_before(moved, ITS_PIECES) == [False, False]
+
+
+def test_all_that_have_a_part_of_the_record_before_are_asked() -> None:
+    kept = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2, range(6, 7), static=False)]
+    assert [one.pieces for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
+    assert [one.pieces for one in plan(SURVIVORS, kept, before=True).fetches] == [(("a", 0), ("b", 1), ("d", 2))]
+
+
 def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
     units = [("a", (0,)), ("b", (1,)), ("x", (2,)), ("y", (3,))]
     kept = PRIVATE + [

@@ -363,13 +363,16 @@ def test_a_snapshot_of_the_run_s_own_is_not_dropped_for_nobody(make: Any) -> Non
 
 def test_a_checkpoint_in_a_grace_period_is_given_up_at_its_end(make: Any, clock: Clock) -> None:
     node = make(min_seconds=3600, grace_seconds=25.0, mode="replica")
-    node.train(2)
-    assert node.orders == []
-    node.saver.preempt()
-    node.train()
-    node.train(2)
-    node.copy(5)
-    assert len(node.saves) == 1
+    for number in (1, 2):  # the first steps are stored at once, the next ones in a grace period
+        record = node.train_until_ordered()
+        node.train(record - node.attempt.at)
+        node.copy(record)
+        assert len(node.saves) == 1
+        if number == 1:
+            node.saved()
+            node.train(2)
+            assert len(node.orders) == 1
+            node.saver.preempt()
     assert node.saver.deadline() == clock.now + 25.0
     clock.passes(24.9)
     node.saver.look_at_clock()

@@ -31,10 +31,17 @@ class Run:
     Attributes:
         announced: what the schedule has written down for other nodes.
         looks: how often it has looked for what another one has.
+        first: whether none of its checkpoints has begun before.
     """
 
     def __init__(
-        self, clock: Clock, spec: StateSpec = LONE, offset: int = 0, newest: int = 0, **config: object
+        self,
+        clock: Clock,
+        spec: StateSpec = LONE,
+        offset: int = 0,
+        newest: int = 0,
+        first: bool = False,
+        **config: object,
     ) -> None:
         self.clock, self.spec, self.offset, self.newest = clock, spec, offset, newest
         self.announced: list[int] = []
@@ -42,6 +49,8 @@ class Run:
         self.schedule = Schedule(lambda record, elsewhere: self.announced.append(record), self._look)
         self.schedule.configure(StorageConfig(**config))  # type: ignore[arg-type]
         self.schedule.restart()
+        if not first:
+            self.schedule.began()
 
     def _look(self) -> None:
         self.looks += 1
@@ -150,6 +159,32 @@ def test_what_a_checkpoint_costs_stays_below_the_configured_share(
         # The writer has one of the two cores; what trainers copy they lose.
         assert copy + cpu / 2 <= interval * overhead * (1 + 1e-9)
         assert interval == min_seconds or math.isclose(interval * overhead, copy + cpu / 2)
+
+
+def test_by_time_the_first_one_is_due_at_once(clock: Clock) -> None:
+    run = Run(clock, first=True, min_seconds=60)
+    run.train()
+    assert run.due() == 3
+    run.schedule.began()
+    assert run.due() is None, "also if it fails"
+    run.schedule.restart()
+    run.train()
+    assert run.due() is None, "an attempt that follows has what the one before has stored"
+
+
+def test_by_time_the_first_one_is_announced_as_soon_as_the_pace_is_known(clock: Clock) -> None:
+    run = Run(clock, FIRST, first=True, min_seconds=60)
+    run.train(8)
+    assert run.due() is None
+    run.train()
+    assert run.due() == 9 + 2 + schedule_module._ANNOUNCE_SECONDS
+    assert run.announced == [19]
+
+
+def test_by_steps_the_first_one_is_not_taken_earlier(clock: Clock) -> None:
+    run = Run(clock, first=True, every_steps=1000)
+    run.train()
+    assert run.due() is None
 
 
 def test_by_time_one_is_due_as_soon_as_the_interval_is_over(clock: Clock) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from memckpt.agent.address import NODE_VARIABLE, RUNTIME_VARIABLE, AgentAddress
+from memckpt.agent.address import NODE_VARIABLE, AgentAddress
 from memckpt.agent.control import ask_status
 from memckpt.agent.sd_notify import READY, ServiceManager
 from memckpt.storage.catalog import read_catalog
@@ -26,10 +27,16 @@ AGENT, TRAIN = "memckpt-agent@.service", "train@.service"
 
 
 @pytest.fixture
-def home(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Home:
+def runtime() -> Iterator[Path]:
+    """A user's runtime directory, whose path is short enough for a manager's socket."""
+    with tempfile.TemporaryDirectory(prefix="mk-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def home(lab: Lab, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
     """A user's home, whose runs this process finds, too."""
-    home = Home.make(lab.directory / "home", lab.runtime)
-    monkeypatch.setenv(RUNTIME_VARIABLE, str(lab.runtime / "memckpt"))
+    home = Home.make(lab.directory / "home", runtime)
     monkeypatch.delenv(NODE_VARIABLE)
     lab.run_dir = home.run_dir
     return home
@@ -171,7 +178,7 @@ def test_both_shipped_units(lab: Lab, home: Home, agent: Service) -> None:
             if not train.unit.restarts_after(code):
                 break
         assert [one.code for one in attempts] == [-signal.SIGKILL] * 3 + [0], train.log.read_text()[-3000:]
-        assert [one.restored_step for one in attempts] == [None, 8, 14, 16]
+        assert [one.restored_step for one in attempts] == [None, 8, 14, 16], agent.log.read_text()
         assert train.log.read_text().count("resuming from storage") == 1
         assert agent.wait() == 0, "training has finished"
         assert not agent.unit.restarts_after(0)

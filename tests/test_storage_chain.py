@@ -14,7 +14,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch
 from memckpt.storage.catalog import Catalog, Checkpoint, leftovers, read_catalog, superseded
-from memckpt.storage.chain import stored_points, unneeded_batches
+from memckpt.storage.chain import StoredPoint, point_before, stored_points, unneeded_batches
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part, decode_commit, encode_commit, place_of
 from memckpt.storage.store import LocalStore
 
@@ -76,6 +76,48 @@ def test_a_chain_goes_on_as_far_as_no_record_is_missing() -> None:
     assert [one.step for one in stored_points(found)] == [80, 50, 40]
     newest = stored_points(found)[0]
     assert [(one.first, one.last) for one in newest.batches] == [(3, 5), (6, 8)]
+
+
+def before(found: Catalog) -> StoredPoint | None:
+    """The state before the newest one."""
+    points = stored_points(found)
+    return point_before(points, points[0])
+
+
+def passed(point: StoredPoint | None) -> tuple[int, int, int, int, list[int]] | None:
+    """Attempt, record, step, record of the checkpoint, and where the batches begin."""
+    if point is None:
+        return None
+    batches = [one.first for one in point.batches]
+    return point.timeline.number, point.record, point.step, point.checkpoint.record, batches
+
+
+def test_a_chain_passes_through_the_state_before_its_last_record() -> None:
+    chain = checkpoint(T1, 4), batch(T1, 3, 5), batch(T1, 6, 8)
+    assert passed(before(catalog(*chain))) == (1, 7, 70, 4, [3, 6])
+    assert passed(before(catalog(*chain[:2]))) == (1, 4, 40, 4, [])
+    assert passed(before(catalog(*chain, batch(T1, 9, 9)))) == (1, 8, 80, 4, [3, 6])
+    assert before(catalog(checkpoint(T1, 4))) is None
+
+
+def test_the_state_before_the_first_record_of_an_attempt_is_of_the_one_that_it_left() -> None:
+    chain = checkpoint(T1, 4), batch(T1, 5, 8), batch(T2, 7, 7, follows=T1), batch(T2, 8, 9)
+    assert passed(before(catalog(*chain[:3]))) == (1, 6, 60, 4, [5])
+    # Of record 8 there are two: that of the attempt which was given up does not count.
+    assert passed(before(catalog(*chain))) == (2, 8, 80, 4, [5, 7, 8])
+
+
+def test_the_state_before_a_checkpoint_is_in_the_chain_of_an_older_one() -> None:
+    newest = checkpoint(T1, 8)
+    assert passed(before(catalog(checkpoint(T1, 4), newest, batch(T1, 5, 9, content="other")))) is None
+    assert passed(before(catalog(checkpoint(T1, 4), newest, batch(T1, 5, 9)))) == (1, 8, 80, 8, [])
+    assert passed(before(catalog(checkpoint(T1, 4), newest, batch(T1, 5, 7)))) == (1, 7, 70, 4, [5])
+    assert passed(before(catalog(checkpoint(T1, 4), newest, batch(T1, 5, 8)))) == (1, 7, 70, 4, [5])
+    assert passed(before(catalog(checkpoint(T1, 7), newest))) == (1, 7, 70, 7, [])
+    # Another attempt's record 7 is not the state that record 8 was made from.
+    assert before(catalog(checkpoint(T2, 8), checkpoint(T1, 4), batch(T1, 5, 7))) is None
+    branched = checkpoint(T2, 8), checkpoint(T1, 4), batch(T1, 5, 8), batch(T2, 8, 8, follows=T1)
+    assert passed(before(catalog(*branched))) == (1, 7, 70, 4, [5])
 
 
 def test_a_step_inside_a_batch_is_found_when_it_is_asked_for() -> None:

@@ -40,6 +40,7 @@ from memckpt.capture import dataloader
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
+from tests.check_lines import unproved
 from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import differences, freeze
@@ -110,6 +111,10 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
             yield self.windows[index]
 
 
+#: What the callbacks below keep in plain attributes.
+NAMES = ["callbacks.Probe.plain.steps"]
+
+
 class Probe(TrainerCallback):
     """Counts hooks, dies in the one it was told to, draws in most of them, and keeps a tally with a state."""
 
@@ -118,6 +123,7 @@ class Probe(TrainerCallback):
         self.kill = kill
         self.calls: Counter[str] = Counter()
         self.tally: list[float] = []
+        self.plain = {"steps": 0}
 
     def reach(self, hook: str) -> None:
         self.calls[hook] += 1
@@ -136,6 +142,7 @@ class Probe(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         torch.rand(2)
         self.tally = []
+        self.plain["steps"] = 0
         self.reach("train_begin")
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -144,6 +151,7 @@ class Probe(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.reach("step_begin")
+        self.plain["steps"] += 1
         self.tally.append(random.random())
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
@@ -211,7 +219,7 @@ class Attempt:
 
 
 def settings(storage: StorageConfig | None = None, **changed: Any) -> MemckptConfig:
-    values: dict[str, Any] = {"redo": "lazy", "anchor_period_steps": 4, **changed}
+    values: dict[str, Any] = {"redo": "lazy", "anchor_period_steps": 4, "resume_check": "replay", **changed}
     return MemckptConfig(agent=AgentConfig(linger_seconds=60), storage=storage, **values)
 
 
@@ -254,7 +262,7 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
     )
     trainer.journal, trainer.probe = journal, probe
     if attempt.config is not None:
-        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=attempt.config)
+        protect(trainer, attempt.directory / "run", resume=attempt.resume, config=attempt.config, attributes=NAMES)
     return trainer
 
 
@@ -305,6 +313,7 @@ def train(attempt: Attempt) -> None:
         "history": freeze([_without_times(entry) for entry in state.log_history]),
         "training loss": freeze(result.training_loss),
         "tally": freeze(trainer.probe.tally),
+        "plain": freeze(trainer.probe.plain),
         "patience": freeze([each.early_stopping_patience_counter for each in early]),
         "residue": freeze([name for name in ("_run_epoch", "_init_training_state") if name in vars(trainer)]),
         "loader": freeze(type(wrapped.base_dataloader).__name__),
@@ -433,6 +442,7 @@ class Trainings:
                 between()
         for rank in range(ranks):
             compare(expected, attempts, rank)
+        assert unproved("".join(each.logs[0] for each in attempts)) == []
         return attempts
 
     def is_held(self) -> bool:
@@ -452,6 +462,8 @@ class Trainings:
             attempts.append(self.run(case, config, kill=kill, seed=seed))
             assert attempts[-1].codes[0] in (0, -signal.SIGALRM), attempts[-1].log[-6000:]
         compare(expected, attempts)
+        # Killed between the check and its line about the restore, it does not say where it resumed.
+        assert unproved("".join(each.logs[0] for each in attempts), ["the replica has gone past"]) == []
         return len(attempts) - 1
 
 

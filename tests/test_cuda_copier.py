@@ -1,0 +1,190 @@
+"""The CUDA copier on streams that only keep account of what happens before what: no copy races with what it copies."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from memckpt.capture import copier as copier_module
+from memckpt.capture.copier import CudaCopier
+from memckpt.errors import UnsupportedError
+from memckpt.memory.region import Region
+
+DEVICE = torch.device("cuda", 0)
+
+
+@dataclass(eq=False)
+class Timeline:
+    """A stream, or the host: all work that is done before whatever comes next on it."""
+
+    done: set[Any] = field(default_factory=set)
+
+    def wait_stream(self, other: Timeline) -> None:
+        self.done |= other.done
+
+    def synchronize(self) -> None:
+        self.device.host.done |= self.done
+
+    device: Any = None
+
+
+class Event:
+    def __init__(self, device: Device, blocking: bool) -> None:
+        assert blocking, "whoever waits would spin"
+        self._device = device
+        self._done: set[Any] = set()
+
+    def record(self, stream: Timeline) -> None:
+        self._done = set(stream.done)
+
+    def synchronize(self) -> None:
+        self._device.host.done |= self._done
+
+    def query(self) -> bool:
+        assert not self._device.recording, "the graph would be spoiled"
+        return self._device.host.done >= self._done
+
+
+class Device:
+    """Stands in for ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self.host = Timeline()
+        self.current = self.Stream(DEVICE)
+        self.recording = False
+        self.registered: list[int] = []
+        self.refuses = False
+
+    def Stream(self, device: torch.device) -> Timeline:
+        return Timeline(device=self)
+
+    def Event(self, blocking: bool = False) -> Event:
+        return Event(self, blocking)
+
+    def current_stream(self, device: torch.device) -> Timeline:
+        return self.current
+
+    @contextlib.contextmanager
+    def stream(self, stream: Timeline) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.recording
+
+    def cudart(self) -> Device:
+        return self
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.registered.append(address)
+        return 2 if self.refuses else 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+
+class Source:
+    """A tensor on the device whose value is being made on a stream."""
+
+    device = DEVICE
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self.kept_for: set[int] = set()
+        device.current.done.add(("made", self))
+
+    def record_stream(self, stream: Timeline) -> None:
+        self.kept_for.add(id(stream))
+
+
+class Slot:
+    """Where a source is copied to."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def copy_(self, source: Source, non_blocking: bool) -> None:
+        assert non_blocking
+        stream = self._device.current
+        assert ("made", source) in stream.done, "copied before it was made"
+        stream.done.add(("copied", source))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_copy_races(seed: int) -> None:
+    draw, device = random.Random(seed), Device()
+    copier = CudaCopier(DEVICE, device)
+    copier.BUCKET_BYTES = 64  # type: ignore[misc]
+    streams = [device.current, *(device.Stream(DEVICE) for _ in range(2))]
+    begun: list[Source] = []
+    tickets: list[tuple[int, Source]] = []
+    for _ in range(60):
+        device.current = draw.choice(streams)
+        match draw.choice(["copy", "copy", "copy", "change", "read", "look"]):
+            case "copy":
+                source = Source(device, draw.choice([4, 40, 400]))
+                begun.append(source)
+                copier.copy(Slot(device), source)  # type: ignore[arg-type]
+                tickets.append((copier.ticket(), source))
+            case "look":
+                before, done = set(device.host.done), copier.done()
+                assert all(("copied", source) in device.host.done for ticket, source in tickets if ticket <= done)
+                assert device.host.done == before  # looking waits for nothing
+            case "change":
+                copier.wait_before_changes()
+                assert {("copied", source) for source in begun} <= device.current.done
+                assert not any(("copied", source) in device.host.done for source in begun[-1:])  # the host goes on
+            case "read":
+                expected = {("copied", source) for source in begun}
+                wait = copier.token()
+                begun.append(Source(device, 4))
+                copier.copy(Slot(device), begun[-1])  # type: ignore[arg-type]
+                wait()
+                assert expected <= device.host.done
+    copier.token()()
+    assert copier.done() >= max(ticket for ticket, _ in tickets)
+    side = id(copier._stream)
+    assert all(source.kept_for == {side} for source in begun)  # its memory is not given to others before
+
+
+def test_nothing_is_waited_for_in_a_graph() -> None:
+    device = Device()
+    copier = CudaCopier(DEVICE, device)
+    copier.copy(Slot(device), Source(device, 4))  # type: ignore[arg-type]
+    device.recording = True
+    before = set(device.current.done)
+    copier.wait_before_changes()
+    copier.done()
+    assert device.current.done == before
+    assert copier.recording_graph()
+
+
+def test_regions_are_page_locked_and_let_go_when_nothing_goes_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(copier_module, "_take_error", taken.append)
+    device = Device()
+    copier = CudaCopier(DEVICE, device)
+    region = Region.create("test", 4096)
+    try:
+        copier.adopt(region)
+        assert len(device.registered) == 1
+        source = Source(device, 4)
+        copier.copy(Slot(device), source)  # type: ignore[arg-type]
+        copier.release(region)
+        assert device.registered == []
+        assert ("copied", source) in device.host.done
+        device.refuses = True
+        with pytest.raises(UnsupportedError, match="ulimit -l"):
+            copier.adopt(region)
+        assert taken == [DEVICE]
+    finally:
+        region.close()

@@ -1,0 +1,160 @@
+"""What is done with many small tensors at once does to each of them what it would do to one."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memckpt.capture.anchor_copies import AnchorCopies
+from memckpt.capture.views import Place, Places
+from memckpt.state.layout import ITEM_BYTES, OwnerSpec, ParamSpec, Piece, StateTensorSpec, TensorSpec, aligned
+from memckpt.state.optimizers import dtype_name
+from memckpt.state.redo import tensor_at
+from memckpt.state.tensors import Fixed, version
+
+
+def _placed(shapes: list[tuple[tuple[int, ...], str]], first: int = 0) -> tuple[list[Place], int]:
+    places: list[Place] = []
+    offset = first
+    for shape, dtype in shapes:
+        places.append((offset, shape, dtype))
+        offset += aligned(prod(shape) * ITEM_BYTES[dtype])
+    return places, offset
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_are_views_of_just_these_bytes(seed: int) -> None:
+    draw = random.Random(seed)
+    choices = [(), (0,), (1,), (7,), (3, 5), (0, 4), (2, 3, 4)]
+    shapes = [(draw.choice(choices), draw.choice(["float32", "bfloat16", "int64", "bool"])) for _ in range(40)]
+    places, end = _placed(shapes, first=draw.choice([0, 4096]))
+    draw.shuffle(places)  # pieces lie in another order than parameters
+    base = draw.choice([0, 8192])
+    buffer = mmap.mmap(-1, base + end + 64)
+    buffer[:] = random.Random(seed).randbytes(len(buffer))
+    views = Places(places).at(buffer, base)
+    assert len(views) == len(places)
+    for view, (offset, shape, dtype) in zip(views, places, strict=True):
+        expected = tensor_at(buffer, base + offset, shape, dtype)
+        assert view.shape == expected.shape
+        assert view.dtype == expected.dtype
+        assert view.is_contiguous()
+        if view.numel():
+            assert view.data_ptr() == expected.data_ptr()
+
+
+class _Lab:
+    """A large and two small parameters and their optimizer's state, as they would be anchored together."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.params = [nn.Parameter(torch.randn(*shape)) for shape in ((4, 8), (5,), (90, 60))]
+        self.optimizer = torch.optim.AdamW(self.params)
+        self.step()
+        self.specs, self.pieces, self.places = [], [], []
+        offset = 0
+        for index, param in enumerate(self.params):
+            held = self.held(index)
+            state = tuple(
+                StateTensorSpec(key, tuple(value.shape), "float32", value.shape == param.shape, True)
+                for key, value in self.optimizer.state[param].items()
+            )
+            keys = tuple(self.optimizer.state[param])
+            tensor = TensorSpec(f"p{index}", tuple(param.shape), "float32")
+            self.specs.append(ParamSpec(tensor, (OwnerSpec(0, 0, state, keys),), False, 0))
+            flat = [((prod(one.shape),) if one.dim() else (), dtype_name(one.dtype)) for one in held]
+            parts, end = _placed(flat, offset)
+            self.pieces.append((Piece(index, 0, param.numel(), offset, end - offset), parts))
+            self.places += parts
+            offset = end
+        self.buffer = mmap.mmap(-1, offset)
+
+    def step(self) -> None:
+        for param in self.params:
+            param.grad = torch.randn_like(param)
+        self.optimizer.step()
+
+    def held(self, index: int) -> list[torch.Tensor]:
+        param = self.params[index]
+        return [param.detach(), *self.optimizer.state[param].values()]
+
+    def copies(self, mine: tuple[bool, ...] = (True, True, True)) -> AnchorCopies:
+        return AnchorCopies(self.pieces, self.params, self.specs, mine, [self.optimizer])
+
+    def copy(self, copies: AnchorCopies) -> bool:
+        with torch.no_grad():
+            return copies.copy(self.buffer, 0)
+
+    def copied(self) -> list[bool]:
+        """Of each parameter, whether all of it is in its place."""
+        return [
+            all(
+                torch.equal(tensor_at(self.buffer, offset, shape, dtype).view(-1), tensor.reshape(-1))
+                for (offset, shape, dtype), tensor in zip(parts, self.held(index), strict=True)
+            )
+            for index, (_, parts) in enumerate(self.pieces)
+        ]
+
+
+def test_anchors_are_those_of_tensors_that_were_replaced_too() -> None:
+    lab = _Lab()
+    copies = lab.copies()
+    assert copies.rest == []
+    assert lab.copy(copies)
+    assert lab.copied() == [True] * 3
+    lab.step()
+    lab.params[0].data = torch.randn(8, 4).t()  # other memory, and not contiguous
+    lab.params[2].data = torch.randn(60, 90).t()
+    lab.optimizer.state[lab.params[0]]["exp_avg"] = torch.randn(4, 8)
+    lab.optimizer.load_state_dict(lab.optimizer.state_dict())
+    assert lab.copy(copies)
+    assert lab.copied() == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state, param: state.pop("exp_avg"),
+        lambda state, param: state.update(more=torch.zeros(())),
+        lambda state, param: state.update(step=3),
+        lambda state, param: state.update(exp_avg=state["exp_avg"].double()),
+        lambda state, param: state.update(exp_avg=state["exp_avg"][:1]),
+        lambda state, param: setattr(param, "data", param.data.to(torch.bfloat16)),
+        lambda state, param: setattr(param, "data", param.data[:1]),
+    ],
+    ids=["gone", "new", "plain", "dtype", "shape", "parameter's dtype", "parameter's shape"],
+)
+def test_anchors_of_something_else_are_left_to_the_caller(change: Any) -> None:
+    lab = _Lab()
+    copies = lab.copies()
+    change(lab.optimizer.state[lab.params[0]], lab.params[0])
+    assert not lab.copy(copies)
+    assert not any(lab.buffer[:])
+    assert lab.copies().rest == [0]
+
+
+@pytest.mark.parametrize("mine", [(False, True, True), (True, False, True), (True, True, False), (False, False, False)])
+def test_anchors_of_others_are_not_copied(mine: tuple[bool, ...]) -> None:
+    """They are another rank's, which writes them into the same slot at the same time: nothing of them may change."""
+    lab = _Lab()
+    lab.buffer[:] = b"x" * len(lab.buffer)
+    assert lab.copy(lab.copies(mine))
+    assert lab.copied() == list(mine)
+    for (piece, _), copied in zip(lab.pieces, mine, strict=True):
+        assert copied or lab.buffer[piece.offset : piece.offset + piece.nbytes] == b"x" * piece.nbytes
+
+
+def test_counters_and_addresses_are_those_of_each_tensor() -> None:
+    tensors = [torch.zeros(3), nn.Parameter(torch.zeros(2, 2)), torch.zeros(())]
+    tensors[0].add_(1)
+    with torch.no_grad():
+        tensors[1].add_(1).add_(1)
+    fixed = Fixed(tensors)
+    assert fixed.versions() == [version(tensor) for tensor in tensors] == [1, 2, 0]
+    assert fixed.pointers() == [tensor.data_ptr() for tensor in tensors]
