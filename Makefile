@@ -7,10 +7,10 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench clean
+.PHONY: help setup demo test test-all test-gpu check bench bench-gpu clean
 
 # Idle OpenMP threads sleep instead of spinning: trainer and agent share the cores of one machine.
-demo test test-all bench: export OMP_WAIT_POLICY = passive
+demo test test-all test-gpu bench bench-gpu: export OMP_WAIT_POLICY = passive
 
 help:  ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,10 @@ test: setup  ## Run the tests, without the slow ones
 test-all: setup  ## Run all tests
 	$(BIN)/python -m pytest
 
+# No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
+test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)
+	$(PYTHON) -m pytest tests/gpu --device cuda $$($(PYTHON) -c 'import xdist' 2>/dev/null && echo -n 6)
+
 check: setup  ## Lint, formatting, types, and which package may import which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +49,9 @@ check: setup  ## Lint, formatting, types, and which package may import which
 
 bench: setup  ## Run the benchmarks
 	$(BIN)/python -m benchmarks.run_all
+
+bench-gpu:  ## Run benchmarks/gpu on a GPU, with PYTHON as it is
+	$(PYTHON) -m benchmarks.gpu
 
 clean:  ## Remove build products and caches (.venv stays)
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -92,7 +92,8 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
     ]
     watch = session._recorder.watch
     assert watch is not None
-    pieces.append(("look for changes outside the optimizer", watch.changed, ""))
+    pieces.append(("look for changes outside the optimizer: counters", watch.counted_change, ""))
+    pieces.append(("the same: a sample of the values", watch.sampled_change, ""))
     tensors = sum(1 for _ in trainee.model.parameters())
     table = report.table(f"Calls, {tensors} parameter tensors", "what", "microseconds", "size")
     for name, action, size in pieces:

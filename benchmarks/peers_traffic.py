@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -96,12 +98,18 @@ def count(scheme: Scheme) -> Sent:
             task = Task(scheme.kind, SIZE, scheme.nodes, directory, config, tuple(network.addresses))
             for node in range(scheme.nodes):
                 with network.inside(node):
-                    process = spawn_agent(task.address(node), AgentConfig(linger_seconds=30.0))
-                    stack.callback(process.wait)
+                    agent = os.pidfd_open(spawn_agent(task.address(node), AgentConfig(linger_seconds=30.0)))
+                    stack.callback(_wait_for_end, agent)
         nodes = Nodes(task)
         stack.callback(nodes.close)
         nodes.wait_ready()
         return _count(nodes)
+
+
+def _wait_for_end(agent: int) -> None:
+    """Wait until the agent has left, by itself; `agent` is its pidfd."""
+    select.select([agent], [], [])
+    os.close(agent)
 
 
 def _count(nodes: Nodes) -> Sent:

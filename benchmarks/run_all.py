@@ -11,6 +11,7 @@ from benchmarks.command import Options, run
 #: Quiet ones first; the longest last.
 NAMES = (
     "hot_paths",
+    "hot_paths_tensors",
     "stall",
     "redo_rate",
     "encode",

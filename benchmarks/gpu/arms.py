@@ -1,0 +1,209 @@
+"""Ways to protect every step, and what a step costs with each."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import memckpt
+from benchmarks.gpu.trainee import Size, Trainee
+from benchmarks.workloads import catch_up, scratch_directory
+from memckpt.config import MemckptConfig
+
+BLOCKS = 3
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Until all of it is done, on the device as well."""
+    synchronize(device)
+    started = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Room for a tensor in the host's memory, page-locked for a GPU, and touched."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+
+
+def free() -> None:
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@dataclass
+class Figures:
+    """What was measured of one arm.
+
+    Attributes:
+        step_ms: of each block.
+        stall_ms: of the training thread in memckpt, a step.
+        to_host_bytes: copied from the device, a step.
+        first_commit_seconds: what the first commit took: memory is reserved and page-locked, the whole state written.
+        restore_seconds: into a fresh model; bytes of the state over it is its rate.
+        held_bytes: of the host's memory.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    stall_ms: float | None = None
+    to_host_bytes: float | None = None
+    first_commit_seconds: float | None = None
+    restore_seconds: float | None = None
+    state_bytes: int = 0
+    held_bytes: int | None = None
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.step_ms)
+
+    def time(self, step: Callable[[], None], device: torch.device, steps: int, settle: Callable[[], None]) -> None:
+        """Blocks of steps, each after a step that does not count."""
+        for _ in range(BLOCKS):
+            step()
+            self.step_ms.append(seconds_of(lambda: [step() for _ in range(steps)], device) / steps * 1e3)
+            settle()
+
+
+def nothing(size: Size, device: torch.device) -> Figures:
+    trainee, figures = Trainee(size, device), Figures()
+    for _ in range(3):
+        trainee.step()
+    figures.time(trainee.step, device, size.steps, lambda: None)
+    return figures
+
+
+@contextlib.contextmanager
+def _counting(session: memckpt.Session) -> Iterator[list[int]]:
+    """Bytes that a session copies meanwhile."""
+    copier: Any = session._copier
+    original, copied = copier.copy, [0]
+
+    def copy(destination: Tensor, source: Tensor) -> None:
+        copied[0] += source.nbytes
+        original(destination, source)
+
+    copier.copy = copy
+    try:
+        yield copied
+    finally:
+        del copier.copy
+
+
+def _train(size: Size, device: torch.device, config: MemckptConfig, directory: Path, figures: Figures) -> list[Tensor]:
+    """Measure protected steps, and leave what they have made with the agent; the parameters as they are then."""
+    trainee = Trainee(size, device)
+    session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config)
+    session.restore()
+
+    def step() -> None:
+        trainee.step()
+        session.commit()
+
+    trainee.step()
+    figures.first_commit_seconds = seconds_of(session.commit, device)
+    for _ in range(max(3, size.period)):  # past the checks that only the first records get; the window is full
+        step()
+    stalled = session.stall.total
+    figures.time(step, device, size.steps, lambda: catch_up(session))
+    figures.stall_ms = (session.stall.total - stalled) * 1e3 / (BLOCKS * (size.steps + 1))
+    with _counting(session) as copied:
+        for _ in range(size.period):
+            step()
+    figures.to_host_bytes = copied[0] / size.period
+    assert session._staging.writer is not None
+    figures.held_bytes = session._staging.writer.layout.total_bytes
+    figures.state_bytes = trainee.state_bytes
+    session.close(finished=False)
+    return [param.detach() for param in trainee.model.parameters()]
+
+
+def protected(size: Size, device: torch.device, redo: str) -> Figures:
+    """memckpt, and then a restore into a model of its own; what was redone by the same kernels is compared."""
+    settings: dict[str, Any] = {"anchor_period_steps": size.period} if redo == "lazy" else {}
+    config = MemckptConfig(redo=redo, storage=None, resume_check="off", **settings)  # type: ignore[arg-type]
+    figures = Figures()
+    with scratch_directory() as directory:
+        expected = _train(size, device, config, directory, figures)
+        free()
+        again = Trainee(size, device)
+        session = memckpt.attach(again.model, again.optimizer, run_dir=directory, config=config)
+        try:
+            figures.restore_seconds = seconds_of(session.restore, device)
+        finally:
+            session.close()
+        pairs = zip(expected, again.model.parameters(), strict=True)
+        wrong = sum(not torch.equal(one, other) for one, other in pairs)
+        if wrong and redo == "lazy":
+            raise RuntimeError(f"{wrong} of {len(expected)} parameters are not what they were")
+    return figures
+
+
+def pinned_copy(size: Size, device: torch.device) -> Figures:
+    """The whole state into page-locked memory after each step, and back once: what the link gives."""
+    trainee, figures = Trainee(size, device), Figures()
+    trainee.step()
+    room = [host_copy(tensor) for tensor in trainee.tensors()]
+
+    def step() -> None:
+        trainee.step()
+        for copy, tensor in zip(room, trainee.tensors(), strict=True):
+            copy.copy_(tensor, non_blocking=True)
+
+    def back() -> None:
+        for copy, tensor in zip(room, trainee.tensors(), strict=True):
+            tensor.copy_(copy, non_blocking=True)
+
+    step()
+    figures.time(step, device, max(2, size.steps // 4), lambda: None)
+    figures.state_bytes = trainee.state_bytes
+    figures.to_host_bytes = float(figures.state_bytes)
+    figures.restore_seconds = min(seconds_of(back, device) for _ in range(3))
+    return figures
+
+
+def async_save(size: Size, device: torch.device) -> Figures:
+    """``torch.distributed.checkpoint.async_save`` after each step; each waits for the one before it."""
+    from torch.distributed.checkpoint.state_dict_saver import async_save as save
+
+    trainee, figures, pending = Trainee(size, device), Figures(), []
+    with scratch_directory() as directory, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def settle() -> None:
+            while pending:
+                pending.pop().result()
+
+        def step() -> None:
+            trainee.step()
+            settle()
+            pending.append(save(trainee.state_dict(), checkpoint_id=_target(directory), no_dist=True))
+
+        trainee.step()
+        try:
+            figures.step_ms = [seconds_of(step, device) * 1e3 for _ in range(3)][1:]
+        finally:
+            settle()
+        figures.state_bytes = trainee.state_bytes
+    return figures
+
+
+def _target(directory: Path) -> Path:
+    """One place, overwritten: several checkpoints of a large model would fill a disk."""
+    return directory / "checkpoint"

@@ -1,0 +1,50 @@
+"""Lazy redo on the device: after real kills training comes to the same bits as without.
+
+Against an undisturbed run, so with deterministic algorithms (``torch.use_deterministic_algorithms(True)`` and
+``CUBLAS_WORKSPACE_CONFIG=:4096:8``): what does not repeat itself without a kill does not do so with one.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tests.engine_child import Actions, config, kill_self
+from tests.engine_harness import Lab
+from tests.engine_training import Case
+from tests.gpu.cases import BORROWED, OWN
+from tests.test_engine_trainings import kills_of
+
+#: A commit from a device is sent a little later than it is made: a kill right behind it may lose it.
+BEFORE = [("before step", 9)]
+#: So few of the borrowed ones run on a CPU that it costs next to nothing; they are tested there elsewhere.
+ON_CPU = {"accumulation", "scaler-fused"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        on_cpu = metafunc.config.getoption("--device") == "cpu"
+        cases = [case for case in BORROWED if not on_cpu or case.name in ON_CPU] + OWN
+        metafunc.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def point_of(case: Case) -> list[tuple[str, int]]:
+    if case.name in ("inductor", "step-in-backward"):
+        return [("after commit", 9)]
+    return kills_of(case, BEFORE)
+
+
+def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
+    if case.name == "inductor":
+        importlib.import_module("torch._dynamo")  # takes seconds, which children then need not spend
+    first = gpu_lab.train(case, config("lazy", resume_check="witness"), actions=killing(case))
+    resumed = gpu_lab.train(case, config("lazy", resume_check="witness"), seed=1001)
+    assert len(first.of("killed")) == 1
+    assert resumed.restored_step in (6, 7, 8, 9), resumed.log[-3000:]
+    assert {first.mode, resumed.mode} == {"lazy"}
+    gpu_lab.check_same(case, first, resumed)
+
+
+def killing(case: Case) -> Actions:
+    return dict.fromkeys(point_of(case), kill_self)

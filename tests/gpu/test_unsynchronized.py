@@ -1,0 +1,63 @@
+"""Nothing waits for the device in a step, and what is copied beside it is what it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.engine_harness import Lab
+from tests.gpu.unsynchronized import STOPS, Kind, train
+
+KINDS = {
+    "fp32": Kind(),
+    "fp32-fused": Kind(optimizer={"fused": True}, clip=True),
+    "fp32-foreach": Kind(optimizer={"foreach": True}, zero_in_place=True),
+    "nesterov": Kind(optimizer={"momentum": 0.9, "nesterov": True, "foreach": True}),
+    "bf16": Kind("bf16", {"fused": True}),
+    "fp16-fused": Kind("fp16", {"fused": True}),
+    "fp16-clip": Kind("fp16", clip=True),
+    "accumulated": Kind(accumulate=3, clip=True),
+    "step-tap": Kind(tap="step", zero_in_place=True),
+}
+#: Their own step waits for the device: torch asks whether gradients are finite before it steps.
+WAITS = {"fp16-clip"}
+ON_CPU = {"fp16-fused", "step-tap"}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        on_cpu = metafunc.config.getoption("--device") == "cpu"
+        metafunc.parametrize("name", [name for name in KINDS if not on_cpu or name in ON_CPU])
+
+
+def result_of(lab: Lab, name: str, redo: str, device: str) -> dict[str, Any]:
+    report = lab.directory / "result"
+    width = 64 if device == "cpu" else 3072
+    watch = name not in WAITS and redo == "lazy"
+    child = lab.fork(lambda: train(KINDS[name], device, width, lab.run_dir, redo, watch, report), name)
+    assert child.wait() == 0, child.log.read_text()[-4000:]
+    assert "commit could not be made" not in child.log.read_text()
+    found: dict[str, Any] = json.loads(report.read_text())
+    return found
+
+
+def test_bits_without_a_wait(lab: Lab, device: str, name: str) -> None:
+    found = result_of(lab, name, "lazy", device)
+    assert found["problems"] == []
+    assert found["resumed"] == [0, *STOPS[:-1]]
+    assert found["differing"] == []
+
+
+def test_drift_of_a_replica_on_the_cpu(lab: Lab, device: str) -> None:
+    """Eager: exact where the replica is redone by the kernels that train, and off by rounding elsewhere."""
+    lab.start_agent()
+    found = result_of(lab, "fp32-fused", "eager", device)
+    assert found["resumed"] == [0, *STOPS[:-1]]
+    print(f"drift: {found['drift']:g} ulp; largest relative distance: {max(found['far'].values()):.2g}")
+    if device == "cpu":
+        assert found["differing"] == []
+        assert found["drift"] == 0.0
+    else:
+        assert max(found["far"].values()) < 1e-2

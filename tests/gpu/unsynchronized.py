@@ -1,0 +1,178 @@
+"""A training whose host runs ahead of the device, as it should: whatever copies too early or too late takes wrong bits.
+
+It stops and is attached to again within one process. Nothing in a step waits for the device, unlike in trainings that
+note their losses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memckpt
+from memckpt.config import MemckptConfig
+from memckpt.state.tensors import local
+from tests.engine_child import use_device
+
+#: The host stops after these steps, and attaches anew.
+STOPS = (5, 6, 11, 16)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How it is trained.
+
+    Attributes:
+        precision: "fp32", "bf16" (parameters), or "fp16" (autocast with a gradient scaler, which skips a step).
+        optimizer: its keyword arguments beside the rate; of SGD where there is a momentum, else of AdamW.
+        clip: whether gradients are clipped by their norm.
+        accumulate: micro-batches of a step.
+        tap: as in the settings.
+        zero_in_place: whether gradients are set to zero in place.
+    """
+
+    precision: str = "fp32"
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    clip: bool = False
+    accumulate: int = 1
+    tap: str = "auto"
+    zero_in_place: bool = False
+
+
+class Net(nn.Module):
+    """Channels-last convolutions with running statistics, then wide matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 32, 3, padding=1)
+        self.norm = nn.BatchNorm2d(32)
+        self.wide = nn.ModuleList(nn.Linear(32 * 64 if not index else width, width) for index in range(3))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.dropout(torch.relu(self.norm(self.convolution(x))), 0.1, self.training).flatten(1)
+        for layer in self.wide:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+class Run:
+    """One model with what trains it."""
+
+    def __init__(self, kind: Kind, device: str, width: int) -> None:
+        torch.manual_seed(7)
+        self.kind, self.device = kind, torch.device(device)
+        self.model = Net(width).to(device).to(memory_format=torch.channels_last)
+        if kind.precision == "bf16":
+            self.model.to(torch.bfloat16)
+        make: Any = torch.optim.SGD if "momentum" in kind.optimizer else torch.optim.AdamW
+        self.optimizer = make(self.model.parameters(), lr=1e-3, **kind.optimizer)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=kind.precision == "fp16", init_scale=256.0, growth_interval=4
+        )
+
+    def step(self, number: int) -> None:
+        for _ in range(self.kind.accumulate):
+            x = torch.randn(16, 3, 8, 8, device=self.device)
+            x = x.to(self.model.last.weight.dtype).to(memory_format=torch.channels_last)
+            y = torch.randint(0, 10, (16,), device=self.device)
+            with torch.autocast(self.device.type, torch.float16, enabled=self.kind.precision == "fp16"):
+                loss = functional.cross_entropy(self.model(x).float(), y)
+            scaled = self.scaler.scale(loss / self.kind.accumulate)
+            (scaled * float("inf") if number == 8 and self.kind.precision == "fp16" else scaled).backward()
+        if self.kind.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=not self.kind.zero_in_place)
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        for index, state in self.optimizer.state_dict()["state"].items():
+            found.update({f"{index}.{key}": value for key, value in state.items() if isinstance(value, Tensor)})
+        return {name: local(tensor) for name, tensor in found.items()}
+
+    def digests(self) -> dict[str, str]:
+        found = {}
+        for name, tensor in self.tensors().items():
+            raw = tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+            found[name] = hashlib.blake2b(raw, digest_size=8).hexdigest()
+        found["scaler"] = str(self.scaler.state_dict())
+        return found
+
+
+@contextlib.contextmanager
+def no_waits(device: str, forbidden: bool) -> Iterator[None]:
+    """Have torch raise where the host would wait for the device."""
+    if device == "cpu" or not forbidden:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def attach(run: Run, run_dir: Path, redo: str) -> memckpt.Session:
+    """A session whose every commit has all that a resume needs."""
+    config = MemckptConfig(
+        redo=redo,  # type: ignore[arg-type]
+        tap=run.kind.tap,  # type: ignore[arg-type]
+        anchor_period_steps=4,
+        storage=None,
+        resume_check="off",
+    )
+    session = memckpt.attach(run.model, run.optimizer, run_dir=run_dir, config=config)
+    session.register("scaler", run.scaler)
+    return session
+
+
+def train(kind: Kind, device: str, width: int, run_dir: Path, redo: str, watch_waits: bool, report: Path) -> None:
+    """Train undisturbed, then with stops; writes what differs, what drifted and where it resumed."""
+    use_device(device)
+    torch.set_default_device("cpu")
+    undisturbed = Run(kind, device, width)
+    for number in range(1, STOPS[-1] + 1):
+        undisturbed.step(number)
+    expected = undisturbed.digests()
+    reference = {name: tensor.double() for name, tensor in undisturbed.tensors().items()} if redo == "eager" else {}
+    del undisturbed
+
+    resumed, problems, drift = [], [], 0.0
+    for stop in STOPS:
+        run = Run(kind, device, width)
+        session = attach(run, run_dir, redo)
+        restored = session.restore()
+        first = 0 if restored is None else restored.step
+        resumed.append(first)
+        for number in range(first + 1, stop + 1):
+            # The first steps of a process make generations and settle what is done once.
+            with no_waits(device, watch_waits and number > first + 3):
+                random.random()
+                run.step(number)
+                session.commit(number, gradients_pending=False)
+            if session._recorder.problem is not None:
+                problems.append(f"step {number}: {session._recorder.problem}")
+        drift = max(drift, session.drift_ulp)
+        session.close(finished=stop == STOPS[-1])
+    found = run.digests()
+    far = {
+        name: float((tensor.double() - reference[name]).abs().max() / reference[name].abs().max().clamp(min=1e-30))
+        for name, tensor in run.tensors().items()
+        if name in reference and tensor.numel()
+    }
+    differing = [name for name, digest in expected.items() if found.get(name) != digest]
+    result = {"differing": differing, "resumed": resumed, "problems": problems, "drift": drift, "far": far}
+    report.write_text(json.dumps(result))
