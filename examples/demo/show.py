@@ -73,11 +73,12 @@ def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
     """One line of the table of kills."""
     return (
         str(number),
-        f"step {kill.at.step}, {kill.at.phase}",
+        f"{kill.at.step}, {kill.at.phase}",
         str(kill.at.finished),
         str(kill.resumed),
         f"[{'green' if kill.lost == 0 else 'yellow'}]{kill.lost}[/]",
-        f"{kill.import_seconds:.1f} + [bold]{kill.resume_seconds:.1f} s[/]",
+        f"[{'green' if kill.check == 'equal' else 'yellow'}]{kill.check or '-'}[/]",
+        f"{kill.import_seconds:.1f} + [bold]{kill.resume_seconds:.1f}[/]",
         kill.tier,
     )
 
@@ -88,8 +89,8 @@ def kill_table(kills: Sequence[Kill]) -> Table:
         title="SIGKILL of the training process", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     table.add_column("#", justify="right")
-    table.add_column("killed in", no_wrap=True)
-    for heading in ("last step\ntaken", "resumed\nafter", "steps\nlost", "imports +\nresume"):
+    table.add_column("killed\nin step", no_wrap=True)
+    for heading in ("last\ntaken", "resumed\nafter", "steps\nlost", "the\nrepeat", "imports +\nresume, s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("from", no_wrap=True)
     for number, kill in enumerate(kills, start=1):

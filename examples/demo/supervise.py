@@ -49,6 +49,7 @@ class Kill:
         at: where the training stood when the process was gone.
         resumed: the step behind which the next process went on.
         tier: where it found the state.
+        check: what came of repeating the last step: "equal", "different", "rounding", or "none" where it was not.
         import_seconds, resume_seconds: from the start of the next process to the end of its imports, and from there to
             the start of its first step.
     """
@@ -57,6 +58,7 @@ class Kill:
     at: Position
     resumed: int = -1
     tier: str = ""
+    check: str = ""
     import_seconds: float = 0.0
     resume_seconds: float = 0.0
 
@@ -104,6 +106,7 @@ class Run:
         self._box_path = directory / "black_box"
         self._box = BlackBox(self._box_path)
         self._events_read = 0
+        self._kills: list[Kill] = []
         self._losses: dict[int, str] = {}
         self._moments: list[tuple[int, float]] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +121,7 @@ class Run:
             TrainingFailedError: a process ended by itself before it was done, or said nothing for long.
         """
         began = time.monotonic()
-        kills: list[Kill] = []
+        kills = self._kills
         try:
             self._start(attempt=1)
             self._wait_for_training()
@@ -204,11 +207,12 @@ class Run:
         found = [event for event in self._read_events() if event["event"] == "training"]
         if not found:
             raise TrainingFailedError(f"the training ended before its first step\n{self._log_tail()}")
-        self._resumed_at: int = found[-1]["step"]
+        # The step that is repeated as a proof has been taken before.
+        self._resumed_at: int = found[-1].get("resumed", found[-1]["step"])
         return found[-1]
 
     def _note_resume(self, kill: Kill, hello: dict[str, Any]) -> None:
-        kill.resumed = hello["step"]
+        kill.resumed = self._resumed_at
         kill.tier = hello.get("tier", "nothing: started over")
         kill.import_seconds = hello["imported_at"] - self._started_at
         kill.resume_seconds = hello["at"] - hello["imported_at"]
@@ -227,6 +231,8 @@ class Run:
                 if event["event"] == "step":
                     self._losses[event["step"]] = event["loss"]
                     self._moments.append((event["step"], event["at"]))
+                elif event["event"] == "checked" and self._kills:
+                    self._kills[-1].check = event["verdict"]
             return events
         return []
 

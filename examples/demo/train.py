@@ -55,11 +55,14 @@ def train(args: argparse.Namespace) -> pl.Trainer:
     pl.seed_everything(TRAINING_SEED, verbose=False)
     model = ByteModel(args.size, args.steps)
     loader = DataLoader(Corpus(model.gpt.config.context), batch_size=BATCH, shuffle=True, drop_last=True)
-    callbacks: list[pl.Callback] = [Reporter(Events(args.events), BlackBox(args.black_box))]
+    events = Events(args.events)
+    callbacks: list[pl.Callback] = [Reporter(events, BlackBox(args.black_box))]
     if args.run_dir is not None:
         agent = AgentConfig(linger_seconds=120)  # the demo's agent must not outlive a demo that was interrupted
-        # Without storage: every resume that the demo shows comes from memory.
-        callbacks.append(MemCheckpoint(args.run_dir, config=MemckptConfig(agent=agent, storage=None)))
+        # Without storage: every resume that the demo shows comes from memory. Each proves itself by repeating a step.
+        config = MemckptConfig(agent=agent, storage=None, resume_check="replay")
+        callbacks.append(MemCheckpoint(args.run_dir, config=config))
+        logging.getLogger("memckpt.check").addHandler(CheckListener(events))
     trainer = pl.Trainer(
         max_steps=args.steps,
         gradient_clip_val=1.0,
@@ -131,6 +134,19 @@ class ResumeListener(logging.Handler):
         if self._found is None:
             return {}
         return {"resumed": int(self._found[1]), "tier": self._found[2]}
+
+
+class CheckListener(logging.Handler):
+    """Passes on what the resume check has found."""
+
+    def __init__(self, events: Events) -> None:
+        super().__init__()
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        known = {"are equal, bit for bit": "equal", "DIFFERENT": "different", "rounding": "rounding"}
+        self._events.say("checked", verdict=next((known[text] for text in known if text in line), "none"), line=line)
 
 
 _last_resume = ResumeListener()
