@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import select
 import signal
 from typing import Any
 
 import pytest
 
+from memckpt.agent.address import AgentAddress
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import StorageConfig
 from tests.engine_cases import COMPILED_LATER, COMPILED_STEP, PLAIN
@@ -165,8 +167,10 @@ def test_what_no_trainer_came_back_for_is_resumed_from_storage(lab: Lab, case: C
     settings = stored(min_seconds=3600.0)
     died = lab.train(case, settings, actions={("backward", 11): kill_self})
     end_agent(lab)
+    written = re.findall(r"step (\d+) is in storage", AgentAddress.of(lab.run_dir).log_path.read_text())
     final = lab.train(case, settings, seed=2)
-    assert final.restored_step == 8
+    # Step 8 was captured for memory. The first checkpoint may be later: it is of a step that its order was in time for.
+    assert final.restored_step == max(map(int, written)) >= 8
     assert "resuming from storage" in final.log
     assert final.mode == "capture"
     lab.check_same(case, died, final)
