@@ -134,7 +134,7 @@ def test_errors_of_a_driver_are_errors_of_storage(tmp_path: Path, monkeypatch: p
     def fail(*_: Any, **__: Any) -> None:
         raise lost("Unable to locate credentials")
 
-    for name in ("open", "find"):
+    for name in ("open", "find", "ls"):
         monkeypatch.setattr(store._fs, name, fail)
     for call in (lambda: store.write("a", b""), lambda: store.read("a"), lambda: store.find("a")):
         with pytest.raises(StorageError, match="NoCredentialsError: Unable to locate credentials"):

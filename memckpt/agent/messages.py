@@ -63,7 +63,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -327,7 +327,7 @@ class RecordSaved(msgspec.Struct, frozen=True, tag="record saved"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """A checkpoint is in storage, whole and verified."""
+    """A checkpoint is in storage, whole and verified. `untidy`: what else could not be done there, in words."""
 
     step: int
     record: int
@@ -335,6 +335,7 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     seconds: float
     cpu_seconds: float
     timeline: Timeline | None = None
+    untidy: str = ""
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
@@ -436,6 +437,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
         bytes_per_second: of the last write.
         saving: whether one is being written.
         alarm: why the last one failed; empty if it did not.
+        untidy: what the last one's writer could not tidy up (a delete that is refused), in words.
     """
 
     url: str
@@ -450,6 +452,7 @@ class StorageStatus(msgspec.Struct, frozen=True):
     batch_steps: int | None = None
     logged: int | None = None
     loses_at_most: int | None = None
+    untidy: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):

@@ -408,6 +408,8 @@ class Saver:
             self._tell(message)
             self._failed()
             return
+        if message.untidy and (self._last is None or not self._last.untidy):
+            _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
         self._last, self.alarm = message, ""
         if message.timeline is not None and message.timeline == self._timeline:
             self._saved_record = message.timeline, message.record
@@ -491,4 +493,5 @@ class Saver:
             batch_steps=self._log.batch_steps if self._mode == "log" else None,
             logged=self._log.taken,
             loses_at_most=at_most,
+            untidy=last.untidy if last is not None else "",
         )

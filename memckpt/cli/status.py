@@ -324,6 +324,8 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
             table.add_row("rate", f"{nbytes_text(tier.bytes_per_second)}/s")
         if tier.alarm:
             table.add_row("alarm", f"[red]the last one failed: {escape(tier.alarm)}[/]")
+        if tier.untidy:
+            table.add_row("untidy", f"[yellow]{escape(tier.untidy)}[/]")
     elif view.agent is not None:
         table.add_row("interval", "this run writes no checkpoints to storage")
     table.add_row("place", escape(stored.url))

@@ -27,6 +27,8 @@ from memckpt.errors import ConfigurationError, MemckptError, StorageError
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
+#: With these a file system says that it does not sync directories; any other error is one.
+_REFUSED_SYNCS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 #: What a file is called while it is written; such files are leftovers once nobody writes.
 _PARTIAL = ".partial-"
 #: Else a server that says nothing is waited for by each library in its own way, for minutes.
@@ -238,11 +240,35 @@ class LocalStore(Store):
 
 
 def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Make names in a directory durable, where the file system lets directories be synced at all."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError as error:  # it may be written to, and not be listed
+        _say_unsynced(os.stat(directory).st_dev, str(directory), str(error))
+        return
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _REFUSED_SYNCS:
+            raise
+        _say_unsynced(os.fstat(fd).st_dev, str(directory), str(error))
     finally:
         os.close(fd)
+
+
+#: File systems that a warning has named.
+_unsynced: set[int] = set()
+
+
+def _say_unsynced(device: int, directory: str, reason: str) -> None:
+    """Say it once for each file system: every file written would say it."""
+    if device not in _unsynced:
+        _unsynced.add(device)
+        _log.warning(
+            "the directory %s cannot be synced (%s): files are, but after a power cut the newest ones may be missing",
+            directory,
+            reason,
+        )
 
 
 class ObjectStore(Store):
@@ -306,8 +332,22 @@ class ObjectStore(Store):
             file.close()
 
     def _find(self, prefix: str) -> Iterator[str]:
-        for found in self._fs.find(self._at(prefix)):
+        # One flat listing of a bucket. Elsewhere fsspec's own walk takes a directory that cannot be listed for empty.
+        paths = self._fs.find(self._at(prefix)) if self._shows_whole else self._walk(self._at(prefix))
+        for found in paths:
             yield found.removeprefix(f"{self._root}/")
+
+    def _walk(self, directory: str) -> Iterator[str]:
+        try:
+            entries = self._fs.ls(directory, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return  # it is not there, or retention was faster
+        for entry in entries:
+            name = entry["name"].rstrip("/")
+            if entry["type"] != "directory":
+                yield name
+            elif name != directory:  # some list the directory with what is in it
+                yield from self._walk(name)
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):

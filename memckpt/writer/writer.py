@@ -82,10 +82,12 @@ def save(job: Save, regions: list[Region]) -> Saved:
         with _only_logged("what was written of step %d is left where it is", job.part.step):
             _clear(store, job.part.node, [job.part])
         raise
-    _tidy_up(store, part, job)
+    untidy = Untidy()
+    with untidy:  # it is committed, whatever becomes of the rest
+        _tidy_up(store, part, job, untidy)
     nbytes = sum(file.nbytes for file in part.files)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline)
+    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
 
 
 def announce(job: Announce) -> None:
@@ -135,33 +137,63 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
 
 
 def _clear(store: Store, node: str, abandoned: Sequence[Part]) -> None:
-    """Delete what killed writers have left."""
-    _delete(store, leftovers(read_catalog(store), node, abandoned))
+    """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint."""
+    _delete(store, leftovers(read_catalog(store), node, abandoned), Untidy())
 
 
-def _delete(store: Store, left: Sequence[str]) -> None:
+class Untidy:
+    """What could not be tidied up, in words: the first of it, and how often there was more.
+
+    Entered around each thing that may be refused, it lets the others go on.
+    """
+
+    def __init__(self) -> None:
+        self._first = ""
+        self._count = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, StorageError):
+            return False
+        self._first = self._first or str(error)
+        self._count += 1
+        return True
+
+    def __str__(self) -> str:
+        return self._first + (f" (and {self._count - 1} more)" if self._count > 1 else "")
+
+
+def _delete(store: Store, left: Sequence[str], untidy: Untidy) -> None:
+    deleted = 0
     for path in left:
-        store.delete(path)
-    if left:
-        _log.info("deleted %d files of checkpoints that were never finished", len(left))
+        with untidy:
+            store.delete(path)
+            deleted += 1
+    if deleted:
+        _log.info("deleted %d files of checkpoints that were never finished", deleted)
 
 
-def _tidy_up(store: Store, part: Part, job: Save) -> None:
+def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
     """Make one of all parts for stock tools, and delete what is superseded, once a checkpoint is complete.
 
     Each part has been read back before it was committed. Whoever commits the last one finds all of them; it may be
     that several do, and then they do the same.
     """
     catalog = read_catalog(store)
-    _delete(store, leftovers(catalog, part.node, ()))
+    _delete(store, leftovers(catalog, part.node, ()), untidy)
     if not any(one.parts.get(part.node) == part for one in catalog.complete):
         return  # other parts are on their way
     gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps)
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:
-            dcp.write_merged(store, one.directory, one.tensor_nodes)
+            with untidy:
+                dcp.write_merged(store, one.directory, one.tensor_nodes)
     for one in gone:
-        _log.info("letting go of step %d", one.step)
-        remove(store, one)
+        with untidy:
+            remove(store, one)
+            _log.info("let go of step %d", one.step)
     for batch in unneeded_batches(catalog, catalog.complete[: job.keep_last]):
-        remove_batch(store, batch)
+        with untidy:
+            remove_batch(store, batch)
