@@ -236,7 +236,7 @@ class Pair:
 
     def close(self) -> None:
         self.owner.close()
-        self.mirroring.close()
+        self.mirroring.leave()
         self.mirrors.close()
         self.training.close()
 
@@ -329,7 +329,7 @@ class Pair:
 
     def replace_agent(self) -> None:
         """It dies, and with it its courier. Another one is told of a watermark when this training has got past it."""
-        self.mirroring.close()
+        self.mirroring.leave()
         self.mirrors.close()
         self._told_agent.clear()
         self._said.clear()

@@ -81,6 +81,12 @@ class MemoryRoom:
         assert not self.closed
         return memoryview(self._bytes)
 
+    def mapped_again(self) -> MemoryRoom:
+        """The same memory, as another process would map it."""
+        other = MemoryRoom(0)
+        other._bytes = self._bytes
+        return other
+
     def close(self) -> None:
         self.closed = True
 

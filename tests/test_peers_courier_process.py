@@ -94,7 +94,7 @@ class FakeCourier:
             return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
         return Pieces(()) if isinstance(message, ListPieces) else Halted()
 
-    def close(self) -> None:
+    def close(self, last: object = None) -> None:
         self.closed = True
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -16,6 +16,7 @@ from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import Fragment, seal_stripe
 from memckpt.peers.holder import Holder
+from memckpt.peers.kept_window import SLOTS, Keeper, Place, Room
 from memckpt.peers.wire import NotStored, Stored, Window
 from memckpt.state.layout import Shard, TensorSpec
 from memckpt.state.records import Branch, Timeline
@@ -34,10 +35,10 @@ def records() -> Iterator[Records]:
 class Shelf:
     """A holder in attempt ``a1``, and the rooms that it has got, up to a number of bytes."""
 
-    def __init__(self, limit: int = 1 << 30) -> None:
+    def __init__(self, limit: int = 1 << 30, keeper: Keeper | None = None) -> None:
         self.limit = limit
         self.rooms: list[MemoryRoom] = []
-        self.holder = Holder("n", self.reserve)
+        self.holder = Holder("n", self.reserve, keeper)
         self.holder.begin("a1", 0, CODE)
 
     def reserve(self, nbytes: int) -> MemoryRoom:
@@ -97,6 +98,123 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     assert shelf.holder.nbytes == sum(len(room.view) for room in shelf.rooms)
     shelf.holder.close()
     assert shelf.open_rooms == 0
+
+
+class Memory:
+    """What the agent has of a courier's memory: the bytes live on when the courier has unmapped them."""
+
+    def __init__(self) -> None:
+        self.rooms: dict[int, MemoryRoom] = {}
+        self.place: Place | None = None
+
+    def keep(self, place: Place, room: Room) -> None:
+        assert isinstance(room, MemoryRoom)
+        assert place.slot not in self.rooms
+        self.place, self.rooms[place.slot] = place, room
+
+    def let_go(self, place: Place) -> None:
+        del self.rooms[place.slot]
+
+    def mapped_again(self) -> dict[int, Room]:
+        return {slot: room.mapped_again() for slot, room in self.rooms.items()}
+
+
+def adopted(memory: Memory) -> Holder:
+    """Another holder, which maps the memory of one that has died."""
+    assert memory.place is not None
+    holder = Holder("n", MemoryRoom, memory)
+    holder.adopt(memory.place.window, memory.place.unit, memory.mapped_again())
+    return holder
+
+
+def content(holder: Holder) -> dict[tuple[int, int], tuple[Fragment, bytes]]:
+    """All fragments of all complete records, by record and stripe."""
+    window = holder.window((0, 1), "g")
+    assert window is not None
+    found = {(record, stripe): window.fragment(record, stripe) for record in (STATIC, *range(9)) for stripe in range(9)}
+    return {key: (one[0], bytes(one[1])) for key, one in found.items() if one is not None}
+
+
+def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records) -> None:
+    memory = Memory()
+    shelf = Shelf(keeper=memory)
+    shelf.holder.open(records.window("g", CODE))
+    most = records.window("g", CODE).kept
+    for record in range(3, 3 + most + 1):  # the first one's slot is taken by the last
+        shelf.put(record, stripes=2, content=bytes([record]))
+    shelf.put(STATIC, stripes=3)
+    expected = content(shelf.holder)
+    shelf.holder.leave()
+    holder = adopted(memory)
+    assert content(holder) == expected
+    assert holder.held(lambda window: None)[0].records == tuple(range(4, 4 + most))
+    assert holder.held(lambda window: None)[0].steps == tuple(range(104, 104 + most))
+    # The attempt goes on: what is sent once more is said once more, what follows takes the slot of the oldest.
+    holder.begin("a1", None, CODE, rejoined=True)
+    assert holder.open(records.window("g", CODE)) is None
+    assert content(holder) == expected
+    fragment, payload = sealed(4 + most, 0, 1, b"y" * 100)
+    assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", 4 + most)
+    assert holder.held(lambda window: None)[0].records == tuple(range(5, 5 + most))
+    holder.close()
+    assert memory.rooms == {}
+
+
+def drop_beyond(holder: Holder) -> None:
+    holder.halt()
+    holder.begin("a2", 3, CODE)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [lambda holder: holder.abandon((0, 1), "g", 4), drop_beyond],
+    ids=["withdrawn", "not gone on with"],
+)
+def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[Holder], None]) -> None:
+    memory = Memory()
+    shelf = Shelf(keeper=memory)
+    shelf.holder.open(records.window("g", CODE))
+    shelf.put(3)
+    shelf.put(4, stripes=3)
+    drop(shelf.holder)
+    shelf.holder.leave()
+    assert adopted(memory).held(lambda window: None)[0].records == (3,)
+
+
+@pytest.mark.parametrize("present", range(3))
+def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, present: int) -> None:
+    """Neither where a former record of the slot had more stripes."""
+    memory = Memory()
+    shelf = Shelf(keeper=memory)
+    window = records.window("g", CODE)
+    shelf.holder.open(window)
+    for record in range(3, 3 + window.kept):
+        shelf.put(record, stripes=3)
+    newest = 3 + window.kept
+    for stripe in range(present):
+        fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
+        assert shelf.holder.put(fragment, 0, payload) is None
+    shelf.holder.leave()
+    holder = adopted(memory)
+    first = 3 if present == 0 else 4
+    assert holder.held(lambda window: None)[0].records == tuple(range(first, newest))
+    holder.begin("a1", None, CODE, rejoined=True)
+    # From its beginning: what is left of the first try does not count.
+    for stripe in range(2):
+        fragment, payload = sealed(newest, stripe, 3, b"z" * STRIPE_BYTES)
+        assert holder.put(fragment, 0, payload) is None
+    fragment, payload = sealed(newest, 2, 3, b"z" * 100)
+    assert holder.put(fragment, 0, payload) == Stored((0, 1), "g", newest)
+
+
+def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
+    memory = Memory()
+    shelf = Shelf(keeper=memory)
+    shelf.holder.open(records.window("g", CODE))
+    shelf.holder.leave()
+    memory.rooms[SLOTS] = MemoryRoom(100)
+    with pytest.raises(ValueError, match="expected a room of"):
+        adopted(memory)
 
 
 def test_what_is_sent_once_more_is_said_once_more(records: Records) -> None:

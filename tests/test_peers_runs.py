@@ -353,6 +353,34 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
     assert "has not answered for" in told(lab)
 
 
+@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+def test_pieces_outlive_the_couriers_that_kept_them(lab: Lab, setup: Setup) -> None:
+    """A node is lost, then the couriers of all others die, one of them once more while it is asked for pieces."""
+    job = peers_job(lab, setup, peers_config(3, 1))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    for name in ("node0", "node2", "node3"):
+        kill_and_wait(courier_of(died, name))
+    attempt = died.again(lab)
+    dies = recovers_with([2], lambda rank: kill_once(attempt, "node2"))
+    finishes(lab, replace(attempt, prepare=dies), expected)
+    goes_on(attempt, *bounds(died))
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_a_node_is_lost_as_the_couriers_of_others_die(lab: Lab, setup: Setup, redo: str) -> None:
+    """What was acknowledged is with those who take their place: (3, 1) needs the pieces of all three."""
+    job = peers_job(lab, setup, peers_config(3, 1, redo))
+    expected = reference(lab, job)
+    acts = [Act(rank, 6, "backward", kill_courier) for rank in (0, 2, 3)]
+    died = fail(lab, replace(job, protected_at=(5,), acts=acts), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    finishes(lab, attempt, expected)
+    goes_on(attempt, 4, 6)
+
+
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:

@@ -100,6 +100,8 @@ class HelperProcess:
         finally:
             theirs.close()
         self._channel = Channel(ours)
+        #: Descriptors that came with the message that is being received.
+        self._came: list[int] = []
         #: Messages that wait to be taken, with descriptors that are ours.
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._waiting_bytes = 0
@@ -112,11 +114,26 @@ class HelperProcess:
             self._send_waiting()
             answer = self._channel.poll()
             if answer is not None:
-                self._received(answer[0])
+                self._receive(*answer)
         except AgentGoneError:
             self._ended("the process has ended")
         except AgentError as error:
             self._ended(str(error))
+
+    def _receive(self, message: Message, fds: list[int]) -> None:
+        before, self._came = self._came, fds
+        try:
+            self._received(message)
+        finally:
+            self._came = before
+            for fd in fds:
+                os.close(fd)
+
+    def take_descriptors(self) -> list[int]:
+        """Those that came with the message that is being received; the caller's from now on."""
+        taken = list(self._came)
+        self._came.clear()
+        return taken
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
         """Hand over a job. Raises AgentGoneError if the process is gone, or has not taken anything for too long."""
@@ -175,15 +192,19 @@ class HelperProcess:
                     longer,
                 )
                 continue
-            answer, longer = received[0], 0.0
+            (answer, fds), longer = received, 0.0
             if isinstance(answer, expected):
                 return answer
-            self._received(answer)
+            self._receive(answer, fds)
             if self._channel.fileno() < 0:
                 raise AgentGoneError("what it said has led to its end")
 
-    def close(self) -> None:
-        """Kill it, wait for its end a while, and close the connection. Idempotent."""
+    def close(self, last: Callable[[Message], None] | None = None) -> None:
+        """Kill it, wait for its end a while, and close the connection. Idempotent.
+
+        Args:
+            last: called with each message that it has sent and that was not received before.
+        """
         if self._channel.fileno() < 0:
             return
         self._selector.unregister(self._channel.sock)
@@ -193,6 +214,14 @@ class HelperProcess:
         except subprocess.TimeoutExpired:
             # In a system call that the storage does not let end. It dies when that does, and does nothing more.
             _log.warning("pid %d is killed but hangs in the kernel", self._process.pid)
+        if last is not None:
+            self._receive_last(last)
         self._channel.close()
         while self._waiting:
             self._drop_first()
+
+    def _receive_last(self, last: Callable[[Message], None]) -> None:
+        self._received = last
+        with contextlib.suppress(AgentGoneError):  # that is its end, behind all that it has sent
+            while (received := self._channel.poll()) is not None:
+                self._receive(*received)

@@ -297,6 +297,31 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
     pieces: tuple[HeldPieces, ...]
 
 
+class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
+    """From the courier: memory in which it keeps pieces; its descriptor comes along. The agent has it as long as the
+    courier does not let go of it, and hands it to the next courier with this very message, before Listen.
+
+    Attributes:
+        owner, generation: of the window whose pieces lie there.
+        window: what its owner has said of it, encoded.
+        unit, slot: as in Place.
+    """
+
+    owner: tuple[int, ...]
+    generation: str
+    window: bytes
+    unit: int
+    slot: int
+
+
+class LetGoOfRoom(msgspec.Struct, frozen=True, tag="let go of room"):
+    """From the courier: this memory is not needed any more."""
+
+    owner: tuple[int, ...]
+    generation: str
+    slot: int
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """To the courier: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
 

@@ -30,6 +30,8 @@ from memckpt.agent.peer_messages import (
     Halted,
     Holds,
     Join,
+    KeepRoom,
+    LetGoOfRoom,
     Listen,
     Listening,
     ListPieces,
@@ -44,6 +46,7 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     SendRecord,
 )
+from memckpt.agent.piece_rooms import PieceRooms
 from memckpt.agent.recovery import Recovery
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.phases import PhasesPage
@@ -51,8 +54,8 @@ from memckpt.state.records import Branch, HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
-#: What a courier keeps dies with it: one that lives, and does not halt at once, gets longer. Less than the 60 s that
-#: trainers wait for the agent.
+#: What a courier has received and not written down dies with it: one that lives, and does not halt at once, gets
+#: longer. Less than the 60 s that trainers wait for the agent.
 _HALT_SECONDS = 50.0
 #: Between two attempts at starting one that does not come up, so many times as long as that took.
 _REST_FACTOR = 5.0
@@ -83,6 +86,7 @@ class Peers:
         mirrors: Mirrors,
     ) -> None:
         self._mirrors = mirrors
+        self._rooms = PieceRooms()
         self._selector = selector
         self._holding = holding
         self._told_passed = passed
@@ -127,6 +131,7 @@ class Peers:
         courier, self._courier = self._courier, None
         if courier is not None:
             courier.close()
+        self._rooms.close()
         self._close_phases()
 
     def _close_phases(self) -> None:
@@ -143,13 +148,13 @@ class Peers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept of other nodes' records, as the courier has said it last, and of mirrors."""
+        """Memory of what is kept of other nodes' records, in pieces and in mirrors."""
         return self.kept_bytes + self._mirrors.nbytes
 
     @property
     def kept_bytes(self) -> int:
         """Of these, what the courier keeps."""
-        return self._report.held_bytes if self._report is not None and self._courier is not None else 0
+        return self._rooms.nbytes
 
     @property
     def status(self) -> PeersStatus | None:
@@ -158,7 +163,7 @@ class Peers:
             return None
         if self._courier is None:
             return msgspec.structs.replace(
-                self._report, protected=False, problem=self._problem, held_bytes=0, kept=(), links=()
+                self._report, protected=False, problem=self._problem, held_bytes=self.kept_bytes, links=()
             )
         quiet = time.monotonic() - self._reported
         if quiet < _QUIET_SECONDS:
@@ -192,12 +197,12 @@ class Peers:
             try:
                 courier.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
-                _log.error("the courier is gone, and with it what it kept for other nodes: %s", error)
-                courier.close()
+                _log.error("the courier is gone: %s", error)
+                self._end_courier(courier)
                 # Had it died meanwhile, then another one is here, or none: nobody needs that one either.
                 replaced, self._courier = self._courier, None
                 if replaced is not None:
-                    replaced.close()
+                    self._end_courier(replaced)
         self._mirrors.halt()
 
     # Start of an attempt
@@ -217,11 +222,37 @@ class Peers:
                 if self._courier is None:
                     self._backoff.started()
                     self._told_own = None
-                    self._courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
+                    self._courier = self._start_courier()
                 self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
             return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
         except AgentGoneError as error:
             raise AgentError(f"the courier does not answer: {error}") from error
+
+    def _start_courier(self) -> HelperProcess:
+        """Another courier; it goes on with what the last one kept."""
+        courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
+        try:
+            for message, fd in self._rooms.handover():
+                courier.send(message, [fd])
+        except AgentGoneError:
+            courier.close()
+            raise
+        return courier
+
+    def _end_courier(self, courier: HelperProcess) -> None:
+        """Have it end, if it has not yet; what it has said of its memory counts, and nothing else."""
+
+        def note(message: Message) -> None:
+            if isinstance(message, KeepRoom | LetGoOfRoom):
+                self._note_room(message, courier.take_descriptors())
+
+        courier.close(note)
+
+    def _note_room(self, message: KeepRoom | LetGoOfRoom, fds: list[int]) -> None:
+        if isinstance(message, KeepRoom):
+            self._rooms.keep(message, fds)
+        else:
+            self._rooms.let_go(message)
 
     def _pieces(self) -> tuple[HeldPieces, ...]:
         assert self._courier is not None
@@ -415,6 +446,8 @@ class Peers:
 
     def _received(self, message: Message) -> None:
         match message:
+            case KeepRoom() | LetGoOfRoom():
+                self._note_room(message, self._courier.take_descriptors() if self._courier is not None else [])
             case Passed():
                 self.watermark, self._newest = message.record, message
                 self._mirrors.passed(message.record, message.whole)
@@ -451,7 +484,7 @@ class Peers:
             self._send(news)
 
     def _ended(self, reason: str) -> None:
-        _log.error("the courier is gone, and with it what it kept for other nodes: %s", reason)
+        _log.error("the courier is gone: %s", reason)
         self._died_of = reason
         self._lose_courier(reason)
         self._give_up_recovery("the courier is gone")
@@ -468,7 +501,7 @@ class Peers:
         self._problem = reason
         courier, self._courier = self._courier, None
         if courier is not None:
-            courier.close()
+            self._end_courier(courier)
 
     def _do_without(self, reason: str) -> None:
         """Peers look for one at an address where there is none any more: the start of the attempt fails."""
@@ -489,7 +522,7 @@ class Peers:
             self._restart()
 
     def _restart(self) -> None:
-        """Another one takes its place. What it kept is lost; its owners see that, and send anew what they have."""
+        """Another one takes its place, and goes on with what it kept; its owners send anew what was on its way."""
         assert self._listening is not None
         self._retry_at = None
         listen, listening = self._listening

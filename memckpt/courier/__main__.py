@@ -1,7 +1,7 @@
 """``python -m memckpt.courier``: the process through which an agent reaches those of other nodes. Not for people.
 
-A process of its own because the erasure code holds Python's lock while it works. It dies with its agent, and with it
-what it keeps of other nodes' records: a node is lost as a whole.
+A process of its own because the erasure code holds Python's lock while it works. The memory in which it keeps other
+nodes' records is the agent's, too: another courier goes on with it. With the agent it dies: a node is lost as a whole.
 """
 
 from __future__ import annotations

@@ -28,6 +28,8 @@ from memckpt.agent.peer_messages import (
     Halted,
     Holds,
     Join,
+    KeepRoom,
+    LetGoOfRoom,
     Listen,
     Listening,
     ListPieces,
@@ -44,12 +46,13 @@ from memckpt.courier.member import Member
 from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
-from memckpt.errors import AgentError
+from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.peers import wire
-from memckpt.peers.holder import Holder, KeptWindow, Room
+from memckpt.peers.holder import Holder
+from memckpt.peers.kept_window import KeptWindow, Place, Room
 from memckpt.peers.keys import Keys
 from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
@@ -64,12 +67,15 @@ _MOST_DELIVERIES = 256
 
 
 class _RegionRoom:
-    """Memory for pieces."""
+    """Memory for pieces. Owns the region."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._region = Region.create("pieces", nbytes)
-        self._region.populate_in_background()
-        self._view: memoryview | None = memoryview(self._region.map)
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._view: memoryview | None = memoryview(region.map)
+
+    @property
+    def fd(self) -> int:
+        return self._region.fd
 
     @property
     def view(self) -> memoryview:
@@ -79,6 +85,22 @@ class _RegionRoom:
     def close(self) -> None:
         self._view = None
         self._region.close()
+
+
+class _AgentKeeps:
+    """The agent has each room, too, so that another courier finds what is there when this one dies."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def keep(self, place: Place, room: Room) -> None:
+        assert isinstance(room, _RegionRoom)
+        told = place.window
+        message = KeepRoom(told.owner, told.generation, msgspec.msgpack.encode(told), place.unit, place.slot)
+        self._channel.send(message, [room.fd])
+
+    def let_go(self, place: Place) -> None:
+        self._channel.send(LetGoOfRoom(place.window.owner, place.window.generation, place.slot))
 
 
 class Courier:
@@ -108,6 +130,8 @@ class Courier:
         #: Of the node's memory, what the agent holds.
         self._own_bytes = 0
         self._draining_until: float | None = None
+        #: What a courier before this one has kept, until it is known of which node this one is: by window and slot.
+        self._adopted: dict[tuple[tuple[int, ...], str], dict[int, tuple[KeepRoom, Room]]] = {}
 
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
@@ -156,10 +180,17 @@ class Courier:
         return max(0.0, min(limits))
 
     def close(self) -> None:
-        """Let go of everything, what is kept for others too."""
+        """Let go of everything; what is kept for others stays with the agent."""
         self._leave()
         if self._holder is not None:
-            self._holder.close()
+            self._holder.leave()
+        self._close_adopted()
+
+    def _close_adopted(self) -> None:
+        for rooms in self._adopted.values():
+            for _, room in rooms.values():
+                room.close()
+        self._adopted.clear()
 
     def _close_phases(self) -> None:
         phases, self._phases, self._marks = self._phases, None, None
@@ -198,6 +229,9 @@ class Courier:
             return
         regions = [Region.open(fd) for fd in fds]
         match message:
+            case KeepRoom():
+                rooms = self._adopted.setdefault((message.owner, message.generation), {})
+                rooms[message.slot] = message, _RegionRoom(regions[0])
             case Listen():
                 self._listen(message)
             case Join():
@@ -239,15 +273,35 @@ class Courier:
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
         if self._holder is None:
-            self._holder = Mirroring(Holder(message.node, self._reserve), self._ask_for_mirror, self._channel.send)
+            holder = Holder(message.node, self._reserve, _AgentKeeps(self._channel))
+            self._holder = Mirroring(holder, self._ask_for_mirror, self._channel.send)
+            self._adopt()
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
         self._channel.send(Listening(self._transport.address))
+
+    def _adopt(self) -> None:
+        """Take over what a courier that has died kept for other nodes."""
+        assert self._holder is not None
+        for key, rooms in list(self._adopted.items()):
+            told, _ = next(iter(rooms.values()))
+            try:
+                window = msgspec.msgpack.decode(told.window, type=wire.Window)
+                self._holder.holder.adopt(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
+            except (MemckptError, ValueError) as error:
+                _log.error("pieces of ranks %s cannot be kept on: %s", list(told.owner), error)
+                for slot in rooms:
+                    self._channel.send(LetGoOfRoom(*key, slot))
+                continue
+            del self._adopted[key]
+        self._close_adopted()
 
     def _reserve(self, nbytes: int) -> Room:
         """Memory for others' records, if there is some beside our own."""
         kept = 0 if self._holder is None else self._holder.nbytes
         check_budget(nbytes, self._own_bytes + kept, self._budget, "pieces of other nodes' records")
-        return _RegionRoom(nbytes)
+        region = Region.create("pieces", nbytes)
+        region.populate_in_background()
+        return _RegionRoom(region)
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None

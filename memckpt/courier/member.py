@@ -77,7 +77,7 @@ class Member:
         holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
             transport.
         passed: told when the watermark has got further, or protection has changed.
-        rejoined: the node has taken part before, and has lost all that it had.
+        rejoined: the node has taken part before, and has lost what its own records were on their way to.
 
     Attributes:
         loopback: messages of this node to itself.
@@ -126,7 +126,7 @@ class Member:
         self._kept = {
             unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
         }
-        holder.begin(job.attempt, job.record, self._code)
+        holder.begin(job.attempt, job.record, self._code, rejoined)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         self._leader = Leader(names, start) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)

@@ -21,7 +21,8 @@ from memckpt.courier.mirror_window import Key, MirrorWindow
 from memckpt.memory.region import Region
 from memckpt.peers.code import Code
 from memckpt.peers.fragments import Fragment
-from memckpt.peers.holder import MOST_WINDOWS, Holder, KeptWindow
+from memckpt.peers.holder import MOST_WINDOWS, Holder
+from memckpt.peers.kept_window import KeptWindow
 from memckpt.peers.windows import differing, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
@@ -35,7 +36,7 @@ class Mirroring:
     Belongs to the courier's loop.
 
     Args:
-        holder: of pieces and plain copies; closed with it.
+        holder: of pieces and plain copies; left with it.
         ask: has the agent make a mirror, and waits for it.
         tell: gives the agent a message.
     """
@@ -85,10 +86,10 @@ class Mirroring:
 
     # Attempts
 
-    def begin(self, attempt: str, record: int | None, code: Code) -> None:
+    def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
         """As for a holder."""
         self._attempt = attempt
-        self._holder.begin(attempt, record, code)
+        self._holder.begin(attempt, record, code, rejoined)
 
     def halt(self) -> None:
         """The attempt is over: mirrors belong to the agent alone from now on."""
@@ -99,9 +100,10 @@ class Mirroring:
         self._refused.clear()
         self._holder.halt()
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Unmap everything; the agent keeps it."""
         self.halt()
-        self._holder.close()
+        self._holder.leave()
 
     # What owners say
 
