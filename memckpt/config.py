@@ -84,6 +84,8 @@ class StorageConfig:
             10 s at the latest.
         keep_last: checkpoints that are kept; older ones go once a newer one has been verified.
         keep_every_steps: those whose step is a multiple of it are kept for good.
+        owner: id of the run that the checkpoints belong to; a store of another one is refused. None: it is made once,
+            and kept in the run directory.
         timeout_seconds: how long one may take to write before it is given up.
         grace_seconds: the same after a SIGTERM, when the machine may be about to go.
     """
@@ -96,11 +98,13 @@ class StorageConfig:
     batch_steps: int | None = None
     keep_last: int = 2
     keep_every_steps: int | None = None
+    owner: str | None = None
     timeout_seconds: float = 1800.0
     grace_seconds: float = 25.0
 
     def __post_init__(self) -> None:
         _require(self.url is None or bool(self.url), "storage.url", "None, a directory or a URL", self.url)
+        _require(self.owner is None or bool(self.owner), "storage.owner", "None or the id of a run", self.owner)
         every, kept, batch = self.every_steps, self.keep_every_steps, self.batch_steps
         _require(self.mode in ("auto", "replica", "log"), "storage.mode", "'auto', 'replica' or 'log'", self.mode)
         _require(batch is None or batch >= 1, "storage.batch_steps", "None or 1 or more", batch)

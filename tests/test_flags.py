@@ -52,6 +52,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "storage.min_seconds": ("1", 1.0),
     "storage.overhead": ("0.5", 0.5),
     "storage.keep_last": ("7", 7),
+    "storage.owner": ("gpt-7", "gpt-7"),
     "storage.keep_every_steps": ("1000", 1000),
     "storage.timeout_seconds": ("9", 9.0),
     "storage.grace_seconds": ("3", 3.0),

@@ -122,6 +122,7 @@ class JobMaker:
             created=time.time(),
             content=spec.content(),
             serves=spec.serves,
+            run=config.owner or "",
         )
         return Save(
             url=url,

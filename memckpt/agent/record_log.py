@@ -86,7 +86,7 @@ class RecordLog:
         self._open_writer = open_writer
         self._broken = broken
         self._writer: HelperProcess | None = None
-        self._url = ""
+        self._url = self._run = ""
         self._asked_steps: int | None = None
         self._timeout_seconds = 0.0
         self._timeline: Timeline | None = None
@@ -106,8 +106,11 @@ class RecordLog:
         self.written: tuple[int, int] | None = None
         self.alarm = ""
 
-    def configure(self, url: str, batch_steps: int | None, timeout_seconds: float, timeline: Timeline) -> None:
-        """Where to, and for which attempt."""
+    def configure(
+        self, url: str, batch_steps: int | None, timeout_seconds: float, timeline: Timeline, run: str = ""
+    ) -> None:
+        """Where to, and for which attempt of which run."""
+        self._run = run
         if timeline != self._timeline:
             self._timeline, self._branched = timeline, None
             self._stretch_before, self._stretch = (self._stretch if url == self._url else None), None
@@ -254,6 +257,7 @@ class RecordLog:
             batch_steps=batch_steps_for(generation.layout, self._asked_steps),
             batch_bytes=BATCH_BYTES,
             batch_seconds=_BATCH_SECONDS,
+            run=self._run,
         )
         self._writer.send(opened, [generation.slots.fd])
         self._opened = first.timeline, generation.number

@@ -136,7 +136,7 @@ class Saver:
             self._log.pause()
         else:
             self._jobs.warm()
-            self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline)
+            self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "")
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
         """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""

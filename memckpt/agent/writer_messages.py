@@ -85,6 +85,7 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     batch_steps: int
     batch_bytes: int
     batch_seconds: float
+    run: str = ""
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):

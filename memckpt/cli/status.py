@@ -38,6 +38,7 @@ from memckpt.cli.peers import show_peers
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, MemckptError, StorageError
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
+from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.store import LocalStore, Store, open_store
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
@@ -155,6 +156,8 @@ class Looker:
         try:
             store = open_store(url)
             catalog = _read_within(store, _STORAGE_SECONDS)
+            if kept := kept_run(self._address.run_dir):
+                refuse_other(url, catalog.owner, kept, self._address.run_dir)
         except MemckptError as error:
             # Shown, not raised: memory has its own story, and a watch outlives a mount that is away for a minute.
             self.storage_error = error

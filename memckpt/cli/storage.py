@@ -52,9 +52,13 @@ from memckpt.storage.catalog import (
 from memckpt.storage.catalog import verify as verify_checkpoint
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch
+from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other
 from memckpt.storage.store import LocalStore, Store
 
 Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
+Adopt = Annotated[
+    bool, typer.Option("--adopt", help="Go on as the run that the store belongs to: RUN's directory takes its id.")
+]
 To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp and accelerate. It must not exist.")]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
 Format = Annotated[
@@ -62,7 +66,7 @@ Format = Annotated[
 ]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
 #: What a store of ours consists of.
-_OURS = {"base", "commit", "log", "state"}
+_OURS = {"base", "commit", "log", "state", CLAIM}
 #: How long an agent may take to save what it holds.
 _SAVE_SECONDS = 1800.0
 
@@ -83,6 +87,30 @@ def _catalog_of(store: Store, run: Path) -> Catalog:
     raise NothingHeldError(f"no checkpoints in {store.url}{hint}")
 
 
+def _check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_looks: bool = False) -> None:
+    """See that a store belongs to the run whose directory was given, if that knows which run it is.
+
+    Args:
+        adopt: whether it is to become that run.
+        only_looks: a store of another run is then named, and no error.
+    """
+    kept = kept_run(run)
+    if adopt:
+        if not catalog.owner:
+            raise UsageError(f"--adopt: expected a store that belongs to a run, found none that {store.url} belongs to")
+        if kept != catalog.owner:
+            keep_run(run, catalog.owner)
+            err.print(f"{run} is the run {catalog.owner} from now on", markup=False, soft_wrap=True)
+    elif kept and only_looks and catalog.owner not in ("", kept):
+        said = f"{store.url} belongs to the run {catalog.owner}, and {run} is the run {kept}"
+        err.print(said, style="yellow", markup=False, soft_wrap=True)
+    elif kept and not only_looks:
+        refuse_other(store.url, catalog.owner, kept, run)
+    if catalog.others:
+        said = f"{store.url} also has files of other runs, which are left alone: {', '.join(catalog.others)}"
+        err.print(said, style="yellow", markup=False, soft_wrap=True)
+
+
 def _in_json(one: Checkpoint) -> dict[str, Any]:
     return {
         "step": one.step,
@@ -100,18 +128,20 @@ def _name(one: Checkpoint) -> str:
     return f"step {one.step}, attempt {one.timeline.number}"
 
 
-def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
+def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False) -> None:
     """List the checkpoints that a run has in storage, newest first, and the steps logged since.
 
-    Exit status 4 if there are none, 5 if other files are there.
+    A store of another run is listed, and that is said. Exit status 4 if there are none, 5 if other files are there.
     """
     store = store_of(run, url)
     catalog = _catalog_of(store, run)
+    _check_owner(store, catalog, run, adopt, only_looks=True)
     newest = next(iter(stored_points(catalog)), None)
     if as_json:
         print_json(
             {
                 "url": store.url,
+                "owner": catalog.owner or None,
                 "step": newest.step if newest is not None else None,
                 "checkpoints": [_in_json(one) for one in catalog.checkpoints],
                 "batches": [_batch_in_json(one) for one in catalog.batches],
@@ -120,8 +150,13 @@ def ls(run: Run, url: Url = None, as_json: AsJson = False) -> None:
         )
         return
     columns = ["step", "attempt", "written", "size", "ranks"]
+    title = f"{store.url} ({catalog.owner})" if catalog.owner else store.url
     whole = len(catalog.complete) == len(catalog.checkpoints)
-    table = plain_table(*columns, *([] if whole else ["parts"]), title=escape(store.url))
+    table = plain_table(
+        *columns,
+        *([] if whole else ["parts"]),
+        title=escape(title),
+    )
     for one in catalog.checkpoints:
         cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
         parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
@@ -179,13 +214,14 @@ def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
     return keys
 
 
-def verify(run: Run, url: Url = None, repair: Repair = False, as_json: AsJson = False) -> None:
+def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = False, as_json: AsJson = False) -> None:
     """Read and check every file that a run has in storage; training may go on meanwhile.
 
     Exit status 8 if something is damaged and --repair is not given, 4 if there is nothing.
     """
     store = store_of(run, url)
     catalog = _catalog_of(store, run)
+    _check_owner(store, catalog, run, adopt, only_looks=not repair)
     may_come = _may_come(catalog)
     damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
     good, unfinished, bad = [], [], []
@@ -260,11 +296,13 @@ def export(
     source: Source = "storage",
     node: Node = None,
     url: Url = None,
+    adopt: Adopt = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a step in a format that other tools read: from storage, or from the memory of a run that is training.
 
-    Exit status 4 if the step is not there, 8 if it is damaged, 6 if there is no room for it, 11 if no agent answers.
+    Exit status 4 if the step is not there, 5 if the store is another run's, 8 if the step is damaged, 6 if there is no
+    room for it, 11 if no agent answers.
     """
     from memckpt.storage.export import formats
 
@@ -279,7 +317,7 @@ def export(
         if source == "memory":
             store, found = _from_memory(AgentAddress.of(run, node), step, to, stack)
         else:
-            store, found = _from_storage(store_of(run, url), run, step, to, stack)
+            store, found = _from_storage(store_of(run, url), run, step, to, stack, adopt)
         _write(store, found, to, form)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
     if as_json:
@@ -311,10 +349,12 @@ def _from_memory(
 
 
 def _from_storage(
-    store: Store, run: Path, step: int | None, to: Path, stack: contextlib.ExitStack
+    store: Store, run: Path, step: int | None, to: Path, stack: contextlib.ExitStack, adopt: bool
 ) -> tuple[Store, Checkpoint]:
     """A step that storage can produce, verified; one that has to be redone is written beside first."""
-    point = _chosen(_catalog_of(store, run), step)
+    catalog = _catalog_of(store, run)
+    _check_owner(store, catalog, run, adopt)
+    point = _chosen(catalog, step)
     nbytes = sum(file.nbytes for file in point.files)
     _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
     with _reading(nbytes) as reading:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
@@ -36,6 +37,8 @@ class AgentLink:
         self._ranks = ranks
         self._config = config.agent
         self._storage = config.storage
+        #: Id of the run, which what goes to storage belongs to; empty before that is known.
+        self.owner = ""
         #: Whether training waits for what peers acknowledge.
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._client: AgentClient | None = None
@@ -82,10 +85,10 @@ class AgentLink:
 
     def configure(self, timeline: Timeline, compute_threads: int) -> None:
         """Give the agent the run's settings and the timeline that this attempt trains on."""
-        linger = self._config.linger_seconds
-        self.client.configure(
-            Configure(linger, timeline, self._storage, compute_threads, search_path=user_search_path())
-        )
+        linger, storage = self._config.linger_seconds, self._storage
+        if storage is not None:
+            storage = replace(storage, owner=self.owner or None)
+        self.client.configure(Configure(linger, timeline, storage, compute_threads, search_path=user_search_path()))
 
     def prepare(
         self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False, reason: str = ""

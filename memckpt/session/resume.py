@@ -159,7 +159,9 @@ class Resumption:
         if resharding and storage is not None:
             record, where = record_to_reshard(held, resume), storage
             ranks.together(lambda: self._save_for_resharding(own, record, where))
-        tier = StorageTier(storage, self._run_dir, ranks, resume if isinstance(resume, int) else None)
+        step = resume if isinstance(resume, int) else None
+        tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._storage is not None)
+        self._link.owner = tier.run
 
         def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
             return make_plan(

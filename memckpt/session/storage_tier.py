@@ -15,7 +15,8 @@ from memckpt.state import rng
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
-from memckpt.storage.store import Store, matches, open_store
+from memckpt.storage.owner import CLAIM, choose_run, claim, keep_run, kept_run, new_run, read_claim, refuse_other
+from memckpt.storage.store import LocalStore, Store, matches, open_store
 
 _log = logging.getLogger("memckpt")
 
@@ -28,15 +29,23 @@ class StorageTier:
         run_dir: the run's.
         ranks: of the job.
         step: one that is asked for, or None.
+        owned: whether the store belongs to a run, and not to one attempt alone.
 
     Attributes:
+        run: id of the run that the store belongs to, which is this one; empty: it belongs to none.
         catalog: what the store holds; empty without a store.
         points: the states that it can produce, newest first.
         problem: why it could not be listed; empty if it could.
+
+    Raises:
+        ForeignStateError: it belongs to another run.
     """
 
-    def __init__(self, config: StorageConfig | None, run_dir: Path, ranks: Ranks, step: int | None) -> None:
+    def __init__(
+        self, config: StorageConfig | None, run_dir: Path, ranks: Ranks, step: int | None, owned: bool = True
+    ) -> None:
         self._ranks = ranks
+        self.run = ""
         self._store: Store | None = None
         self.catalog = Catalog((), {})
         self.points: tuple[StoredPoint, ...] = ()
@@ -45,21 +54,41 @@ class StorageTier:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
 
-        def look() -> tuple[Catalog, str]:
-            if ranks.rank != 0:
-                return self.catalog, ""
-            try:
-                return read_catalog(store), ""
-            except StorageError as error:
-                return self.catalog, str(error)
-
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        self.catalog, self.problem = ranks.together(look)[0]
+        kept = ranks.together(lambda: kept_run(run_dir) if owned else "")
+
+        def look() -> tuple[Catalog, str, str]:
+            if ranks.rank != 0:
+                return self.catalog, "", ""
+            owning = _Owning(store, run_dir, config.owner, kept) if owned else None
+            try:
+                catalog = read_catalog(store)
+            except StorageError as error:
+                return self.catalog, str(error), owning.id_for("") if owning is not None else ""
+            return catalog, "", owning.take(catalog) if owning is not None else ""
+
+        self.catalog, self.problem, self.run = ranks.together(look)[0]
+        if owned and any(one != self.run and (config.owner or not one) for one in kept):
+            self._keep(run_dir, kept[ranks.rank])
         if self.problem:
             _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
         for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
         self.points = stored_points(self.catalog, also=step)
+
+    def _keep(self, run_dir: Path, kept: str) -> None:
+        """Note in the run directories of all nodes which run this is."""
+        if kept == self.run or self._ranks.rank != self._ranks.local_ranks[0]:
+            return
+        try:
+            keep_run(run_dir, self.run)
+        except StorageError as error:
+            _log.warning(
+                "memckpt: which run this is (%s) is not noted in its directory, and storage will refuse the next start "
+                "unless it is given storage.owner: %s",
+                self.run,
+                error,
+            )
 
     def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec) -> StoredState:
         """The first of the candidates whose files are all good.
@@ -143,3 +172,59 @@ class StorageTier:
                 if seen[file.path] is not None:
                     return seen[file.path]
         return None
+
+
+class _Owning:
+    """Who a store belongs to, seen by rank 0 of a job that is about to use it.
+
+    Args:
+        store: to be used.
+        run_dir: of the job.
+        given: the configured id of the run, or None.
+        kept: what the nodes' run directories keep, by rank; empty for those that keep none.
+    """
+
+    def __init__(self, store: Store, run_dir: Path, given: str | None, kept: Sequence[str]) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._given = given
+        self._kept = kept
+        self._inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
+
+    def id_for(self, owner: str) -> str:
+        """The id of this run, which is made if there is none yet.
+
+        Raises:
+            ForeignStateError: `owner`, to whom the store belongs, is another one.
+        """
+        run = choose_run(owner, self._given, self._kept, self._inside)
+        refuse_other(self._store.url, owner, run, self._run_dir)
+        return run or new_run(self._run_dir)
+
+    def take(self, catalog: Catalog) -> str:
+        """The id of this run, for which the store is claimed if nobody has claimed it.
+
+        Raises:
+            ForeignStateError: it belongs to another run.
+        """
+        run = self.id_for(catalog.owner)
+        if catalog.owner and not any(self._kept) and self._given is None:
+            _log.warning("memckpt: %s belongs to the run %s, as which this one goes on", self._store.url, run)
+        elif not catalog.owner and (catalog.checkpoints or catalog.batches):
+            _log.warning("memckpt: %s belonged to no run, and now does to %s", self._store.url, run)
+        if catalog.others:
+            others = ", ".join(catalog.others)
+            _log.warning("memckpt: %s also has files of other runs, which are left alone: %s", self._store.url, others)
+        if not catalog.claimed:
+            self._claim(run, replace=CLAIM in catalog.damaged)
+        return run
+
+    def _claim(self, run: str, replace: bool) -> None:
+        try:
+            claimed = claim(self._store, run, replace)
+        except StorageError as error:  # training goes on without storage; the ids on commit files still tell
+            _log.warning("memckpt: storage cannot be claimed for this run: %s", error)
+            return
+        found = read_claim(self._store) if not claimed else None
+        if found is not None:
+            refuse_other(self._store.url, found.run, run, self._run_dir)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.format import BASES, COMMITS, LOGS, MERGED, STATES, Batch, Part, Place, decode_commit, place_of
+from memckpt.storage.owner import CLAIM, read_claim
 from memckpt.storage.store import Store, StoredFile, finished_name, matches
 
 
@@ -84,19 +85,25 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All that a store holds.
+    """All that a store holds of the run that it belongs to.
 
     Attributes:
         checkpoints: newest first.
         damaged: which commit files could not be used, and why.
         files: whatever is there, of half-written checkpoints too.
         batches: logged records, oldest first.
+        owner: id of that run; empty: the store belongs to none yet.
+        claimed: whether that is written down, beside the ids on commit files.
+        others: ids of runs that have written commit files there all the same, which count for nothing.
     """
 
     checkpoints: tuple[Checkpoint, ...]
     damaged: dict[str, str]
     files: tuple[str, ...] = ()
     batches: tuple[Batch, ...] = ()
+    owner: str = ""
+    claimed: bool = False
+    others: tuple[str, ...] = ()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
@@ -110,36 +117,55 @@ class Catalog:
 
 
 def read_catalog(store: Store) -> Catalog:
-    """List everything, and read every commit file.
+    """List everything, and read every commit file. What other runs than the store's owner have there is left out.
 
     Raises:
         StorageError: the store cannot be listed.
         UnsupportedError: a newer version has written to it.
     """
-    found: dict[tuple[int, str, int], Checkpoint] = {}
-    batches: list[Batch] = []
     damaged: dict[str, str] = {}
+    claim = None
+    try:
+        claim = read_claim(store)
+    except DamagedStateError as error:
+        damaged[CLAIM] = str(error)
     files = [path for top in (BASES, STATES, LOGS, COMMITS) for path in store.find(top, unfinished=True)]
+    contents = _read_commits(store, files, damaged)
+    oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
+    owner = claim.run if claim is not None else oldest.run if oldest is not None else ""
+    foreign = [one for one in contents if one.run not in ("", owner)]
+    contents = [one for one in contents if one.run in ("", owner)]
+    if foreign:
+        # Of an attempt that has committed nothing yet nobody knows whose it is.
+        own = {one.timeline for one in contents}
+        files = [path for path in files if (place := place_of(finished_name(path))) is None or place.timeline in own]
+    found: dict[tuple[int, str, int], Checkpoint] = {}
+    for part in (one for one in contents if isinstance(one, Part)):
+        one = Checkpoint(part.timeline, part.record)
+        found.setdefault(one.key, one).parts[part.node] = part
+    ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
+    batches = sorted(
+        (one for one in contents if isinstance(one, Batch)), key=lambda one: (one.timeline, one.first, one.node)
+    )
+    others = tuple(sorted({one.run for one in foreign}))
+    return Catalog(tuple(ordered), damaged, tuple(files), tuple(batches), owner, claim is not None, others)
+
+
+def _read_commits(store: Store, files: Iterable[str], damaged: dict[str, str]) -> list[Part | Batch]:
+    """The contents of all commit files among `files`; why one cannot be used goes to `damaged`."""
+    contents = []
     for path in files:
         if not path.startswith(COMMITS) or path != finished_name(path):
             continue
         try:
-            content = decode_commit(store.read(path), path)
+            contents.append(decode_commit(store.read(path), path))
         except DamagedStateError as error:
             damaged[path] = str(error)
-            continue
         except StorageError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 continue  # retention, in the writer process, was faster
             raise
-        if isinstance(content, Batch):
-            batches.append(content)
-            continue
-        one = Checkpoint(content.timeline, content.record)
-        found.setdefault(one.key, one).parts[content.node] = content
-    ordered = sorted(found.values(), key=lambda one: one.key, reverse=True)
-    batches.sort(key=lambda one: (one.timeline, one.first, one.node))
-    return Catalog(tuple(ordered), damaged, tuple(files), tuple(batches))
+    return contents
 
 
 def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
@@ -226,19 +252,25 @@ def remove_damaged(store: Store, commit_path: str) -> None:
         store.delete_directory(f"{BASES}/{place}")
 
 
-def superseded(checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None) -> list[Checkpoint]:
+def superseded(
+    checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None, called_for: Part | None = None
+) -> list[Checkpoint]:
     """The checkpoints that retention lets go of.
 
-    Kept are the last `keep_last` complete ones, those whose step is a multiple of `keep_every_steps`, and whatever is
-    incomplete and newer than the newest complete one: its other parts may be on their way.
+    Kept are the last `keep_last` complete ones, those whose step is a multiple of `keep_every_steps`, whatever is
+    incomplete and newer than the newest complete one, as its other parts may be on their way, and that of `called_for`,
+    however old its attempt is.
 
     Args:
         checkpoints: newest first; the newest complete one has been verified.
+        called_for: a part that has just been committed.
     """
     kept = 0
     gone = []
     for one in checkpoints:
-        if one.complete:
+        if called_for is not None and one.parts.get(called_for.node) == called_for:
+            kept += one.complete
+        elif one.complete:
             kept += 1
             marked = bool(keep_every_steps) and one.step % (keep_every_steps or 1) == 0
             if kept > keep_last and not marked:

@@ -45,6 +45,7 @@ class Part(msgspec.Struct, frozen=True):
         files: all that it consists of.
         content: digest of what is in it (:meth:`StateSpec.content`); records can be redone on an equal one.
         serves: the ranks whose parameters and optimizer state these are; empty: those of all ranks.
+        run: id of the run that has written it; empty: by a version that had none.
     """
 
     format: int
@@ -59,6 +60,7 @@ class Part(msgspec.Struct, frozen=True):
     files: tuple[StoredFile, ...] = ()
     content: str = ""
     serves: tuple[int, ...] = ()
+    run: str = ""
 
     @property
     def served(self) -> tuple[int, ...]:
@@ -92,8 +94,8 @@ class Batch(msgspec.Struct, frozen=True):
     """What one node has of some records that follow each other: the content of a batch's commit file.
 
     Attributes:
-        format, world_size, ranks, node, full, created, files, content, serves: as for a part; `full`: gradients are in
-            it.
+        format, world_size, ranks, node, full, created, files, content, serves, run: as for a part; `full`: gradients
+            are in it.
         timeline, first, last: which records.
         steps: the user-facing step of each.
         follows: the timeline of the record before the first, on whose state the first one is redone; None: that state
@@ -114,6 +116,7 @@ class Batch(msgspec.Struct, frozen=True):
     content: str
     files: tuple[StoredFile, ...] = ()
     serves: tuple[int, ...] = ()
+    run: str = ""
 
     @property
     def served(self) -> tuple[int, ...]:
@@ -158,6 +161,10 @@ class Place(NamedTuple):
     def key(self) -> tuple[int, str, int]:
         """What orders checkpoints and batches: later attempts first of all."""
         return self.number, self.nonce, self.record
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(self.number, self.nonce)
 
 
 def place_of(path: str) -> Place | None:

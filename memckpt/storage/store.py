@@ -29,6 +29,8 @@ _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
 #: With these a file system says that it does not sync directories; any other error is one.
 _REFUSED_SYNCS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+#: With these it says that it has no hard links.
+_REFUSED_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 #: What a file is called while it is written; such files are leftovers once nobody writes.
 _PARTIAL = ".partial-"
 #: Else a server that says nothing is waited for by each library in its own way, for minutes.
@@ -100,6 +102,11 @@ class Store(ABC):
             stream.write(data)
         return stream.stored(path)
 
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Write a small file unless there is one; False if there is. Of several at once a directory lets one win."""
+        with _errors("write", self.url, path):
+            return self._write_new(path, data)
+
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
         """Read a file; seekable."""
@@ -128,6 +135,9 @@ class Store(ABC):
 
     @abstractmethod
     def _replacing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
+
+    @abstractmethod
+    def _write_new(self, path: str, data: bytes) -> bool: ...
 
     @abstractmethod
     def _open(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
@@ -189,6 +199,28 @@ class LocalStore(Store):
             partial.unlink(missing_ok=True)
             raise
         _sync_directory(target.parent)
+
+    def _write_new(self, path: str, data: bytes) -> bool:
+        target = self.root / path
+        partial = target.with_name(_partial_name(target.name))
+        try:
+            with self._begin(partial) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            target.hardlink_to(partial)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _REFUSED_LINKS:
+                raise
+            if target.exists():
+                return False
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        _sync_directory(target.parent)
+        return True
 
     def _begin(self, partial: Path) -> IO[bytes]:
         """Open a new file; a directory that another process finds empty and removes meanwhile is made once more."""
@@ -307,6 +339,12 @@ class ObjectStore(Store):
         except BaseException:  # raised again: what is half-written goes, an interrupt included
             self._give_up(file, written, target)
             raise
+
+    def _write_new(self, path: str, data: bytes) -> bool:
+        if self._fs.exists(self._at(path)):
+            return False
+        self.write(path, data)
+        return True
 
     def _give_up(self, file: Any, written: str, target: str) -> None:
         """Let nothing appear of what has been written so far."""

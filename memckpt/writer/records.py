@@ -175,6 +175,7 @@ class RecordWriter:
             created=time.time(),
             content=opened.spec.content(),
             serves=opened.spec.serves,
+            run=opened.run,
         )
         committed = write_batch(open_store(opened.url), batch, [tensor for one in taken for tensor in self._parts(one)])
         self._taken.clear()

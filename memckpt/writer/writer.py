@@ -29,9 +29,10 @@ from memckpt.state.records import Timeline
 from memckpt.state.search_path import extend_search_path
 from memckpt.storage import dcp
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
-from memckpt.storage.catalog import leftovers, read_catalog, remove, remove_batch, superseded, verify_files
+from memckpt.storage.catalog import Catalog, leftovers, read_catalog, remove, remove_batch, superseded, verify_files
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import NodeState, Part
+from memckpt.storage.owner import refuse_other
 from memckpt.storage.store import Store, open_store
 
 _log = logging.getLogger("memckpt.writer")
@@ -70,7 +71,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
         tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
-    _clear(store, job.part.node, job.abandoned)  # before anything is written: the room may be needed
+    _clear(store, job.part, job.abandoned)  # before anything is written: the room may be needed
     try:
         part = write_files(store, job.part, state, tensors)
         tensors.clear()
@@ -80,7 +81,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
         write_commit(store, part)
     except Exception:  # raised again; first what was written gives its room back
         with _only_logged("what was written of step %d is left where it is", job.part.step):
-            _clear(store, job.part.node, [job.part])
+            _clear(store, job.part, [job.part])
         raise
     untidy = Untidy()
     with untidy:  # it is committed, whatever becomes of the rest
@@ -136,9 +137,16 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
         _log.exception(message, step)
 
 
-def _clear(store: Store, node: str, abandoned: Sequence[Part]) -> None:
+def _catalog_for(store: Store, part: Part) -> Catalog:
+    """All that is there of the part's run. Raises ForeignStateError if the store is another's."""
+    catalog = read_catalog(store)
+    refuse_other(store.url, catalog.owner, part.run)
+    return catalog
+
+
+def _clear(store: Store, part: Part, abandoned: Sequence[Part]) -> None:
     """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint."""
-    _delete(store, leftovers(read_catalog(store), node, abandoned), Untidy())
+    _delete(store, leftovers(_catalog_for(store, part), part.node, abandoned), Untidy())
 
 
 class Untidy:
@@ -181,11 +189,12 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
     Each part has been read back before it was committed. Whoever commits the last one finds all of them; it may be
     that several do, and then they do the same.
     """
-    catalog = read_catalog(store)
+    catalog = _catalog_for(store, part)
     _delete(store, leftovers(catalog, part.node, ()), untidy)
-    if not any(one.parts.get(part.node) == part for one in catalog.complete):
+    mine = [one for one in catalog.complete if one.parts.get(part.node) == part]
+    if not mine:
         return  # other parts are on their way
-    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps)
+    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part)
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:
             with untidy:
@@ -194,6 +203,6 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
         with untidy:
             remove(store, one)
             _log.info("let go of step %d", one.step)
-    for batch in unneeded_batches(catalog, catalog.complete[: job.keep_last]):
+    for batch in unneeded_batches(catalog, [*catalog.complete[: job.keep_last], *mine]):
         with untidy:
             remove_batch(store, batch)

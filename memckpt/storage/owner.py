@@ -1,0 +1,140 @@
+"""Whose a store is: one run's, whose id is on every commit file, and in a file that claims the store. Torch-free.
+
+The id is made once, when a run first sees its storage, and kept in the run directory. What other runs have in a store
+is neither read nor deleted. Files without an id, of versions before there was one, are the owner's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
+from memckpt.storage.store import LocalStore, Store
+
+_log = logging.getLogger("memckpt.storage")
+#: In a store: which run it belongs to.
+CLAIM = "owner.json"
+#: In a run directory: which run it is.
+_KEPT = "run.json"
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The content of the file that claims a store.
+
+    Attributes:
+        run: id of the run that the store belongs to.
+        created: seconds since 1970.
+    """
+
+    run: str
+    created: float
+
+
+class _Kept(msgspec.Struct):
+    run: str
+
+
+def new_run(run_dir: Path) -> str:
+    """An id that no other run has; it begins with the name of the run directory, for people."""
+    name = re.sub(r"[^\w.-]+", "-", run_dir.resolve().name).strip("-") or "run"
+    return f"{name}-{secrets.token_hex(4)}"
+
+
+def kept_run(run_dir: Path) -> str:
+    """The id that a run directory keeps; empty if it keeps none.
+
+    Raises:
+        DamagedStateError: the file is there, and is not what was written.
+        StorageError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=_Kept).run
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return ""
+        raise
+    except msgspec.MsgspecError as error:
+        raise DamagedStateError(
+            f"{run_dir / _KEPT}: expected the run's id, found something else ({error}). Remove the file; if storage "
+            "belongs to another run then, the error says how to go on with it"
+        ) from error
+
+
+def keep_run(run_dir: Path, run: str) -> None:
+    """Keep a run's id in its directory. Raises StorageError."""
+    LocalStore(run_dir).write(_KEPT, msgspec.json.encode(_Kept(run)) + b"\n")
+
+
+def read_claim(store: Store) -> Claim | None:
+    """Who has claimed a store; None: nobody.
+
+    Raises:
+        DamagedStateError: the file is not what was written.
+        StorageError: it cannot be read.
+    """
+    try:
+        return msgspec.json.decode(store.read(CLAIM), type=Claim)
+    except StorageError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            return None
+        raise
+    except msgspec.MsgspecError as error:
+        raise DamagedStateError(f"{CLAIM}: expected the id of a run, found something else: {error}") from error
+
+
+def claim(store: Store, run: str, replace: bool = False) -> bool:
+    """Claim a store that nobody has claimed; False: somebody was faster. Raises StorageError.
+
+    Args:
+        replace: write anew what is there and cannot be used.
+    """
+    content = msgspec.json.encode(Claim(run, time.time())) + b"\n"
+    if replace:
+        store.write(CLAIM, content)
+        return True
+    return store.write_new(CLAIM, content)
+
+
+def choose_run(owner: str, given: str | None, kept: Sequence[str], inside: bool) -> str | None:
+    """Which run this is, as far as that is known; None: one that has no id yet.
+
+    Args:
+        owner: of the store; empty: nobody.
+        given: the configured id.
+        kept: what the nodes' run directories keep, in the order of ranks; empty for those that keep none.
+        inside: whether the store lies in the run directory, where no other run writes.
+    """
+    if given is not None:
+        return given
+    known = [run for run in kept if run]
+    if owner in known or (owner and not known and inside):
+        return owner
+    return known[0] if known else None
+
+
+def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = None) -> None:
+    """Raise ForeignStateError if a store belongs to another run.
+
+    Args:
+        url: of the store.
+        owner: the run that it belongs to; empty: to none.
+        run: this one's id; None: it has none yet.
+        run_dir: its directory, where it is known.
+    """
+    if not owner or owner == run:
+        return
+    where = f" in {run_dir}" if run_dir is not None else ""
+    adopting = f"memckpt ls {run_dir or 'RUN'} --url {url} --adopt"
+    this = f"this is the run {run!r}{where}" if run else f"this run{where} is a new one"
+    raise ForeignStateError(
+        f"{url} belongs to the run {owner!r}, and {this}: nothing there is read or deleted. Give this run another "
+        f"storage.url. If it is the same run (its directory is lost, or the store was copied or moved), start it with "
+        f"storage.owner={owner!r} (MEMCKPT_STORAGE_OWNER={owner}), or once `{adopting}`"
+    )
