@@ -132,6 +132,8 @@ class PeersConfig(ABC):
         overhead: the share of a step's time that sending may cost; it is slowed down to keep to it.
         domain_level: what is lost at once, at most: nodes, racks or zones; ``"auto"`` takes the widest that is known.
         rack, zone: where this node is; None: what the environment says (MEMCKPT_RACK, MEMCKPT_ZONE, Slurm, Kubernetes).
+        recovery_patience_seconds: how long a resume asks nodes again that do not answer, where it would go back further
+            without them; 0: not at all.
     """
 
     ack: AckPolicy = "wait"
@@ -143,14 +145,16 @@ class PeersConfig(ABC):
     domain_level: DomainLevel = "auto"
     rack: str | None = None
     zone: str | None = None
+    recovery_patience_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        rate = self.rate_bytes_per_second
+        rate, patience = self.rate_bytes_per_second, self.recovery_patience_seconds
         _require(self.ack in ("wait", "proceed"), "peers.ack", "'wait' or 'proceed'", self.ack)
         _require(self.security in ("curve", "plain"), "peers.security", "'curve' or 'plain'", self.security)
         _require(0 <= self.port <= 65535, "peers.port", "0 to 65535", self.port)
         _require(rate is None or rate > 0, "peers.rate_bytes_per_second", "None or more than 0", rate)
         _require(0 < self.overhead <= 1, "peers.overhead", "more than 0, at most 1", self.overhead)
+        _require(patience >= 0, "peers.recovery_patience_seconds", "0 or more", patience)
         levels = ("auto", "node", "rack", "zone")
         _require(
             self.domain_level in levels, "peers.domain_level", "'auto', 'node', 'rack' or 'zone'", self.domain_level

@@ -297,25 +297,25 @@ class Job:
             self.anew.add(unit)
 
     def lose_courier(self, node: Node) -> None:
-        """What it keeps for others is gone; its agent starts another one."""
+        """What it keeps for others stays with its agent, which starts another one."""
         self._restart(node)
         for unit, live in node.live.items():
             if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
                 self._send_generation(node, unit)
 
     def lose_agent(self, node: Node) -> None:
-        """Its courier goes with it. Trainers find another one, and begin generations."""
+        """Its courier goes with it, and what that kept. Trainers find another one, and begin generations."""
+        self.emptied.add(node.name)
+        node.holder.close()
+        node.holder = Holder(node.name, Memory)
         self._restart(node)
         mine = [unit for unit, other in self.places.items() if other is node]
         node.live = {unit: Live(unit, self.history) for unit in mine}
         self.anew |= set(mine)
 
     def _restart(self, node: Node) -> None:
-        self.emptied.add(node.name)
         self.network.restart(node.name)
         self.members.pop(node.name).close()
-        node.holder.close()
-        node.holder = Holder(node.name, Memory)
         self._join(node, None, rejoined=True)
 
     def deliver(self, pair: tuple[str, str]) -> Any:

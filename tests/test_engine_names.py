@@ -95,6 +95,7 @@ def test_every_error_has_a_place_in_the_tree_and_kinds_an_exit_code_of_their_own
         (MirrorConfig, {"rate_bytes_per_second": 0.0}, "peers.rate_bytes_per_second"),
         (MirrorConfig, {"overhead": 0.0}, "peers.overhead"),
         (MirrorConfig, {"domain_level": "row"}, "peers.domain_level"),
+        (MirrorConfig, {"recovery_patience_seconds": -1.0}, "peers.recovery_patience_seconds"),
     ],
     ids=str,
 )

@@ -41,6 +41,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "peers.domain_level": ("rack", "rack"),
     "peers.rack": ("r7", "r7"),
     "peers.zone": ("b", "b"),
+    "peers.recovery_patience_seconds": ("60", 60.0),
     "peers.data": ("4", 4),
     "peers.tolerate": ("2", 2),
     "peers.backend": ("isa_l_rs_vand", "isa_l_rs_vand"),

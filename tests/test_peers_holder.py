@@ -406,8 +406,36 @@ def test_an_attempt_goes_on_with_what_it_builds_on(records: Records) -> None:
     shelf.holder.begin("a2", 4, CODE)
     assert shelf.records() == [1, 2, 3, 4]
     assert isinstance(shelf.put(5)[0], NotStored)
+    # One that starts over needs none of it, and may die before it is protected itself.
     shelf.holder.begin("a3", None, CODE)
-    assert (shelf.holder.windows(), shelf.open_rooms) == ([], 0)
+    assert shelf.records() == [1, 2, 3, 4]
+    newer = msgspec.structs.replace(records.window("h", CODE), attempt="a3")
+    shelf.holder.open(newer)
+    shelf.holder.passed(3, whole=False)
+    assert [one.window.generation for one in shelf.holder.windows()] == ["g", "h"]
+    shelf.holder.passed(4, whole=True)
+    assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
+
+
+def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(records: Records) -> None:
+    class Small(Shelf):
+        """Has room for one window."""
+
+        def reserve(self, nbytes: int) -> MemoryRoom:
+            if self.open_rooms:
+                raise MemoryBudgetError("found no room")
+            return super().reserve(nbytes)
+
+    shelf = Small()
+    shelf.holder.open(records.window("g", CODE))
+    shelf.put(3)
+    newer = msgspec.structs.replace(records.window("h", CODE), attempt="a2")
+    shelf.holder.begin("a2", 3, CODE)
+    assert isinstance(shelf.holder.open(newer), NotStored)  # the attempt may yet need what it goes on from
+    assert shelf.records() == [3]
+    shelf.holder.begin("a2", None, CODE)
+    assert shelf.holder.open(newer) is None
+    assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
 
 
 def test_what_nobody_needs_any_more_goes(records: Records) -> None:

@@ -303,11 +303,14 @@ def test_mirrors_stay_until_the_next_attempt_is_protected() -> None:
         assert len(one.mirrors) == 0
 
 
-def test_an_attempt_that_starts_over_uses_nothing() -> None:
+def test_an_attempt_that_starts_over_drops_mirrors_once_it_is_protected_itself() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
         one.end()
         one.mirrors.begin("b", None, None, 1)
+        one.mirrors.passed(3, False)
+        assert len(one.mirrors) == 1
+        one.mirrors.passed(4, True)
         assert len(one.mirrors) == 0
 
 

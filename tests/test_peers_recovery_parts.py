@@ -144,7 +144,7 @@ RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
 NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
 
 
-def carry_out(*answers: Recovered, before: bool = False) -> tuple[Any, list[set[BadSource]]]:
+def carry_out(*answers: Recovered, before: bool = False, patience: float = 300.0) -> tuple[Any, list[set[BadSource]]]:
     """The plan that is carried out in the end, and without what each of the plans was made."""
     link, asked = Answering(*answers), []
 
@@ -155,7 +155,9 @@ def carry_out(*answers: Recovered, before: bool = False) -> tuple[Any, list[set[
 
     ranks: Any = Alone()
     ours: Any = link
-    tier = session_peers.Peers(ErasureConfig(data=1, tolerate=1), ranks, ours, AgentConfig())
+    tier = session_peers.Peers(
+        ErasureConfig(data=1, tolerate=1, recovery_patience_seconds=patience), ranks, ours, AgentConfig()
+    )
     tier._nodes = tuple(PeerNode(name, "tcp://127.0.0.1:4321", (name,)) for name in "ab")
     tier.units = [("a", (0,))]
     try:
@@ -208,6 +210,32 @@ def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
     plan, asked = carry_out(NO_ROOM, BAD)
     assert isinstance(plan, StartOver)
     assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
+
+
+QUIET = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True),))
+BOTH = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True), BadSourceSeen("d", (0,), "g")))
+
+
+def test_a_source_that_does_not_answer_is_asked_again_where_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    plan, asked = carry_out(QUIET, QUIET, Recovered())
+    assert plan == RESTORE
+    assert asked[-1] == set()
+    assert "c did not answer, and step 50 cannot be had without" in caplog.text
+    assert "to go on without, from the beginning, start again with peers.recovery_patience_seconds=0" in caplog.text
+
+
+def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
+    plan, asked = carry_out(QUIET, patience=0.0)
+    assert isinstance(plan, StartOver)
+    assert asked[-1] == {BadSource("c", (0,), "g")}
+    assert "c did not answer for 0 s: training goes on from the beginning" in caplog.text
+
+
+def test_who_does_not_answer_is_not_waited_for_where_the_plan_does_without_others_alike() -> None:
+    """One source is damaged, and without it nothing can be had anyway."""
+    plan, asked = carry_out(BOTH)
+    assert isinstance(plan, StartOver)
+    assert asked[-1] == {BadSource("c", (0,), "g"), BadSource("d", (0,), "g")}
 
 
 def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:

@@ -382,6 +382,20 @@ def test_a_node_is_lost_as_the_couriers_of_others_die(lab: Lab, setup: Setup, re
 
 
 @slow
+def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
+    """With (3, 1) nobody can be done without. It is asked for a check as well, then without, and then once more."""
+    job = peers_job(lab, FSDP, peers_config(3, 1))
+    expected = reference(lab, job)
+    died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
+    attempt = died.again(lab)
+    signals = iter([signal.SIGSTOP, signal.SIGSTOP])
+    silence = recovers_with([2], lambda rank: os.kill(courier_of(attempt, "node2"), next(signals, signal.SIGCONT)))
+    finishes(lab, replace(attempt, prepare=silence), expected)
+    goes_on(attempt, *bounds(died))
+    assert "node2 did not answer, and step" in told(lab)
+
+
+@slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))

@@ -151,7 +151,9 @@ def test_another_model_is_refused(resume: Any) -> None:
 
 def test_never_drops_whatever_is_held() -> None:
     foreign = HeldRecords(node="b", problem="another model")
-    assert make_plan([foreign], "never", RANKS, "n") == StartOver(Timeline(1, "n"), "resume='never'", discard=True)
+    assert make_plan([foreign], "never", RANKS, "n") == StartOver(
+        Timeline(1, "n"), "resume='never'", discard=True, asked=True
+    )
     nothing = make_plan([HeldRecords(node="a")], "never", RANKS, "n")
     assert isinstance(nothing, StartOver)
     assert not nothing.discard

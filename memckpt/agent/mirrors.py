@@ -89,12 +89,10 @@ class Mirrors:
         """
         self.attempt, self._watermark = attempt, record or 0
         self._budget, self._threads = budget, threads
-        for key, mirror in list(self._all.items()):
+        for mirror in self._all.values():
             if mirror.opened.attempt == attempt:
                 continue  # the plan is made once more
-            if record is None:
-                self._drop(key)
-            else:
+            if record is not None:
                 mirror.forget_beyond(record)
 
     def halt(self) -> None:

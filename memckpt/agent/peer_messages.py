@@ -75,6 +75,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         wait: whether training waits for acknowledgements.
         rate_bytes_per_second, overhead: of the traffic budget.
         record: the one behind which the attempt goes on; None: it starts over, or from storage.
+        forget: a person wants it to start over, and nothing that is kept.
     """
 
     attempt: str
@@ -88,6 +89,7 @@ class PeerJob(msgspec.Struct, frozen=True):
     rate_bytes_per_second: float | None
     overhead: float
     record: int | None
+    forget: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -141,11 +143,17 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 
 
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
-    """A source from which nothing, or nothing right, could be read."""
+    """A source from which nothing, or nothing right, could be read.
+
+    Attributes:
+        node, ranks, generation: as in BadSource.
+        silent: it has not answered, and may do so later.
+    """
 
     node: str
     ranks: tuple[int, ...]
     generation: str
+    silent: bool = False
 
 
 class Recovered(msgspec.Struct, frozen=True, tag="recovered"):

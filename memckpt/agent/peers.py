@@ -275,6 +275,8 @@ class Peers:
         if not message.rejoin or self._mirrors.attempt != job.attempt:
             assert self._listening is not None
             listen = self._listening[0]
+            if job.forget:
+                self._mirrors.close()
             self._mirrors.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0

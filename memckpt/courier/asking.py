@@ -83,7 +83,8 @@ class Asking:
         problem = self._differs(spec)
         if problem and self._replica is not None:
             node, others = self._replica
-            self.result = Described(ranks, None, problem, (BadSourceSeen(node, others, ""),))
+            bad = BadSourceSeen(node, others, "", not self._replica_said)
+            self.result = Described(ranks, None, problem, (bad,))
             return
         self.result = Described(
             ranks, spec, "", self._bad({one for one in self._nodes if self._said.get(one) != chosen})
@@ -108,4 +109,5 @@ class Asking:
 
     def _bad(self, nodes: set[str]) -> tuple[BadSourceSeen, ...]:
         generation = "" if self._source.live is not None else self._source.generation
-        return tuple(BadSourceSeen(node, self._source.ranks, generation) for node in sorted(nodes))
+        ranks, said = self._source.ranks, self._said
+        return tuple(BadSourceSeen(node, ranks, generation, node not in said) for node in sorted(nodes))

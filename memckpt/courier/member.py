@@ -126,6 +126,8 @@ class Member:
         self._kept = {
             unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
         }
+        if job.forget and not rejoined:
+            holder.forget()
         holder.begin(job.attempt, job.record, self._code, rejoined)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         self._leader = Leader(names, start) if node == self._leader_node else None

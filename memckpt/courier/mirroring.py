@@ -100,6 +100,10 @@ class Mirroring:
         self._refused.clear()
         self._holder.halt()
 
+    def forget(self) -> None:
+        """Nobody wants what was kept until now. Mirrors are the agent's."""
+        self._holder.close()
+
     def leave(self) -> None:
         """Unmap everything; the agent keeps it."""
         self.halt()

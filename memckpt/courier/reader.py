@@ -74,6 +74,8 @@ class Reader:
         self._unreported = 0
         #: When a source that is waited for last did what it was asked, or was asked.
         self._heard: dict[str, float] = {}
+        #: Sources that were given up since they said nothing.
+        self._silent: set[str] = set()
         self._into: BlobReader | None = None
         self.result: Filled | None = None
         self.taken_bytes = 0
@@ -194,6 +196,7 @@ class Reader:
         for peer in self._waiting_for():
             if now - self._heard[peer] > PATIENCE_SECONDS:
                 reason = f"it has not answered for {PATIENCE_SECONDS:.0f} s"
+                self._silent.add(peer)
                 parts = [part for part in self._parts if peer in part.sources]
                 for part in parts:
                     self._note_bad(part, peer, reason)
@@ -223,7 +226,7 @@ class Reader:
         self._go_on(now)
 
     def _note_bad(self, part: Part, peer: str, reason: str) -> None:
-        seen = BadSourceSeen(peer, part.owner, "" if part.live else part.generation)
+        seen = BadSourceSeen(peer, part.owner, "" if part.live else part.generation, peer in self._silent)
         if seen not in self._bad:
             _log.warning("%s cannot be read from %s: %s", part, peer, reason)
         self._bad[seen] = None

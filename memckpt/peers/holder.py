@@ -34,6 +34,8 @@ class Holder:
         self._reserve = reserve
         self._keeper = keeper
         self._attempt: str | None = None
+        #: Whether the attempt needs what was kept of earlier ones, until it is protected itself.
+        self._goes_on = True
         self._code: Code | None = None
         self._windows: dict[tuple[tuple[int, ...], str], KeptWindow] = {}
         self.watermark = 0
@@ -72,6 +74,8 @@ class Holder:
     def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
         """An attempt begins; it goes on behind `record`, or uses nothing of what is here (None).
 
+        What is of no use to it stays until all of it is protected: it may end before, and another one find better use.
+
         Args:
             attempt: its nonce.
             record: the one that the attempt goes on behind.
@@ -82,10 +86,9 @@ class Holder:
         self.watermark = record or 0
         if rejoined:
             return
-        for window in self.windows():
-            if record is None:
-                self._forget(window)
-            else:
+        self._goes_on = record is not None
+        if record is not None:
+            for window in self.windows():
                 window.drop_beyond(record)
 
     def close(self) -> None:
@@ -119,12 +122,23 @@ class Holder:
         if count >= MOST_WINDOWS:
             return NotStored(*key, window.base, f"{count} generations are kept until every node has what follows", True)
         try:
-            self._windows[key] = KeptWindow(
-                window, self._code.fragment_bytes(STRIPE_BYTES), self._reserve, self._keeper
-            )
+            self._windows[key] = self._make_window(window, self._code)
         except (MemckptError, ValueError) as error:
             return NotStored(*key, window.base, str(error), True)
         return None
+
+    def _make_window(self, window: Window, code: Code) -> KeptWindow:
+        unit = code.fragment_bytes(STRIPE_BYTES)
+        try:
+            return KeptWindow(window, unit, self._reserve, self._keeper)
+        except MemckptError as error:
+            former = [one for one in self.windows() if one.window.attempt != self._attempt]
+            if self._goes_on or not former:
+                raise
+            _log.warning("pieces of an earlier attempt, which this one does not use, go: %s", error)
+            for one in former:
+                self._forget(one)
+            return KeptWindow(window, unit, self._reserve, self._keeper)
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Keep a fragment; the answer that its owner is to get, if any."""

@@ -17,11 +17,18 @@ from memckpt.storage.chain import StoredPoint
 
 @dataclass(frozen=True)
 class StartOver:
-    """Nothing is restored. `reason` says why in words; `discard` that something is held and not wanted."""
+    """Nothing is restored.
+
+    Attributes:
+        reason: why, in words.
+        discard: something is held and not wanted.
+        asked: a person wanted it so.
+    """
 
     timeline: Timeline
     reason: str
     discard: bool
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def make_plan(
     timeline = Timeline(max(in_memory, in_storage, latest_attempt) + 1, nonce)
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
-        return StartOver(timeline, "resume='never'", discard=something)
+        return StartOver(timeline, "resume='never'", discard=something, asked=True)
     memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_mirrors(nodes), world_size, shardings)
     if units:
         memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings, before)

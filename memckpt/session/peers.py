@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import socket
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 import msgspec
@@ -30,7 +31,7 @@ from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
 from memckpt.errors import AgentError, ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
-from memckpt.recovery.plan import Plan, RestoreRecord
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.recovery.target import progress
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks
@@ -69,6 +70,8 @@ class Peers:
         #: About what a state that is fetched has, in bytes.
         self._window_bytes = 0
         self.units: list[tuple[str, tuple[int, ...]]] = []
+        #: When a node that did not answer was first waited for (monotonic clock).
+        self._waiting_since: float | None = None
 
     @property
     def active(self) -> bool:
@@ -170,11 +173,13 @@ class Peers:
             if any(fetch.before for fetch in plan.fetches):
                 before = False  # a check costs nobody a source that would do without it
                 continue
-            found = {
-                BadSource(one.node, one.ranks, one.generation, bool(one.generation))
-                for answer in problems
-                for one in answer.bad
-            }
+            found, silent = _blamed(problems)
+            answered = found - silent
+            if silent and self._waits_for(
+                silent, plan_without(bad | answered, before), plan_without(bad | found, before)
+            ):
+                bad |= answered
+                continue
             if not found and tried_again:
                 words = "; ".join(answer.problem for answer in problems)
                 raise AgentError(f"expected to fetch from peers what nodes lack, found twice that they cannot: {words}")
@@ -183,6 +188,40 @@ class Peers:
                 continue
             # Nothing to do without: whatever the fetches of this plan use is left alone.
             bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
+
+    def _waits_for(self, silent: Collection[BadSource], plan: Plan, without: Plan) -> bool:
+        """Whether nodes that did not answer are asked once more. The same on every rank.
+
+        Args:
+            silent: what they hold.
+            plan: may use it.
+            without: does without it.
+        """
+        config, now = self._config, time.monotonic()
+        assert config is not None
+        if not isinstance(plan, RestoreRecord):
+            return False
+        if isinstance(without, RestoreRecord) and without.record == plan.record:
+            return False
+        if self._waiting_since is None:
+            self._waiting_since = now
+        waited, patience = now - self._waiting_since, config.recovery_patience_seconds
+        waits = self._ranks.together(lambda: waited < patience)[0]
+        if self._ranks.rank == 0:
+            names = ", ".join(sorted({one.node for one in silent}))
+            instead = _instead(without)
+            if waits:
+                _log.warning(
+                    "memckpt: %s did not answer, and step %d cannot be had without: asked again, for up to %.0f s "
+                    "more; to go on without, %s, start again with peers.recovery_patience_seconds=0",
+                    names,
+                    plan.step,
+                    patience - waited,
+                    instead,
+                )
+            else:
+                _log.warning("memckpt: %s did not answer for %.0f s: training goes on %s", names, waited, instead)
+        return waits
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -201,6 +240,7 @@ class Peers:
             rate_bytes_per_second=config.rate_bytes_per_second,
             overhead=config.overhead,
             record=plan.record if isinstance(plan, RestoreRecord) else None,
+            forget=isinstance(plan, StartOver) and plan.asked,
         )
         assert self._ranks.node in names
         job = self._job
@@ -322,6 +362,29 @@ def _source(fetch: Fetch) -> UnitSource:
         data=fetch.data,
         before=fetch.before,
     )
+
+
+def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSource]]:
+    """The sources from which nothing, or nothing right, could be read; those among them that only did not answer."""
+    found: set[BadSource] = set()
+    answered: set[BadSource] = set()
+    for one in (one for answer in problems for one in answer.bad):
+        source = BadSource(one.node, one.ranks, one.generation, bool(one.generation))
+        found.add(source)
+        if not one.silent:
+            answered.add(source)
+    return found, found - answered
+
+
+def _instead(plan: Plan) -> str:
+    """From where a plan goes on, in words."""
+    match plan:
+        case RestoreRecord():
+            return f"from step {plan.step}"
+        case RestoreStored():
+            return "from storage"
+        case _:
+            return "from the beginning"
 
 
 def _sources_of(fetch: Fetch) -> set[BadSource]:
