@@ -479,10 +479,10 @@ def test_formats_are_stable() -> None:
     """A change of the commit file's fields needs a new format version."""
     assert [field.name for field in msgspec.structs.fields(Part)] == [
         "format", "timeline", "record", "step", "world_size", "ranks", "node", "full", "created", "files",
-        "content", "serves"
+        "content", "serves", "run"
     ]  # fmt: skip
     assert [field.name for field in msgspec.structs.fields(Batch)] == [
         "format", "timeline", "first", "last", "steps", "follows", "world_size", "ranks", "node", "full", "created",
-        "content", "files", "serves"
+        "content", "files", "serves", "run"
     ]  # fmt: skip
-    assert FORMAT_VERSION == 3
+    assert FORMAT_VERSION == 4

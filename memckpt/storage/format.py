@@ -23,8 +23,8 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import Timeline
 from memckpt.storage.store import StoredFile
 
-#: Raised whenever something is written that an older version would misread.
-FORMAT_VERSION = 3
+#: Raised whenever something is written that an older version would misread. One before 4 knows of no owner.
+FORMAT_VERSION = 4
 BASES, STATES, LOGS, COMMITS = "base", "state", "log", "commit"
 
 #: What torch.distributed.checkpoint calls the file that says where which tensor is.
