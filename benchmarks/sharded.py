@@ -213,8 +213,8 @@ class Memckpt:
                 elsewhere[0] += destination.nbytes
                 return
             within = offset % layout.slot_bytes - HEADER_BYTES
-            ends = (layout.gradient_bytes, layout.gradient_bytes + layout.anchor_bytes)
-            sizes[COPIED[sum(within >= end for end in ends)]] += destination.nbytes
+            kind = "gradients" if within < layout.gradient_bytes else "anchors"
+            sizes["by value" if offset >= layout.slot_bytes * layout.ring else kind] += destination.nbytes
 
         def counting_encode(reduction: Any) -> bytes:
             encoded: bytes = encode(reduction)

@@ -281,6 +281,11 @@ class MemckptConfig:
         """Whether a resume repeats the last step to prove itself."""
         return self.resume_check in ("replay", "require")
 
+    @property
+    def reads_late(self) -> bool:
+        """Whether all of a record is read as long as it lies in its slot: by peers, by a log that is asked for."""
+        return self.peers is not None or (self.storage is not None and self.storage.mode == "log")
+
     def anchor_period(self, mode: RedoMode) -> int:
         """T for the chosen redo mode."""
         if mode == "capture":

@@ -11,7 +11,7 @@ from memckpt.agent.generation import branch_off
 from memckpt.agent.peer_messages import PeerJob, PeerNode, PeerUnit
 from memckpt.courier.member import Member
 from memckpt.courier.mirroring import Mirroring
-from memckpt.peers.blob import BlobReader
+from memckpt.peers.blob import BlobReader, Room
 from memckpt.peers.code import Code
 from memckpt.peers.fragments import decode_stripe
 from memckpt.peers.holder import Holder
@@ -122,7 +122,7 @@ class Job:
         [manifest] = {one for one in manifests.values() if one is not None}
         nbytes, digests = manifest
         room = bytearray(MOST_BYTES)
-        reader = BlobReader(memoryview(room))
+        reader = BlobReader([Room(0, memoryview(room))])
         stripes = len(digests) // 16
         for stripe in range(stripes):
             there = [(name, one.fragment(record, stripe)) for name, one in windows.items() if one is not None]

@@ -165,7 +165,8 @@ class Records:
 
     def own_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
         """Of a record's slot, what is its ranks' own."""
-        return self._bytes(record, regions, [self.layout.by_value_area()])
+        start = self.layout.by_value_base(record, self.spec.local_ranks[0])
+        return regions[0].map[start : start + self.layout.by_value_area()[1]]
 
     def _bytes(self, record: int, regions: Sequence[Region], areas: Sequence[tuple[int, int]]) -> bytes:
         start = self.layout.slot_offset(record)

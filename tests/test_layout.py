@@ -56,6 +56,7 @@ def specs(draw: Any) -> StateSpec:
             owners.append(OwnerSpec(index, 0, tuple(state)))
         params.append(ParamSpec(tensor, tuple(owners), draw(st.booleans()), draw(st.sampled_from([0, 0, 1000]))))
     mode = draw(st.sampled_from(["lazy", "eager", "capture"]))
+    slots = draw(st.integers(2, 5))
     return StateSpec(
         params=tuple(params),
         optimizers=tuple(an_optimizer(i, draw(st.integers(1, 3))) for i in range(optimizers)),
@@ -64,7 +65,8 @@ def specs(draw: Any) -> StateSpec:
         mode=mode,
         period=1 if mode == "capture" else draw(st.integers(1, 9)),
         every=draw(st.integers(1, 20)) if mode == "capture" else 1,
-        slots=draw(st.integers(2, 5)),
+        slots=slots,
+        by_value_slots=draw(st.sampled_from([0, slots + 1])) if mode == "lazy" else 0,
         local_ranks=tuple(range(draw(st.integers(1, 3)))),
         world_size=3,
     )
@@ -88,11 +90,21 @@ def ranges_in_slot(layout: Layout, record: int) -> list[tuple[int, int, str]]:
                 size = elements * ITEM_BYTES[state.dtype] if state.elementwise else state.nbytes
             found.append((start, start + size, f"anchor {piece} {owner and owner.optimizer} {state and state.key}"))
     for rank in spec.local_ranks:
-        for tensor, offset in zip(spec.by_value, layout.by_value_offsets, strict=True):
-            start = layout.by_value_base(rank) + offset
-            found.append((start, start + tensor.nbytes, f"by value {rank} {tensor.name}"))
         start = layout.landing_base(rank)
         found.append((start, start + layout.landing_bytes, f"landings {rank}"))
+    return found
+
+
+def by_value_ranges(layout: Layout, record: int) -> list[tuple[int, int, str]]:
+    """(start, stop, what) in the slots' region of the by-value tensors of record number `record`, with their stamps."""
+    if not layout.spec.by_value:
+        return []
+    start = layout.by_value_slot_offset(record)
+    found = [(start, start + HEADER_BYTES, f"stamps {record}")]
+    for rank in layout.spec.local_ranks:
+        base = layout.by_value_base(record, rank)
+        for tensor, offset in zip(layout.spec.by_value, layout.by_value_offsets, strict=True):
+            found.append((base + offset, base + offset + tensor.nbytes, f"by value {record} {rank} {tensor.name}"))
     return found
 
 
@@ -139,8 +151,10 @@ def test_slots_replica_and_static_tensors_do_not_overlap(spec: StateSpec) -> Non
     records = range(100, 100 + ring) if spec.mode != "capture" else (101, 101 // spec.every * spec.every + spec.every)
     offsets = {layout.slot_offset(record) for record in records}
     assert len(offsets) == ring
-    assert max(offsets) + layout.slot_bytes <= layout.slots_bytes
     assert layout.slot_bytes % PAGE == 0
+    behind = [each for record in list(records)[-layout.by_value_ring :] for each in by_value_ranges(layout, record)]
+    slots = [(offset, offset + layout.slot_bytes, "slot") for offset in offsets]
+    assert_disjoint([*slots, *behind], layout.slots_bytes)
     static = [
         (offset, offset + tensor.nbytes, tensor.name)
         for tensor, offset in zip(spec.static, layout.static_offsets, strict=True)

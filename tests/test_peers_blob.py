@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import DamagedStateError
-from memckpt.peers.blob import Blob, BlobReader, Extent, RecordTail
+from memckpt.peers.blob import Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.peers.code import STRIPE_BYTES
 from memckpt.peers.watermark import Leader
 from memckpt.peers.wire import Acknowledged, Watermark
@@ -46,7 +46,7 @@ def test_a_record_is_what_it_was(where: tuple[list[Extent], int], state_bytes: i
     assert {len(stripe) for stripe in stripes[:-1]} <= {STRIPE_BYTES}
     assert sum(map(len, stripes)) == blob.nbytes
     filled = bytearray(size)
-    reader = BlobReader(memoryview(filled))
+    reader = BlobReader([Room(0, memoryview(filled))])
     for stripe in stripes:
         reader.take(stripe)
     assert reader.finish() == tail
@@ -67,7 +67,7 @@ def test_other_bytes_are_refused_or_stay_in_their_room(
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, min(len(whole), 60) - 1))] = data.draw(st.integers(0, 255))
     del whole[data.draw(st.integers(0, len(whole))) :]
-    reader = BlobReader(memoryview(bytearray(size)))
+    reader = BlobReader([Room(0, memoryview(bytearray(size)))])
     try:
         for start in range(0, len(whole), STRIPE_BYTES):
             reader.take(bytes(whole[start : start + STRIPE_BYTES]))
@@ -91,7 +91,7 @@ def test_other_bytes_are_refused_or_stay_in_their_room(
 )
 def test_what_does_not_fit_is_refused(extents: tuple[Extent, ...], body: bytes) -> None:
     tail = msgspec.msgpack.encode(RecordTail(1, b"", {}, extents))
-    reader = BlobReader(memoryview(bytearray(8)))
+    reader = BlobReader([Room(0, memoryview(bytearray(8)))])
     with pytest.raises(DamagedStateError, match="a record of pieces"):  # noqa: PT012  either of them finds it
         reader.take(len(tail).to_bytes(8, "little") + tail + body)
         reader.finish()
@@ -99,11 +99,11 @@ def test_what_does_not_fit_is_refused(extents: tuple[Extent, ...], body: bytes) 
 
 def test_a_tail_that_is_too_long_or_none_is_refused() -> None:
     with pytest.raises(DamagedStateError, match="at most 100 bytes"):
-        BlobReader(memoryview(bytearray(8)), limit=100).take((101).to_bytes(8, "little"))
+        BlobReader([Room(0, memoryview(bytearray(8)))], limit=100).take((101).to_bytes(8, "little"))
     with pytest.raises(DamagedStateError, match="cannot be read"):
-        BlobReader(memoryview(bytearray(8))).take((2).to_bytes(8, "little") + b"\xff\xff")
+        BlobReader([Room(0, memoryview(bytearray(8)))]).take((2).to_bytes(8, "little") + b"\xff\xff")
     with pytest.raises(DamagedStateError, match="ends before"):
-        BlobReader(memoryview(bytearray(8))).finish()
+        BlobReader([Room(0, memoryview(bytearray(8)))]).finish()
 
 
 # The leader

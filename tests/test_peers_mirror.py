@@ -73,7 +73,8 @@ def test_its_memory_is_a_replica_and_slots() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
         layout = Layout(one.training.spec())
-        expected = layout.state_bytes + (SLOTS + EXTRA_SLOTS) * layout.slot_bytes + layout.static_bytes
+        slots = (SLOTS + EXTRA_SLOTS) * (layout.slot_bytes + layout.by_value_slot_bytes)
+        expected = layout.state_bytes + slots + layout.static_bytes
         assert one.mirrors.nbytes == expected
 
 

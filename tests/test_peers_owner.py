@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.peers.blob import STATIC, Blob, BlobReader, Extent, RecordTail
+from memckpt.peers.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import check
 from memckpt.peers.owner import Outgoing, Owner
@@ -93,7 +93,7 @@ class Shelf:
         """Whatever is whole is a record, and no mixture."""
         for (_, record), blob in self.whole.items():
             room = bytearray(SIZE)
-            reader = BlobReader(memoryview(room))
+            reader = BlobReader([Room(0, memoryview(room))])
             reader.take(blob)
             assert reader.finish().step == record
             assert room == bytes([record % 251]) * SIZE

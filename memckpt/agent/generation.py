@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memckpt.agent.messages import (
@@ -52,6 +52,12 @@ class Generation:
             f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {layout.numel / 1e6:.1f}M parameters: "
             f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
         )
+        by_value = layout.by_value_slot_bytes * layout.by_value_ring
+        if by_value > layout.total_bytes // 10:
+            detail += (
+                f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
+                f"{layout.by_value_ring} records by each of {len(spec.local_ranks)} ranks"
+            )
         check_budget(layout.total_bytes, held_bytes, budget, detail)
         self.static = self.replica_region = None
         self.replica: Replica | None = None
@@ -212,20 +218,21 @@ class Generation:
         return [
             record
             for record in range(max(oldest, self.base), common + 1)
-            if set(self._rank_states.get(record, ())) >= ranks
+            if set(self._rank_states.get(record, ())) >= ranks and self._has_by_value(record)
         ]
 
     def _is_whole(self, record: int) -> bool:
         """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
-        return self.knows(record) and record in self._metas and self._is_sealed(record)
+        sealed = self._is_sealed(record) and self._has_by_value(record)
+        return self.knows(record) and record in self._metas and sealed
 
     def _is_sealed(self, record: int) -> bool:
         """Whether the slot of a record holds it, and is not being filled with a later one."""
-        try:
-            self.ring.check(record, self.spec.local_ranks)
-        except DamagedStateError:
-            return False
-        return True
+        return _passes(self.ring.check, record, self.spec.local_ranks)
+
+    def _has_by_value(self, record: int) -> bool:
+        """The same of the record's by-value tensors."""
+        return _passes(self.ring.check_by_value, record, self.spec.local_ranks)
 
     def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
         """Records whose bytes are here for peers, with their steps, scalars and rank states.
@@ -276,7 +283,7 @@ class Generation:
             )
         for number in window:
             for rank in self.spec.local_ranks:
-                self.ring.seal(number, rank)
+                self.ring.seal(number, rank, by_value=number >= base)
         self._metas = {number: metas[number] for number in window}
         self._rank_states = {
             number: {rank: known[rank] for rank in self.spec.local_ranks} for number, (_, known) in states.items()
@@ -366,6 +373,15 @@ class Generation:
             held = [record for record in self._captured() if self.knows(record)]
             return self._steps[held[-1]] if held else None
         return max(self._steps.values(), default=None)
+
+
+def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:
+    """Whether a check of stamps finds nothing."""
+    try:
+        check(record, ranks)
+    except DamagedStateError:
+        return False
+    return True
 
 
 def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> tuple[Branch, ...]:

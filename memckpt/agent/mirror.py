@@ -170,4 +170,5 @@ class Mirror:
 
 def mirrored(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
     """What an owner's state consists of, on a mirror."""
-    return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=spec.slots + EXTRA_SLOTS)
+    slots = spec.slots + EXTRA_SLOTS
+    return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=slots, by_value_slots=0)

@@ -134,4 +134,5 @@ class Recovery:
 
 def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
     """What is fetched is the window of records of a state, to be redone when it is restored; or one captured."""
-    return msgspec.structs.replace(spec, mode="lazy" if spec.mode == "eager" else spec.mode, local_ranks=ranks)
+    mode = "lazy" if spec.mode == "eager" else spec.mode
+    return msgspec.structs.replace(spec, mode=mode, local_ranks=ranks, by_value_slots=0)

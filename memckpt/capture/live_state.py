@@ -43,12 +43,20 @@ SMALL_BYTES = 64 << 10
 #: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
+#: By-value tensors of a record, of all local ranks: up to so many bytes they stay as long as its gradients, so that a
+#: log of small records, which storage may choose by itself, may lag behind by a whole batch.
+SMALL_BY_VALUE_BYTES = 4 << 20
+
 _log = logging.getLogger("memckpt")
 
 
 @dataclass(frozen=True)
 class SpecRequest:
-    """What a layout depends on beside the live tensors."""
+    """What a layout depends on beside the live tensors.
+
+    `reads_late` says that records are read out of their slots as long as they lie there, and not only for restores: by
+    peers, by the log in storage.
+    """
 
     mode: RedoMode
     period: int
@@ -58,6 +66,7 @@ class SpecRequest:
     replicas: tuple[int, ...] = ()
     every: int = 1
     trails: bool = False
+    reads_late: bool = False
 
 
 @dataclass
@@ -298,6 +307,7 @@ class LiveState:
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
             flattened=bool(self._flattened),
             trails=request.trails,
+            by_value_slots=_by_value_slots(by_value, request),
         )
 
     def _state_dict_keys(self) -> dict[str, str]:
@@ -446,3 +456,15 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     """An optimizer's state for a parameter, without making an entry where there is none."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return state
+
+
+def _by_value_slots(by_value: Sequence[TensorSpec], request: SpecRequest) -> int:
+    """Of how many records by-value tensors are held; 0: of as many as there are slots.
+
+    With lazy redo a record that can be restored lies at most D behind the newest one: to begin the next takes from the
+    log what older ones need. Its own by-value tensors are written later, at its end.
+    """
+    nbytes = sum(one.nbytes for one in by_value) * len(request.local_ranks)
+    if request.mode != "lazy" or request.reads_late or nbytes <= SMALL_BY_VALUE_BYTES:
+        return 0
+    return request.slots + 1

@@ -265,12 +265,13 @@ class SlotWriter:
     # By value, static, and the start of a generation
 
     def stage_by_value(self, record: int) -> None:
-        """Copy buffers and the like into this rank's area of the slot.
+        """Copy buffers and the like to where those of the record lie.
 
         Raises:
             LayoutChangedError: a buffer has another shape or dtype than before, or is gone.
         """
-        self._stage_by_value_at(self._slots, self.layout.slot_offset(record) + self.layout.by_value_base(self.rank))
+        self.ring.open_by_value(record, self.rank)
+        self._stage_by_value_at(self._slots, self.layout.by_value_base(record, self.rank))
 
     def _stage_by_value_at(self, region: Region, base: int) -> None:
         now = [_now_at(place) for place in self._by_value]
@@ -290,7 +291,7 @@ class SlotWriter:
 
     def by_value_differs(self, record: int) -> bool:
         """Whether a buffer or the like is not what this rank has staged of it for a record, bit for bit."""
-        base = self.layout.slot_offset(record) + self.layout.by_value_base(self.rank)
+        base = self.layout.by_value_base(record, self.rank)
         for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
             held = _now_at(place)
             staged = tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype)
@@ -353,7 +354,7 @@ class SlotWriter:
         """State that this rank's part of the start is complete; after the copies are done."""
         first = record if self.spec.mode == "eager" else record - self.spec.period + 1
         for virtual in range(first, record + 1):
-            self.ring.seal(virtual, self.rank)
+            self.ring.seal(virtual, self.rank, by_value=virtual == record)
 
     def take_snapshot(self, region: Region) -> tuple[Missing, bytes]:
         """Copy this rank's part of the state as it is now; what of it is missing, and what is not a tensor.

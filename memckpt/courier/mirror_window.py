@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memckpt.agent.mirror_messages import MirrorOpened, MirrorRecord, MirrorSkip
-from memckpt.courier.source import replica_parts
+from memckpt.courier.source import replica_parts, rooms_for
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.peers.blob import STATIC, BlobReader, RecordTail
+from memckpt.peers.blob import STATIC, BlobReader, RecordTail, Room
 from memckpt.peers.fragments import Fragment, check
 from memckpt.peers.windows import misfit, sizes_of
 from memckpt.peers.wire import NotStored, Stored, Window
@@ -151,7 +151,7 @@ class MirrorWindow:
         if record == STATIC:
             if self._static is None:
                 raise DamagedStateError("its layout has nothing that is sent once")
-            self._into = BlobReader(memoryview(self._static.map))
+            self._into = BlobReader([Room(0, memoryview(self._static.map))])
             return
         if record > self.window.base:
             if self._applied is None:
@@ -159,8 +159,9 @@ class MirrorWindow:
             self._claim_slot(record)
         for rank in self.window.owner:
             self._ring.open_for_writing(record, rank)
-        start = self._layout.slot_offset(record)
-        self._into = BlobReader(memoryview(self._slots.map)[start : start + self._layout.slot_bytes])
+            if record >= self.window.base:
+                self._ring.open_by_value(record, rank)
+        self._into = BlobReader(rooms_for(self._layout, self._slots.map, record))
 
     def _claim_slot(self, record: int) -> None:
         """Make sure that redo does not need the slot of a record any more.
@@ -201,7 +202,7 @@ class MirrorWindow:
         if record <= base:
             self._take_anchors(record)
         for rank in self.window.owner:
-            self._ring.seal(record, rank)
+            self._ring.seal(record, rank, by_value=record >= base)
         if record == base:
             self._applied = base
         if record > base:

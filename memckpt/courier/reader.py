@@ -10,9 +10,10 @@ import xxhash
 
 from memckpt.agent.peer_messages import BadSourceSeen, Filled, UnitSource
 from memckpt.courier.parts import Part, Stripe
+from memckpt.courier.source import rooms_for
 from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.region import Region
-from memckpt.peers.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail
+from memckpt.peers.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import decode_stripe
 from memckpt.peers.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
@@ -79,7 +80,7 @@ class Reader:
         self._into: BlobReader | None = None
         self.result: Filled | None = None
         self.taken_bytes = 0
-        self.expected_bytes = sum(self._room(part.record).nbytes for part in self._parts)
+        self.expected_bytes = sum(self._room_bytes(part.record) for part in self._parts)
         for part in self._parts:
             part.request = number()
             for node in part.sources:
@@ -142,7 +143,7 @@ class Reader:
             return
         self._heard[peer] = now
         stripes = -(-message.nbytes // STRIPE_BYTES)
-        most = self._room(part.record).nbytes + MOST_TAIL_BYTES
+        most = self._room_bytes(part.record) + MOST_TAIL_BYTES
         if not 1 <= message.nbytes <= most or len(message.digests) != (0 if part.live else 16 * stripes):
             self._lose(part, peer, "what it says of the record makes no sense", now)
             return
@@ -242,7 +243,7 @@ class Reader:
             if part.manifest is None and not self._vote(part):
                 return
             if self._into is None:
-                self._into = BlobReader(self._room(part.record))
+                self._into = BlobReader(self._rooms(part.record))
             self._ask_ahead(part, now)
             if self.result is not None or not self._take(part, now):
                 return
@@ -262,19 +263,21 @@ class Reader:
             return False
         (nbytes, digests), _ = votes[0]
         part.manifest = Manifest(part.request, part.record, nbytes, digests)
-        self.expected_bytes += nbytes - self._room(part.record).nbytes
+        self.expected_bytes += nbytes - self._room_bytes(part.record)
         for peer, what in said.items():
             if what != votes[0][0]:
                 part.lost[peer] = "it says other things of the record than most"
                 self._note_bad(part, peer, part.lost[peer])
         return True
 
-    def _room(self, record: int) -> memoryview:
+    def _rooms(self, record: int) -> list[Room]:
         if record == STATIC:
             assert self._static is not None
-            return memoryview(self._static.map)
-        start = self._layout.slot_offset(record)
-        return memoryview(self._slots.map)[start : start + self._layout.slot_bytes]
+            return [Room(0, memoryview(self._static.map))]
+        return rooms_for(self._layout, self._slots.map, record)
+
+    def _room_bytes(self, record: int) -> int:
+        return sum(room.view.nbytes for room in self._rooms(record))
 
     def _ask_ahead(self, part: Part, now: float) -> None:
         limit = min(part.next_taken + _AHEAD, part.count)

@@ -33,7 +33,10 @@ class Serving:
             self._blobs.pop(key).release()
         if former is not None:
             former.close()
-        source = RegionSource(message.spec, message.number, message.base, regions, message.missing, message.plain)
+        newest = max(message.records)  # of which the state is, with its by-value tensors
+        source = RegionSource(
+            message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=newest
+        )
         for record, (step, meta, rank_states) in message.records.items():
             source.note(record, step, meta, rank_states)
         self._sources[message.ranks] = source

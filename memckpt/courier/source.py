@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import mmap
 from collections.abc import Iterator
 from typing import Literal
 
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.peers.blob import STATIC, Blob, Extent, RecordTail
+from memckpt.peers.blob import STATIC, Blob, Extent, RecordTail, Room
 from memckpt.state.layout import ITEM_BYTES, Layout, StateSpec
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
 
@@ -27,6 +28,7 @@ class RegionSource:
         base: the record that it begins with.
         regions: slots, then static and replica where present.
         missing, plain: of the replica's state at `base` (eager).
+        by_value_from: the first record whose by-value tensors are read, too; None: `base`.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class RegionSource:
         regions: list[Region],
         missing: tuple[tuple[int, int, str], ...],
         plain: bytes,
+        by_value_from: int | None = None,
     ) -> None:
         self.spec = spec
         self.layout = Layout(spec)
         self._base = base
+        self._by_value_from = base if by_value_from is None else by_value_from
         self._regions = regions
         rest = regions[1:]
         self._replica = rest.pop() if spec.mode == "eager" and rest else None
@@ -60,11 +64,13 @@ class RegionSource:
         return self._records[record][0] if record in self._records else 0
 
     def intact(self, record: int) -> bool:
-        """Whether the slot of a record still holds it."""
+        """Whether what is read of a record is still held."""
         if record == STATIC or (self._replica is not None and record < self._base):
             return True  # the replica stands still until the agent has been told that this is over
         try:
             self._ring.check(record, self.spec.local_ranks)
+            if record >= self._by_value_from:
+                self._ring.check_by_value(record, self.spec.local_ranks)
         except DamagedStateError:
             return False
         return True
@@ -88,18 +94,22 @@ class RegionSource:
                 self._add_from_replica(record, extents, views)
             else:
                 self._add_from_slot(record, meta, extents, views)
-        if part != "shared" and record >= self._base:
-            self._add(extents, views, record, *self.layout.by_value_area())
+        if part != "shared" and record >= self._by_value_from:
+            offset, nbytes = self.layout.by_value_area()
+            start = self.layout.by_value_base(record, self.spec.local_ranks[0])
+            self._add_from(extents, views, Extent(offset, nbytes), start)
         tail = RecordTail(
             step, b"" if part == "private" else meta, rank_states if part != "shared" else {}, tuple(extents)
         )
         return Blob(tail, views)
 
     def _add(self, extents: list[Extent], views: list[memoryview], record: int, offset: int, nbytes: int) -> None:
-        if nbytes:
-            start = self.layout.slot_offset(record) + offset
-            extents.append(Extent(offset, nbytes))
-            views.append(memoryview(self._slots.map)[start : start + nbytes])
+        self._add_from(extents, views, Extent(offset, nbytes), self.layout.slot_offset(record) + offset)
+
+    def _add_from(self, extents: list[Extent], views: list[memoryview], extent: Extent, start: int) -> None:
+        if extent.nbytes:
+            extents.append(extent)
+            views.append(memoryview(self._slots.map)[start : start + extent.nbytes])
 
     def _add_from_slot(self, record: int, meta: bytes, extents: list[Extent], views: list[memoryview]) -> None:
         for sub_step in decode_meta(meta).sub_steps:
@@ -118,6 +128,18 @@ class RegionSource:
     def close(self) -> None:
         for region in self._regions:
             region.close()
+
+
+def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
+    """Where the bytes of a record belong that comes from elsewhere: in its slot, and in that of by-value tensors."""
+    whole = memoryview(slots)
+    begin, nbytes = layout.by_value_area()
+    start = layout.slot_offset(record)
+    rooms = [Room(0, whole[start : start + begin])]
+    if nbytes:
+        start = layout.by_value_base(record, layout.spec.local_ranks[0])
+        rooms.append(Room(begin, whole[start : start + nbytes]))
+    return rooms
 
 
 def replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 A slot's header has one stamp for each local rank. A rank invalidates its stamp before its first write of any kind,
 anchors included, and sets it to the record's number when its part is complete; whoever reads a slot checks them all.
+By-value tensors have slots of their own, fewer of them, with stamps alike.
 """
 
 from __future__ import annotations
@@ -30,29 +31,49 @@ class SlotRing:
         self._layout = layout
         self._generation = generation
 
-    def _offset(self, record: int, rank: int) -> int:
+    def _set(self, slot: int, rank: int, record: int) -> None:
         position = self._layout.spec.local_ranks.index(rank)
-        return self._layout.slot_offset(record) + position * _STAMP.size
+        _STAMP.pack_into(self._map, slot + position * _STAMP.size, record, self._generation)
 
     def open_for_writing(self, record: int, rank: int) -> None:
         """Invalidate a rank's stamp: the slot of `record` is being filled from now on."""
-        _STAMP.pack_into(self._map, self._offset(record, rank), _WRITING, self._generation)
+        self._set(self._layout.slot_offset(record), rank, _WRITING)
 
-    def seal(self, record: int, rank: int) -> None:
-        """State that a rank's part of `record` is complete."""
-        _STAMP.pack_into(self._map, self._offset(record, rank), record, self._generation)
+    def open_by_value(self, record: int, rank: int) -> None:
+        """The same of the by-value tensors of `record`, which are written at its end."""
+        if self._layout.by_value_ring:
+            self._set(self._layout.by_value_slot_offset(record), rank, _WRITING)
+
+    def seal(self, record: int, rank: int, by_value: bool = True) -> None:
+        """State that a rank's part of `record` is complete; without by-value tensors only where it has none."""
+        if by_value and self._layout.by_value_ring:
+            self._set(self._layout.by_value_slot_offset(record), rank, record)
+        self._set(self._layout.slot_offset(record), rank, record)
 
     def check(self, record: int, ranks: Sequence[int]) -> None:
-        """Make sure that the slot holds all of `record`.
+        """Make sure that the slot holds all of `record` but its by-value tensors.
 
         Raises:
             DamagedStateError: a rank's part is of another record or incomplete.
         """
+        self._check("slot", self._layout.slot_offset(record), record, ranks)
+
+    def check_by_value(self, record: int, ranks: Sequence[int]) -> None:
+        """Make sure that the by-value tensors of `record` are held.
+
+        Raises:
+            DamagedStateError: those of a rank are of another record or incomplete.
+        """
+        if self._layout.by_value_ring:
+            self._check("by-value tensors", self._layout.by_value_slot_offset(record), record, ranks)
+
+    def _check(self, what: str, slot: int, record: int, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            found, generation = _STAMP.unpack_from(self._map, self._offset(record, rank))
+            position = self._layout.spec.local_ranks.index(rank)
+            found, generation = _STAMP.unpack_from(self._map, slot + position * _STAMP.size)
             if found != record or generation != self._generation:
                 state = "is being written" if found == _WRITING else f"holds record {found}"
                 raise DamagedStateError(
-                    f"slot of record {record}, generation {self._generation}: the part of rank {rank} {state} "
+                    f"{what} of record {record}, generation {self._generation}: the part of rank {rank} {state} "
                     f"(generation {generation})"
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,7 +23,7 @@ MOST_TAIL_BYTES = 1 << 30
 
 
 class Extent(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a record and where they belong: an offset in its slot, or in the static region."""
+    """Bytes of a record and where they belong: an offset in the record, or in the static region."""
 
     offset: int
     nbytes: int
@@ -79,20 +80,32 @@ class Blob:
         self._starts.clear()
 
 
+class Room(NamedTuple):
+    """Where those bytes of a record lie that begin at `offset` in it; or those of the static region."""
+
+    offset: int
+    view: memoryview
+
+    def has(self, extent: Extent) -> bool:
+        end = self.offset + self.view.nbytes
+        return self.offset <= extent.offset and extent.nbytes >= 0 and extent.offset + extent.nbytes <= end
+
+
 class BlobReader:
     """Takes the stripes of a record in their order and puts its bytes where they belong.
 
     Args:
-        room: of a slot, or of the static region.
+        rooms: for all bytes of a record, or of the static region.
         limit: the most that a tail may have, in bytes.
     """
 
-    def __init__(self, room: memoryview, limit: int = MOST_TAIL_BYTES) -> None:
-        self._room = room
+    def __init__(self, rooms: Sequence[Room], limit: int = MOST_TAIL_BYTES) -> None:
+        self._rooms = rooms
         self._limit = limit
         self._first = bytearray()
         self._size: int | None = None
-        self._extents: list[Extent] = []
+        #: What is yet to come, and where each extent of it belongs.
+        self._targets: list[memoryview] = []
         self._position = 0
         self.tail: RecordTail | None = None
 
@@ -111,15 +124,14 @@ class BlobReader:
             rest = memoryview(bytes(self._first[self._size :]))
             self._first.clear()
         while rest.nbytes:
-            if not self._extents:
+            if not self._targets:
                 raise DamagedStateError(f"a record of pieces: expected its end, found {rest.nbytes} bytes more")
-            extent = self._extents[0]
-            count = min(rest.nbytes, extent.nbytes - self._position)
-            start = extent.offset + self._position
-            self._room[start : start + count] = rest[:count]
+            target = self._targets[0]
+            count = min(rest.nbytes, target.nbytes - self._position)
+            target[self._position : self._position + count] = rest[:count]
             rest, self._position = rest[count:], self._position + count
-            if self._position == extent.nbytes:
-                self._extents.pop(0)
+            if self._position == target.nbytes:
+                self._targets.pop(0)
                 self._position = 0
 
     def _take_tail(self) -> bool:
@@ -134,14 +146,17 @@ class BlobReader:
             tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
         except ValueError as error:  # of msgspec, or of text that is no UTF-8
             raise DamagedStateError(f"a record of pieces: its tail cannot be read: {error}") from error
-        for extent in tail.extents:
-            if extent.offset < 0 or extent.nbytes < 0 or extent.offset + extent.nbytes > self._room.nbytes:
-                raise DamagedStateError(
-                    f"a record of pieces: expected bytes within {self._room.nbytes}, found {extent}"
-                )
+        self._targets = [view for extent in tail.extents if (view := self._target(extent)).nbytes]
         self.tail = tail
-        self._extents = [extent for extent in tail.extents if extent.nbytes]
         return True
+
+    def _target(self, extent: Extent) -> memoryview:
+        for room in self._rooms:
+            if room.has(extent):
+                start = extent.offset - room.offset
+                return room.view[start : start + extent.nbytes]
+        bounds = ", ".join(f"{room.offset} to {room.offset + room.view.nbytes}" for room in self._rooms)
+        raise DamagedStateError(f"a record of pieces: expected bytes within {bounds}, found {extent}")
 
     def finish(self) -> RecordTail:
         """All stripes have been taken.
@@ -149,6 +164,6 @@ class BlobReader:
         Raises:
             DamagedStateError: some are missing.
         """
-        if self.tail is None or self._extents:
+        if self.tail is None or self._targets:
             raise DamagedStateError("a record of pieces ends before all of its bytes are there")
         return self.tail

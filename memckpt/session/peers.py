@@ -157,7 +157,7 @@ class Peers:
                 its sources hold is left as it is.
         """
         layout = Layout(spec)
-        self._window_bytes = layout.slot_bytes * spec.period
+        self._window_bytes = (layout.slot_bytes + layout.by_value_slot_bytes) * spec.period
         bad: set[BadSource] = set()
         tried_again = False
         while True:

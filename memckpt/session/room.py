@@ -27,6 +27,7 @@ def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: 
         local_ranks=ranks.unit,
         world_size=ranks.world_size,
         replicas=ranks.replicas if len(ranks.groups) > 1 else (),
+        reads_late=config.reads_late,
     )
     # The units of a node hold shards of nearly the same size.
     needed = Layout(live.spec(request)).total_bytes * len(ranks.local_ranks) / len(ranks.unit)

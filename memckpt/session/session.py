@@ -201,6 +201,7 @@ class Session:
             local_ranks=self._ranks.unit,
             world_size=self._ranks.world_size,
             replicas=self._ranks.replicas if len(self._ranks.groups) > 1 else (),
+            reads_late=self._config.reads_late,
         )
 
     def _start(self, resume: ResumeChoice | int) -> None:

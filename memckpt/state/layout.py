@@ -5,7 +5,15 @@ never imports torch. All offsets and sizes are in bytes.
 
 A slot holds one record::
 
-    header | gradient arena | anchors due | by-value tensors of each local rank | landings of each local rank
+    header | gradient arena | anchors due | landings of each local rank
+
+By-value tensors lie behind all slots, in a ring of their own, since a restore needs those of the newest few records
+only. One of its slots holds what belongs to one record::
+
+    header | by-value tensors of each local rank
+
+Where a record is spoken of as one (pieces for peers), its bytes are counted as if its by-value tensors followed the
+anchors in its slot.
 
 The gradient arena has one area for each optimizer sub-step that a record may contain; landings say which gradients of
 the first ones are complete. In mode ``"capture"`` there is neither: only every N-th record has a slot, with the anchors
@@ -180,6 +188,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `flattened` says that parameters are pieces of flat ones (FSDP1), of which only the rank itself knows what they are.
 
     `trails` says that eager redo stays one record behind what it could apply, so that the newest can be repeated.
+
+    `by_value_slots` is how many records' by-value tensors are held at once; 0: those of as many as there are slots.
     """
 
     params: tuple[ParamSpec, ...]
@@ -197,6 +207,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     every: int = 1
     flattened: bool = False
     trails: bool = False
+    by_value_slots: int = 0
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -214,7 +225,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def content(self) -> str:
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
-        return msgspec.structs.replace(self, mode="eager", period=1, slots=3, every=1, trails=False).digest()
+        how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
+        return msgspec.structs.replace(self, **how).digest()
 
     def structure(self) -> tuple[Any, ...]:
         """Which tensors there are, and which optimizers step them."""
@@ -287,14 +299,13 @@ class Layout:
                 self._optimizer_params[owner.optimizer].append(index)
         self._place_gradients()
         self._place_pieces()
-        self._place_by_value()
         #: Of each local rank: a head, and a word for each parameter.
         self.landing_bytes = 0 if spec.mode == "capture" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
-        rank_bytes = self.by_value_bytes + self.landing_bytes
-        self.slot_bytes = aligned(
-            HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + rank_bytes * len(spec.local_ranks), PAGE
-        )
-        self.slots_bytes = self.slot_bytes * self.ring
+        landings = self.landing_bytes * len(spec.local_ranks)
+        self.slot_bytes = aligned(HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + landings, PAGE)
+        self._place_by_value()
+        #: Slots, and by-value tensors behind them.
+        self.slots_bytes = self.slot_bytes * self.ring + self.by_value_slot_bytes * self.by_value_ring
         self._place_static_and_replica()
 
     # Gradients
@@ -388,7 +399,10 @@ class Layout:
         return HEADER_BYTES + self.gradient_bytes, sum(piece.nbytes for piece in self.due(record))
 
     def by_value_area(self) -> tuple[int, int]:
-        """Offset in a slot, and bytes, of the by-value tensors of all ranks of this node."""
+        """Offset in a record, and bytes, of the by-value tensors of all ranks of this node.
+
+        In memory they lie elsewhere: see :meth:`by_value_base`.
+        """
         start = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
         return start, self.by_value_bytes * len(self.spec.local_ranks)
 
@@ -400,17 +414,33 @@ class Layout:
         for tensor in self.spec.by_value:
             self.by_value_offsets.append(offset)
             offset += aligned(tensor.nbytes)
+        #: Of one local rank.
         self.by_value_bytes = offset
+        #: How many records' by-value tensors are held at once.
+        self.by_value_ring = min(self.ring, self.spec.by_value_slots or self.ring) if self.spec.by_value else 0
+        self.by_value_slot_bytes = 0
+        if self.spec.by_value:
+            self.by_value_slot_bytes = aligned(HEADER_BYTES + offset * len(self.spec.local_ranks), PAGE)
 
-    def by_value_base(self, rank: int) -> int:
-        """Offset in a slot of the by-value area of a rank of this node."""
+    def by_value_slot_offset(self, record: int) -> int:
+        """Offset in the slots' region of the by-value tensors of record number `record`, with their header."""
+        number = record // self.spec.every % self.by_value_ring
+        return self.slot_bytes * self.ring + number * self.by_value_slot_bytes
+
+    def by_value_base(self, record: int, rank: int) -> int:
+        """Offset in the slots' region of the by-value tensors that a rank of this node has in a record.
+
+        Those of the ranks lie one after the other; 0 where there are none.
+        """
+        if not self.by_value_ring:
+            return 0
         position = self.spec.local_ranks.index(rank)
-        return HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + position * self.by_value_bytes
+        return self.by_value_slot_offset(record) + HEADER_BYTES + position * self.by_value_bytes
 
     def landing_base(self, rank: int) -> int:
         """Offset in a slot of the landings of a rank of this node: behind all that peers and storage are given."""
-        start, nbytes = self.by_value_area()
-        return start + nbytes + self.spec.local_ranks.index(rank) * self.landing_bytes
+        start = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
+        return start + self.spec.local_ranks.index(rank) * self.landing_bytes
 
     def _place_static_and_replica(self) -> None:
         offset = 0

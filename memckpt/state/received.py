@@ -30,6 +30,8 @@ def _problem(spec: StateSpec) -> str:
     for name in ("period", "slots", "every", "world_size"):
         if not 1 <= getattr(spec, name) <= _MOST:
             return f"{name}={getattr(spec, name)}"
+    if not 0 <= spec.by_value_slots <= _MOST:
+        return f"by_value_slots={spec.by_value_slots}"
     ranks = {*spec.local_ranks, *spec.replicas}
     if not spec.local_ranks or min(ranks) < 0 or max(ranks) >= spec.world_size:
         return f"local_ranks={spec.local_ranks}, replicas={spec.replicas} of {spec.world_size} ranks"

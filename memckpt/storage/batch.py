@@ -93,7 +93,7 @@ class RecordCopy:
         self.record = record
         base = layout.slot_offset(record)
         ranks = layout.spec.local_ranks
-        by_value = base + layout.by_value_base(ranks[0])
+        by_value = layout.by_value_base(record, ranks[0])
         with memoryview(slots) as slot:
             start = base + HEADER_BYTES
             self._gradients = memoryview(bytes(slot[start : start + layout.gradient_bytes * full]))

@@ -127,11 +127,10 @@ class RecordWriter:
         if self._last is not None and record.record != self._last + 1:
             nbytes += self._write() if self._taken else 0
             self._begin_anew()  # the agent knows: it has not sent what is missing
-        ranks = self._opened.spec.local_ranks
         try:
-            self._ring.check(record.record, ranks)
+            self._check(record.record)
             copy = RecordCopy(self._layout, self._slots.map, record.record, self._full)
-            self._ring.check(record.record, ranks)
+            self._check(record.record)
         except DamagedStateError as error:
             return nbytes + self._write_before_hole(f"it is not logged in time: {error}")
         self._taken.append(_Taken(copy, record, time.monotonic()))
@@ -141,6 +140,10 @@ class RecordWriter:
         if full or time.monotonic() - self._taken[0].at >= self._opened.batch_seconds:
             nbytes += self._write()
         return nbytes
+
+    def _check(self, record: int) -> None:
+        self._ring.check(record, self._opened.spec.local_ranks)
+        self._ring.check_by_value(record, self._opened.spec.local_ranks)
 
     def _write_before_hole(self, reason: str) -> int:
         nbytes = self._write() if self._taken else 0

@@ -117,7 +117,8 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
     torch.set_num_threads(job.threads)
     extend_search_path(job.search_path)
     ring = SlotRing(slots, layout, job.generation)
-    base = layout.slot_offset(part.record) + layout.by_value_base(spec.local_ranks[0])
+    ring.check_by_value(part.record, spec.local_ranks)
+    base = layout.by_value_base(part.record, spec.local_ranks[0])
     by_value = by_value_tensors(layout, slots.map, base)
     if not part.full:
         return by_value, NodeState(spec, (), b"", job.rank_states)
