@@ -24,9 +24,11 @@ import memckpt
 from memckpt.agent.address import NODE_VARIABLE
 from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
+from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import freeze
 from tests.processes import kill_and_wait
+from tests.resume_history import commit, journal_of, note_resume, unproved
 
 STEPS = 14
 #: A rank that lost the others learns of it within this time.
@@ -92,6 +94,9 @@ class Job:
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
 
+    def journal(self, rank: int) -> Path:
+        return self.directory / f"journal-{rank}"
+
 
 class Net(nn.Module):
     """Something of everything that DDP treats in its own way: buffers, a layer that is used now and then."""
@@ -156,12 +161,12 @@ def train(job: Job, rank: int) -> None:
         model.register_comm_hook(None, halving_hook)
     session = None
     start = resumed = 0
+    journal = Journal(job.journal(rank))
     if job.run_dir is not None:
         session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
         report = session.restore()
-        if report is not None:
-            start, resumed = report.step, report.step if report.repeated is None else report.repeated
+        start, resumed = 0 if report is None else report.step, note_resume(journal, report)
         print("resumed:", resumed)
     if job.other_batch == rank:
         torch.manual_seed(7)
@@ -194,7 +199,7 @@ def train(job: Job, rank: int) -> None:
             net.table += rank + 1
         at(step, "stepped")
         if session is not None:
-            assert session.commit()
+            assert commit(journal, session, step)
         if session is not None and session._unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
             while session._due.after is None and session._staging.writer is None:
@@ -222,7 +227,6 @@ def train(job: Job, rank: int) -> None:
     }
     job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses, "resumed": resumed}))
     if session is not None:
-        print("check:", session.check.verdict, session.check.line)
         session.close()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -260,6 +264,18 @@ def run(lab: Lab, job: Job) -> list[int]:
             break
         (job.directory / "store").unlink(missing_ok=True)
     return codes
+
+
+def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] = ()) -> None:
+    """All ranks of the last attempt say that the repeated step was equal, or that none was, for a reason that holds.
+
+    Args:
+        attempts: of one run, one after the other.
+        died, reasons: as of :func:`unproved`.
+    """
+    journals = [[journal_of(each.journal(rank)) for rank in range(each.world_size)] for each in attempts]
+    problem = unproved(journals[-1], journals[:-1], attempts[-1].config, died, reasons)
+    assert not problem, f"attempt {attempts[-1].number}: {problem}"
 
 
 halving_hook.__annotations__.clear()  # torch compares them with its own classes

@@ -21,6 +21,7 @@ from memckpt.config import AgentConfig, MemckptConfig
 from tests.engine_training import Case, Training
 from tests.frozen import outcome
 from tests.processes import kill_and_wait
+from tests.resume_history import commit, note_resume
 
 REFERENCE_SEED = 1
 
@@ -181,11 +182,8 @@ def train(attempt: Attempt) -> None:
         loss = training.batch(control.step)
         control.journal.note("loss", step=control.step, value=loss.hex())
         if session is not None:
-            pending = session.check.verdict == "pending"
-            committed = session.commit(control.step, **training.commit_arguments(control.step))
-            control.journal.note("commit", step=control.step, done=committed)
-            if pending and session.check.verdict != "pending":
-                control.journal.note("checked", verdict=session.check.verdict, line=session.check.line)
+            arguments = training.commit_arguments(control.step)
+            commit(control.journal, session, control.step, step=control.step, **arguments)
         control.at("after commit")
     if session is not None:
         control.journal.note(
@@ -207,11 +205,5 @@ def _begin(session: memckpt.Session, control: Control, training: Training) -> in
     writer = session._staging.writer if repetition is None else getattr(repetition.held, "_writer", None)
     pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
     cut = writer is not None and pieces > len(writer.params)
-    if report is None:
-        control.journal.note("fresh")
-        return 0
-    step = report.step if report.check.step is None else report.check.step  # the one that is held, and repeated
-    control.journal.note("restored", step=step, record=report.record, lost=report.steps_lost, cut=cut)
-    if report.check.verdict != "pending":
-        control.journal.note("checked", verdict=report.check.verdict, line=report.check.line)
-    return report.step
+    note_resume(control.journal, report, cut=cut)
+    return 0 if report is None else report.step

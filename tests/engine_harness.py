@@ -8,7 +8,6 @@ process when its own parent dies, so that at the end of a test it can be seen th
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import pickle
 import select
@@ -41,6 +40,7 @@ from tests.processes import (
     reap,
     run_child,
 )
+from tests.resume_history import journal_of, unproved
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ class Lab:
         os.environ[NODE_VARIABLE] = "node"
         self._strangers = children()
         self._children: list[Child] = []
+        #: Where the attempts of each run report to, in turn.
+        self._attempts: dict[Path, list[Path]] = {}
         self._reports = 0
         be_subreaper(True)
 
@@ -169,21 +171,34 @@ class Lab:
         report = self.directory / f"report-{self._reports}"
         report.mkdir()
         attempt = Attempt(case, run_dir or self.run_dir, report, settings, device=self.device, **arguments)
+        if settings is not None:
+            self._attempts.setdefault(attempt.run_dir, []).append(report)
         if settings is not None and settings.redo == "eager" and not self.agent_answers(attempt.run_dir):
             self.start_agent(attempt.run_dir)
         return self.fork(lambda: train(attempt), case.name), report
 
-    def train(self, case: Case, settings: MemckptConfig | None, **arguments: Any) -> Ended:
+    def train(
+        self, case: Case, settings: MemckptConfig | None, *, unchecked: Sequence[str] | None = (), **arguments: Any
+    ) -> Ended:
         """Train in a child, to its end or to its planned death.
 
+        Args:
+            unchecked: reasons, or parts of them, for which the check of a resume may say *none*; None: the test looks
+                at the verdict.
+
         Raises:
-            AssertionError: the child ended in another way than planned.
+            AssertionError: the child ended in another way than planned, or its resume was not proved.
         """
         child, report = self.begin(case, settings, **arguments)
         ended = collect(child, report)
         deadly = any(each["who"] == "trainer" for each in ended.of("killed"))
         expected = -signal.SIGKILL if deadly else 0
         assert ended.code == expected, f"exit code {ended.code}, expected {expected}:\n{ended.log[-6000:]}"
+        if settings is not None and settings.replays and unchecked is not None:
+            attempts = self._attempts[arguments.get("run_dir") or self.run_dir]
+            earlier = [[journal_of(each / "journal")] for each in attempts if each != report]
+            problem = unproved([ended.events], earlier, settings, died=bool(ended.of("killed")), reasons=unchecked)
+            assert not problem, f"{problem}\n{ended.log[-3000:]}"
         return ended
 
     def reference(self, case: Case) -> Ended:
@@ -203,19 +218,6 @@ class Lab:
         different = differences(reference.outcome, attempts[-1].outcome)
         assert not different, "\n".join(different[:10])
 
-    def check_verdict(self, ended: Ended, settings: MemckptConfig, unchecked: Sequence[str]) -> None:
-        """A resumed attempt says that the repeated step was equal, or that there was none, for an expected reason.
-
-        A generation that began with the resumed record is always one: what was before it is gone. So is state that is
-        captured now and then: of the steps since there are no tensors.
-        """
-        if not settings.replays:
-            return
-        verdict, line = ended.verdict
-        reasons = ("a generation began at record", "state is captured every", *unchecked)
-        fine = verdict in ("equal", "pending") or (verdict == "none" and any(one in line for one in reasons))
-        assert fine, f"{verdict}: {line}\n{ended.log[-3000:]}"
-
     def survives(
         self,
         case: Case,
@@ -223,7 +225,7 @@ class Lab:
         kills: list[tuple[str, int]],
         *,
         expected: list[int | None] | None = None,
-        unchecked: Sequence[str] = (),
+        unchecked: Sequence[str] | None = (),
         **arguments: Any,
     ) -> list[Ended]:
         """Kill a training at each of `kills` in turn, resume it each time, and compare.
@@ -231,26 +233,21 @@ class Lab:
         Args:
             kills: (point, step) of each kill; each happens in an attempt of its own.
             expected: the step that the attempt after each kill resumes from; None takes the last one committed.
-            unchecked: reasons, or parts of them, for which the check of a resume may say *none*.
+            unchecked: as of :meth:`train`.
         """
         if expected is None:
             expected = [step if point == "after commit" else step - 1 for point, step in kills]
         attempts = []
-        came_from: int | None = None
         comes_from: int | None = None
         for number, kill in enumerate([*kills, None]):
             actions = {kill: kill_self} if kill is not None else {}
             # Another seed than the reference's: what is not restored shows.
             seed = REFERENCE_SEED if not comes_from else 1000 + number
-            ended = self.train(case, settings, seed=seed, actions=actions, **arguments)
+            ended = self.train(case, settings, seed=seed, actions=actions, unchecked=unchecked, **arguments)
             assert ended.restored_step == (comes_from or None), f"attempt {number}:\n{ended.log[-3000:]}"
-            if comes_from:
-                # An eager replica goes on to the record once its step is repeated; then nothing is before it.
-                gone = ("the replica has gone past record",) if comes_from == came_from else ()
-                self.check_verdict(ended, settings, (*unchecked, *gone))
             assert len(ended.of("killed")) == (kill is not None)
             attempts.append(ended)
-            came_from, comes_from = comes_from, expected[number] if kill is not None else None
+            comes_from = expected[number] if kill is not None else None
         self.check_same(case, *attempts)
         return attempts
 
@@ -318,10 +315,9 @@ class Lab:
 def collect(child: Child, report: Path) -> Ended:
     """What a training child has left when it ended."""
     code = child.wait()
-    journal, result = report / "journal", report / "outcome"
-    lines = journal.read_text().splitlines() if journal.exists() else []
+    result = report / "outcome"
     frozen = pickle.loads(result.read_bytes()) if result.exists() else None
-    return Ended(code, [json.loads(line) for line in lines], child.log.read_text(), frozen)
+    return Ended(code, journal_of(report / "journal"), child.log.read_text(), frozen)
 
 
 def import_ahead() -> None:

@@ -23,8 +23,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import memckpt
 from memckpt.agent.address import NODE_VARIABLE
 from tests.ddp_cases import NO_PROCESS_GROUP, PROCESS_GROUP_SECONDS, TRIES, Job
+from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import freeze
+from tests.resume_history import commit, note_resume
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,14 @@ def train(job: FlatJob, rank: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     session = None
     start = resumed = 0
+    journal = Journal(job.journal(rank))
     if job.run_dir is not None:
         attached = net if job.bare else model
         session = memckpt.attach(attached, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
         evaluate(model)  # leaves whole parameters, of the initial values, in the outermost module
         report = session.restore()
-        if report is not None:
-            start, resumed = report.step, report.step if report.repeated is None else report.repeated
+        start, resumed = 0 if report is None else report.step, note_resume(journal, report)
         print("resumed:", resumed)
     losses = {}
     for step in range(start, job.last_step):
@@ -141,7 +143,7 @@ def train(job: FlatJob, rank: int) -> None:
         if job.evaluate:
             evaluate(model, gradients=job.evaluate == "with")
         if session is not None:
-            assert session.commit()
+            assert commit(journal, session, step)
         at(step, "committed")
     state = {
         "params": [param.detach().numpy().tobytes() for param in model.parameters()],

@@ -12,7 +12,7 @@ import pytest
 from memckpt.agent import fence
 from memckpt.agent.processes import ProcessHandle
 from memckpt.config import StorageConfig
-from tests.ddp_cases import Death, Job, fresh_directory, results, run
+from tests.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.test_storage_runs import until
@@ -39,13 +39,16 @@ def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> Non
     expected = reference(lab, job)
     if job.config.redo == "eager" and not job.nodes:
         lab.start_agent()
+    attempts: list[Job] = []
     for number, death in enumerate(deaths):
-        attempt = replace(job, directory=fresh_directory(lab), number=number, deaths=[death])
-        codes = run(lab, attempt)
+        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
+        codes = run(lab, attempts[-1])
         killed = range(job.world_size) if death.who == "all" else [death.who]
         assert all(codes[int(rank)] == -9 for rank in killed), codes
+        check_verdicts(attempts, died=True)
     last = replace(job, directory=fresh_directory(lab), number=len(deaths))
     assert run(lab, last) == [0] * job.world_size
+    check_verdicts([*attempts, last], died=False)
     found = results(last)
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         assert ours["resumed"] == resumed[-1], "the last attempt went on at another step"
@@ -131,6 +134,7 @@ def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
     second = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, second) == [0, 0]
     assert stuck.wait(10) == -9
+    check_verdicts([first, second], died=False)
     assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
 
 
@@ -156,6 +160,7 @@ def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeyp
     assert run(lab, second) == [0, 0]
     assert ender.wait() == 0
     assert stuck.wait(10) == -9
+    check_verdicts([first, second], died=False)
     assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
 
 
@@ -171,6 +176,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
     assert "protected again" in logs
     second = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, second) == [0, 0]
+    check_verdicts([first, second], died=False)
     found = results(second)
     assert [one["resumed"] for one in found] == [9, 9]
     assert [one["state"] for one in found] == [one["state"] for one in expected]
@@ -190,6 +196,7 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
     assert run(lab, died) == [-9, -9]
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
+    check_verdicts([died, last], died=False)
     for ours, theirs in zip(results(last), expected, strict=True):
         assert ours["resumed"] == 5
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []

@@ -14,7 +14,7 @@ from memckpt.errors import UnsupportedError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore
-from tests.ddp_cases import Death, fresh_directory, results
+from tests.ddp_cases import Death, check_verdicts, fresh_directory, results
 from tests.engine_child import config
 from tests.engine_harness import Lab
 from tests.fsdp1_cases import FlatJob, run
@@ -41,13 +41,16 @@ def survives(lab: Lab, job: FlatJob, deaths: list[Death], resumed: int) -> None:
     expected = reference(lab, job)
     if job.config.redo == "eager" and not job.nodes:
         lab.start_agent()
+    attempts: list[FlatJob] = []
     for number, death in enumerate(deaths):
-        attempt = replace(job, directory=fresh_directory(lab), number=number, deaths=[death])
-        codes = run(lab, attempt)
+        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
+        codes = run(lab, attempts[-1])
         killed = range(job.world_size) if death.who == "all" else [death.who]
         assert all(codes[int(rank)] == -9 for rank in killed), codes
+        check_verdicts(attempts, died=True)
     last = replace(job, directory=fresh_directory(lab), number=len(deaths))
     assert run(lab, last) == [0] * job.world_size
+    check_verdicts([*attempts, last], died=False)
     assert_as(results(last), expected, resumed)
 
 
@@ -124,6 +127,7 @@ def test_resumes_from_storage(lab: Lab) -> None:
     lab.stop()
     last = replace(job, directory=fresh_directory(lab), number=1)
     assert run(lab, last) == [0, 0]
+    check_verdicts([died, last], died=False)
     assert_as(results(last), expected, 8)
     with pytest.raises(UnsupportedError, match="which only its ranks can put together"):
         export(store, read_catalog(store).complete[0], lab.directory / "exported", "torch")

@@ -1,0 +1,141 @@
+"""What the attempts of a run have done, as their journals say, and whether the next resume was proved.
+
+A rank's journal has the events "fresh" or "restored" (`step`, `held`: the record, `tier`), "commit" (`record`, `done`),
+"generation" (`record` that it began with, `every`: after how many records its state is captured) and "checked"
+(`verdict`, `line`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from memckpt import Session
+from memckpt.config import MemckptConfig
+from memckpt.session.report import RestoreReport
+
+Events = list[dict[str, Any]]
+
+
+class Notes(Protocol):
+    """A journal."""
+
+    def note(self, event: str, **fields: Any) -> None: ...
+
+
+def journal_of(path: Path) -> Events:
+    """What a process has noted so far."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> int:
+    """Note what a session has restored; returns the step that is held, 0 where none is."""
+    if report is None:
+        notes.note("fresh")
+        return 0
+    again = report.repeated is not None  # behind what was restored one more record is held
+    step = report.step if report.repeated is None else report.repeated
+    notes.note("restored", step=step, held=report.record + again, tier=report.tier, lost=report.steps_lost, **fields)
+    if report.check.verdict != "pending":
+        notes.note("checked", verdict=report.check.verdict, line=report.check.line)
+    return step
+
+
+def commit(notes: Notes, session: Session, number: int, **arguments: Any) -> bool:
+    """Commit step `number`, and note what comes of it."""
+    pending, began = session.check.verdict == "pending", session._due.began
+    done = session.commit(**arguments)
+    record = session._last.record if session._last is not None else 0
+    notes.note("commit", step=number, record=record, done=done)
+    if session._due.began != began:
+        notes.note("generation", record=session._due.began, every=session._request.every)
+    if pending and session.check.verdict != "pending":
+        notes.note("checked", verdict=session.check.verdict, line=session.check.line)
+    return done
+
+
+class History:
+    """Follows one rank's journals, one attempt after the other."""
+
+    def __init__(self, journals: Iterable[Events]) -> None:
+        #: How often the state is captured in the generation that began with a record.
+        self._begun: dict[int, int] = {}
+        #: The newest record, and whether its step has been repeated already.
+        self._newest = 0
+        self._repeated = False
+        for journal in journals:
+            for event in journal:
+                self._follow(event)
+
+    def _follow(self, event: Mapping[str, Any]) -> None:
+        match event["event"]:
+            case "fresh":
+                self._go_back(0)
+            case "restored":
+                self._go_back(event["held"])
+            case "commit" if event["done"]:
+                self._repeated = event["record"] == self._newest
+                self._newest = event["record"]
+            case "generation":
+                self._begun[event["record"]] = event["every"]
+
+    def _go_back(self, record: int) -> None:
+        self._repeated = self._repeated and record == self._newest
+        self._newest = record
+        self._begun = {one: every for one, every in self._begun.items() if one <= record}
+
+    def reasons(self, record: int) -> list[str]:
+        """Why the step of a record cannot be repeated, as a resume says it; of storage nothing is known here."""
+        found = []
+        if record in self._begun:
+            found.append(f"a generation began at record {record}")
+        every = self._begun.get(max((one for one in self._begun if one <= record), default=0), 1)
+        if every > 1 and record == self._newest:
+            found.append(f"state is captured every {every} steps")
+        if self._repeated and record == self._newest:
+            # A replica goes on to the record behind it; a process that dies before its next commit leaves it there.
+            found.append(f"the replica has gone past record {record - 1}: its step was repeated before")
+        return found
+
+
+def unproved(
+    ranks: Sequence[Events],
+    earlier: Sequence[Sequence[Events]],
+    settings: MemckptConfig,
+    died: bool,
+    reasons: Sequence[str] = (),
+) -> str:
+    """Why the resume of an attempt was not proved, in words: each says *equal*, or *none* for a reason that holds.
+
+    Args:
+        ranks: the attempt's journals, by rank.
+        earlier: those of the attempts before it in the same run, by attempt.
+        settings: its own.
+        died: whether some rank was killed. If no record had ended by then, there need not be a verdict.
+        reasons: parts of those that are expected beside what the journals imply.
+    """
+    restored = [each for journal in ranks for each in journal if each["event"] == "restored"]
+    if not settings.replays or not restored:
+        return ""
+    verdicts = {(e["verdict"], e["line"]) for journal in ranks for e in journal if e["event"] == "checked"}
+    if not verdicts:
+        ended = any(each["event"] == "commit" and each["done"] for journal in ranks for each in journal)
+        return "" if died and not ended else "there is no verdict"
+    if len(verdicts) > 1:
+        return f"ranks do not agree: {verdicts}"
+    ((verdict, line),) = verdicts
+    one = restored[0]
+    if one["tier"] == "storage":
+        logs = settings.storage is None or settings.storage.mode == "log"  # which has the state before, too
+        implied = [] if logs else [f"storage does not have the state from which step {one['step']} was taken"]
+    else:
+        implied = [
+            reason
+            for rank in range(len(ranks))
+            for reason in History(attempt[rank] for attempt in earlier if rank < len(attempt)).reasons(one["held"])
+        ]
+    fine = verdict == "equal" or (verdict == "none" and any(part in line for part in (*implied, *reasons)))
+    return "" if fine else f"{verdict}: {line}; expected: equal, or one of {[*implied, *reasons]}"
