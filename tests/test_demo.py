@@ -21,7 +21,10 @@ def test_demo_resumes_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert said.count("SIGKILL in step") == 2
     assert "Equal, bit for bit" in said, said
-    assert len(re.findall(r"^ +\d  +\d+, .* 0 +(?:equal|none) ", said, re.MULTILINE)) == 2, said  # none lost
+    kills = re.findall(r"^ +\d  +\d+, (\w+) +\d+ +\d+ +(\d+) +(\S+) ", said, re.MULTILINE)
+    assert [check for _, _, check in kills] == ["equal", "equal"], said
+    # Between the optimizer and the commit a step is lost; which of the two a kill in "commit" meets is chance.
+    assert all(int(lost) <= (phase == "commit") for phase, lost, _ in kills), said
 
 
 @pytest.mark.slow
@@ -65,7 +68,7 @@ def test_losses_of_all_steps_count() -> None:
 
 def test_instants_depend_on_the_seed_alone() -> None:
     assert draw_instants(5, 4, 100) == draw_instants(5, 4, 100) != draw_instants(6, 4, 100)
-    assert all(1 <= instant < 100 for instant in draw_instants(5, 50, 100))
+    assert all(2 <= instant < 100 for instant in draw_instants(5, 50, 100))
 
 
 def test_a_line_on_the_canvas_has_no_gap() -> None:

@@ -87,9 +87,12 @@ class RunResult:
 
 
 def draw_instants(seed: int, kills: int, steps: int) -> list[float]:
-    """Instants in steps: 37.4 is 0.4 of a step's duration after step 37 has ended."""
+    """Instants in steps: 37.4 is 0.4 of a step's duration after step 37 has ended.
+
+    The first is behind step 2: before the first step nothing is held, from which a resume could repeat it.
+    """
     generator = random.Random(seed)
-    return sorted(generator.uniform(1, 0.95 * steps - 2) for _ in range(kills))
+    return sorted(generator.uniform(2, 0.95 * steps - 2) for _ in range(kills))
 
 
 class Run:
