@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from memckpt.agent import job_maker
 from memckpt.config import StorageConfig
-from memckpt.errors import UsageError
+from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.storage.catalog import Catalog, read_catalog, verify
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore, open_store
@@ -153,6 +154,36 @@ def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str)
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 8
     assert "resuming from storage at step 8: nothing is held in local memory" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+def test_what_goes_to_storage_meanwhile_stays_before_the_step_that_is_repeated(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert "resuming from local memory at step 8" in final.log
+    assert final.verdict[0] == "equal"
+    lab.check_same(PLAIN, died, final)
+
+
+def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica itself is taken on to what goes to storage, and nothing is before it."""
+
+    def refuse(nbytes: int, held: int, budget: int | None, detail: str) -> None:
+        if detail == "a copy of the state on its way to storage":
+            raise MemoryBudgetError("there is no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_maker, "check_budget", refuse)
+        lab.start_agent()
+    settings = stored("eager", every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    reason = "the replica has gone past record 7: its step was repeated before, or what is held has gone to storage"
+    final = lab.train(PLAIN, settings, seed=2, unchecked=[reason])
+    assert (final.restored_step, final.verdict[0]) == (8, "none")
     lab.check_same(PLAIN, died, final)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Literal
+
+import msgspec
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import (
@@ -16,11 +19,13 @@ from memckpt.agent.writer_messages import (
     Save,
 )
 from memckpt.config import StorageConfig
-from memckpt.errors import AgentError
+from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.format import FORMAT_VERSION, Part
 
+_log = logging.getLogger("memckpt.agent")
 #: Takes what the process is told, the regions that come along, the one among them that is only there for this, and who
 #: is told what has become of it; as for a job.
 Submit = Callable[[Save, list[Region], "Region | None", Done], None]
@@ -76,14 +81,28 @@ class JobMaker:
         save = self._describe(generation, record, "ring", url, metas=metas)
         self._submit(save, _with_static(generation, [generation.slots]), None, done)
 
-    def of_held(self, generation: Generation, record: int, url: str, done: Done) -> None:
-        """A checkpoint of the replica, or of the ring, while no trainer changes it."""
+    def of_held(self, generation: Generation, record: int, url: str, done: Done, *, last: bool = False) -> None:
+        """A checkpoint of the replica, or of the ring, while no trainer changes it.
+
+        Args:
+            generation: which holds it.
+            record: after which.
+            url: of the store.
+            done: told what has become of it.
+            last: whether training has ended, so that nobody repeats the record's step from the state before it.
+        """
         if generation.replica is None:
             self.of_ring(generation, record, url, done, generation.metas_for(record))
             return
+        generation.replica.freeze()
         try:
+            if generation.spec.trails and not last and generation.replica.applied < record:
+                region = _room_for_copy(generation, record)
+                if region is not None:
+                    self._of_copy(generation, record, url, done, region)
+                    return
             generation.replica.advance_to(record)
-        except AgentError as error:
+        except MemckptError as error:
             done(SaveFailed(generation.newest_step() or 0, str(error)))
             return
         generation.replica.freeze()
@@ -93,6 +112,22 @@ class JobMaker:
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
         regions = [generation.replica_region, generation.slots]
         self._submit(save, _with_static(generation, regions), None, done)
+
+    def _of_copy(self, generation: Generation, record: int, url: str, done: Done, region: Region) -> None:
+        """A checkpoint of a copy of the replica that is taken on to `record`; the replica stays behind.
+
+        A copy of all that is held blocks the agent while no trainer runs.
+        """
+        assert generation.replica is not None
+        try:
+            missing, plain = generation.replica.copy_ahead(record, region)
+        except BaseException:  # raised again: nobody else knows of the region
+            region.close()
+            raise
+        base = generation.layout.state_bytes
+        save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
+        save = msgspec.structs.replace(save, urgent=True)
+        self._submit(save, _with_static(generation, [region, region]), region, done)
 
     def _describe(
         self,
@@ -139,6 +174,17 @@ class JobMaker:
             threads=self._threads,
             search_path=self._search_path,
         )
+
+
+def _room_for_copy(generation: Generation, record: int) -> Region | None:
+    """Room for a copy of the state, so that the replica stays where a resume can repeat a step from."""
+    nbytes = generation.layout.snapshot_bytes
+    try:
+        check_budget(nbytes, 0, None, "a copy of the state on its way to storage")
+        return Region.create("snapshot", nbytes)
+    except (MemoryBudgetError, OSError) as error:
+        _log.info("a resume will not repeat the step of record %d, whose state goes to storage: %s", record, error)
+        return None
 
 
 def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:

@@ -50,6 +50,7 @@ class Replica:
         self._layout = layout
         self._ring = ring
         self._notify = notify
+        self._slots = slots
         self._slots_map = slots.map
         self._replica_map = replica.map
         self._copy_at: tuple[int, Region] | None = None
@@ -212,6 +213,27 @@ class Replica:
         with self._condition:
             self._condition.wait_for(lambda: not self._busy)
             self._copy_at = None
+
+    def copy_ahead(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
+        """Make the state after `record`, which is held, in a snapshot; the replica, which is frozen, stays behind it.
+
+        Returns:
+            As :meth:`describe_state`, of the snapshot.
+
+        Raises:
+            AgentError: as for :meth:`advance_to`.
+        """
+        missing, plain = self._copy(record, snapshot)
+        ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)
+        try:
+            ahead.begin(self.applied, missing, plain)
+            for number, meta in self._metas.items():
+                ahead.offer(number, meta)
+            ahead.advance_to(record)
+            ahead.freeze()
+            return ahead.describe_state()
+        finally:
+            ahead.close()
 
     def close(self) -> None:
         """Stop the thread and let go of all views on the regions."""

@@ -107,8 +107,8 @@ class Saver:
         self._retry_at = float("-inf")
         #: Where, and for whom, somebody wants a checkpoint of their own; of which record, where others have to agree.
         self._asked: deque[tuple[str, Done, int | None]] = deque()
-        #: What is still to be written of a generation that stands still, oldest first.
-        self._held_waiting: deque[tuple[Generation, int]] = deque()
+        #: What is still to be written of a generation that stands still, oldest first; whether training has ended.
+        self._held_waiting: deque[tuple[Generation, int, bool]] = deque()
         #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
         self._flushing: tuple[Generation, int] | None = None
 
@@ -282,7 +282,7 @@ class Saver:
 
         Args:
             generation: which holds it.
-            as_checkpoint: write it as a whole, though the log could do with a few records.
+            as_checkpoint: write it as a whole, though the log could do with a few records: training has ended.
             record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
         if self._config is None or self._timeline is None or self._jobs.reads_held(self._checkpoint_done):
@@ -308,13 +308,14 @@ class Saver:
             return
         # Where others hold other shards, they may stand one record before; a replica goes forward only.
         sharded = len(spec.serves) < spec.world_size
-        self._held_waiting.extend((generation, each) for each in records[-1 - (sharded and record is None) :])
+        newest = records[-1 - (sharded and record is None) :]
+        self._held_waiting.extend((generation, each, as_checkpoint) for each in newest)
         self._save_next_held()
 
     def _save_next_held(self) -> None:
         if self._held_waiting:
-            generation, record = self._held_waiting.popleft()
-            self._making.of_held(generation, record, self._url, self._checkpoint_done)
+            generation, record, last = self._held_waiting.popleft()
+            self._making.of_held(generation, record, self._url, self._checkpoint_done, last=last)
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Write one record that stands still in memory, wherever; `done` is told."""
@@ -380,7 +381,7 @@ class Saver:
 
     def _submit(self, save: Save, regions: list[Region], own: Region | None, done: Done) -> None:
         waited_for = done != self._checkpoint_done
-        urgent = own is None or self._schedule.preempted
+        urgent = save.urgent or own is None or self._schedule.preempted
         save = msgspec.structs.replace(save, urgent=urgent)
         self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
 
