@@ -197,7 +197,9 @@ class Lab:
         if settings is not None and settings.replays and unchecked is not None:
             attempts = self._attempts[arguments.get("run_dir") or self.run_dir]
             earlier = [[journal_of(each / "journal")] for each in attempts if each != report]
-            problem = unproved([ended.events], earlier, settings, died=bool(ended.of("killed")), reasons=unchecked)
+            asked = arguments.get("resume")
+            reasons = [*unchecked, f"resume={asked}"] if isinstance(asked, int) else unchecked
+            problem = unproved([ended.events], earlier, settings, died=bool(ended.of("killed")), reasons=reasons)
             assert not problem, f"{problem}\n{ended.log[-3000:]}"
         return ended
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from memckpt.agent import record_log
 from memckpt.agent.control import ask_status
 from memckpt.config import MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
@@ -88,6 +89,14 @@ def based(settings: MemckptConfig, step: int = 4) -> int:
     return step + (settings.redo == "eager")
 
 
+@pytest.fixture
+def full_batches(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is written because it is old, however slow the machine is; the agent of the test is started."""
+    with monkeypatch.context() as patch:
+        patch.setattr(record_log, "_BATCH_SECONDS", 3600.0)
+        lab.start_agent()
+
+
 def says_equal(ended: Ended, step: int) -> None:
     """Storage has the state before the newest record, too: the step was repeated."""
     verdict, line = ended.verdict
@@ -97,6 +106,7 @@ def says_equal(ended: Ended, step: int) -> None:
     assert "generators" in line
 
 
+@pytest.mark.usefixtures("full_batches")
 @REDO
 def test_a_node_dies_and_training_goes_on_behind_the_last_batch(lab: Lab, redo: str) -> None:
     settings = logged(redo)
@@ -135,6 +145,7 @@ def test_attempts_go_on_with_the_log_and_what_a_dead_trainer_left_is_written(lab
     lab.check_same(PLAIN, first, second, final)
 
 
+@pytest.mark.usefixtures("full_batches")
 def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> None:
     settings = logged("lazy")
     first = lab.train(PLAIN, settings, actions={**paced(2, 11, based_at=based(settings)), ("backward", 12): kill_both})
@@ -149,6 +160,7 @@ def test_a_damaged_batch_is_named_and_the_step_before_it_is_used(lab: Lab) -> No
     lab.check_same(PLAIN, first, final)
 
 
+@pytest.mark.usefixtures("full_batches")
 @pytest.mark.slow
 def test_a_step_inside_a_batch_can_be_resumed(lab: Lab) -> None:
     settings = logged("lazy")
@@ -183,6 +195,7 @@ def test_whatever_is_trained_is_redone_from_the_log(lab: Lab, redo: str, case: C
     lab.check_same(case, first, final)
 
 
+@pytest.mark.usefixtures("full_batches")
 @pytest.mark.slow
 @REDO
 def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
