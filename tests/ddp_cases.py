@@ -28,7 +28,7 @@ from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import freeze
 from tests.processes import kill_and_wait
-from tests.resume_history import commit, journal_of, note_resume, unproved
+from tests.resume_history import commit, journal_of, note_resume, why_unproved
 
 STEPS = 14
 #: A rank that lost the others learns of it within this time.
@@ -271,10 +271,10 @@ def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] =
 
     Args:
         attempts: of one run, one after the other.
-        died, reasons: as of :func:`unproved`.
+        died, reasons: as of :func:`why_unproved`.
     """
     journals = [[journal_of(each.journal(rank)) for rank in range(each.world_size)] for each in attempts]
-    problem = unproved(journals[-1], journals[:-1], attempts[-1].config, died, reasons)
+    problem = why_unproved(journals[-1], journals[:-1], attempts[-1].config, died, reasons)
     assert not problem, f"attempt {attempts[-1].number}: {problem}"
 
 

@@ -40,7 +40,7 @@ from tests.processes import (
     reap,
     run_child,
 )
-from tests.resume_history import journal_of, unproved
+from tests.resume_history import journal_of, why_unproved
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Lab:
             earlier = [[journal_of(each / "journal")] for each in attempts if each != report]
             asked = arguments.get("resume")
             reasons = [*unchecked, f"resume={asked}"] if isinstance(asked, int) else unchecked
-            problem = unproved([ended.events], earlier, settings, died=bool(ended.of("killed")), reasons=reasons)
+            problem = why_unproved([ended.events], earlier, settings, died=bool(ended.of("killed")), reasons=reasons)
             assert not problem, f"{problem}\n{ended.log[-3000:]}"
         return ended
 

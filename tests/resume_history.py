@@ -101,7 +101,7 @@ class History:
         return found
 
 
-def unproved(
+def why_unproved(
     ranks: Sequence[Events],
     earlier: Sequence[Sequence[Events]],
     settings: MemckptConfig,
