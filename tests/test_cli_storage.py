@@ -21,8 +21,8 @@ from memckpt.errors import (
     StorageFullError,
     UsageError,
 )
-from memckpt.storage.catalog import Checkpoint
-from memckpt.storage.store import LocalStore, Store, open_store
+from memckpt.storage.catalog import Checkpoint, Examined, read_catalog, remove
+from memckpt.storage.store import LocalStore, Store, StoredFile, open_store
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.conftest import Bucket
 from tests.test_storage import part_of, write
@@ -138,14 +138,14 @@ def test_an_old_checkpoint_without_all_parts_is_damage(run: Path) -> None:
 
 
 def test_what_retention_deletes_meanwhile_is_not_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = storage_commands.verify_checkpoint
+    examine = storage_commands.examine
 
-    def verify_late(store: Store, one: Checkpoint, progress: Callable[[int], None] | None) -> list[str]:
-        if one.step == 1:
-            storage_commands.remove(store, one)
-        return verify(store, one, progress)
+    def examine_late(store: Store, files: list[StoredFile], progress: Callable[[int], None] | None) -> Examined:
+        if any("000000000001" in file.path for file in files):
+            remove(store, read_catalog(store).checkpoints[1])
+        return examine(store, files, progress)
 
-    monkeypatch.setattr(storage_commands, "verify_checkpoint", verify_late)
+    monkeypatch.setattr(storage_commands, "examine", examine_late)
     code, found = invoke_json("verify", run)
     assert code == 0
     assert found["steps"] == [2]
@@ -227,6 +227,8 @@ def test_an_object_store_is_named_by_its_url(bucket: Bucket, tmp_path: Path) -> 
     store.write(path, store.read(path)[:-1])
     assert invoke("verify", *place)[0] == DamagedStateError.exit_code
     assert invoke("verify", *place, "--repair")[0] == 0
-    assert not [key for key in bucket.objects() if "000000000002" in key]
+    left = [key for key in bucket.objects() if "000000000002" in key]
+    assert left
+    assert all(key.startswith("damaged/") for key in left)
     assert invoke("export", *place, "--format", "dcp", "--to", tmp_path / "out")[0] == 0
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == [".metadata", "node"]

@@ -61,6 +61,7 @@ class Stored:
         step, created: of the newest state that can be produced.
         nbytes: of the newest checkpoint.
         damaged: commit files that cannot be used.
+        unreadable: commit files that could not be read.
         problem: why storage could not be looked at; empty if it could.
     """
 
@@ -72,6 +73,7 @@ class Stored:
     damaged: int = 0
     problem: str = ""
     batches: int = 0
+    unreadable: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class View:
     def empty(self) -> bool:
         """Whether there is nothing at all, and nothing that could not be looked at."""
         stored = self.stored
-        nothing_stored = stored is None or not (stored.checkpoints or stored.damaged or stored.problem)
+        nothing_stored = stored is None or not (
+            stored.checkpoints or stored.damaged or stored.unreadable or stored.problem
+        )
         return self.agent is None and not self.agent_problem and nothing_stored
 
     @property
@@ -163,7 +167,8 @@ class Looker:
             self.storage_error = error
             return Stored(url, problem=str(error))
         whole, newest = catalog.complete, next(iter(stored_points(catalog)), None)
-        stored = Stored(url, len(whole), damaged=len(catalog.damaged), batches=len(catalog.batches))
+        damaged, unreadable = len(catalog.damaged), len(catalog.unreadable)
+        stored = Stored(url, len(whole), damaged=damaged, batches=len(catalog.batches), unreadable=unreadable)
         if newest is not None:
             created = max([newest.checkpoint.created, *(batch.created for batch in newest.batches)])
             stored = replace(stored, step=newest.step, created=created, nbytes=whole[0].nbytes)
@@ -317,6 +322,8 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
         table.add_row("held", held)
     if stored.damaged:
         table.add_row("damaged", f"[red]{count(stored.damaged, 'commit file')}; see memckpt verify[/]")
+    if stored.unreadable:
+        table.add_row("unreadable", f"[yellow]{count(stored.unreadable, 'file')}; see memckpt verify[/]")
     if tier is not None:
         if tier.reason:
             table.add_row("mode", escape(f"{tier.mode}: {tier.reason}"))

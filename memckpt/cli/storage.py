@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,22 +41,23 @@ from memckpt.errors import (
     UsageError,
 )
 from memckpt.storage.catalog import (
+    PASSED,
     Catalog,
     Checkpoint,
+    Key,
+    examine,
+    move_aside,
+    note_passed,
     read_catalog,
-    remove,
-    remove_batch,
-    remove_damaged,
     still_there,
     verify_files,
 )
-from memckpt.storage.catalog import verify as verify_checkpoint
 from memckpt.storage.chain import StoredPoint, stored_points
-from memckpt.storage.format import Batch
+from memckpt.storage.format import Batch, place_of
 from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other
 from memckpt.storage.store import LocalStore, Store
 
-Repair = Annotated[bool, typer.Option(help="Remove what is damaged.")]
+Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a directory of the store.")]
 Adopt = Annotated[
     bool, typer.Option("--adopt", help="Go on as the run that the store belongs to: RUN's directory takes its id.")
 ]
@@ -65,15 +67,17 @@ Format = Annotated[
     str, typer.Option("--format", help="torch, lightning, accelerate, safetensors (the model alone) or dcp.")
 ]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
+#: Where what is damaged goes.
+_ASIDE = "damaged"
 #: What a store of ours consists of.
-_OURS = {"base", "commit", "log", "state", CLAIM}
+_OURS = {"base", "commit", "log", "state", _ASIDE, CLAIM}
 #: How long an agent may take to save what it holds.
 _SAVE_SECONDS = 1800.0
 
 
 def _catalog_of(store: Store, run: Path) -> Catalog:
     catalog = read_catalog(store)
-    if catalog.checkpoints or catalog.damaged or catalog.batches:
+    if catalog.checkpoints or catalog.damaged or catalog.batches or catalog.unreadable:
         return catalog
     if isinstance(store, LocalStore):
         names = {path.name for path in store.root.iterdir()} if store.root.is_dir() else set()
@@ -146,6 +150,7 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
                 "checkpoints": [_in_json(one) for one in catalog.checkpoints],
                 "batches": [_batch_in_json(one) for one in catalog.batches],
                 "damaged": catalog.damaged,
+                "unreadable": catalog.unreadable,
             }
         )
         return
@@ -169,6 +174,8 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
         out.print(logged + reach, markup=False)
     for problem in catalog.damaged.values():
         err.print(f"damaged: {problem}", style="red", markup=False)
+    for problem in catalog.unreadable.values():
+        err.print(f"not readable: {problem}", style="yellow", markup=False)
 
 
 def _batch_in_json(one: Batch) -> dict[str, Any]:
@@ -217,72 +224,137 @@ def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
 def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = False, as_json: AsJson = False) -> None:
     """Read and check every file that a run has in storage; training may go on meanwhile.
 
-    Exit status 8 if something is damaged and --repair is not given, 4 if there is nothing.
+    With --repair what is damaged is moved into a directory of the store, and nothing is deleted. What cannot be read is
+    left alone: it may be good. Exit status 8 if something is damaged and --repair is not given, 10 if something cannot
+    be read, 4 if there is nothing, 5 with --repair if the store is another run's.
     """
     store = store_of(run, url)
     catalog = _catalog_of(store, run)
     _check_owner(store, catalog, run, adopt, only_looks=not repair)
-    may_come = _may_come(catalog)
-    damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
-    good, unfinished, bad = [], [], []
+    found = _Verified(catalog)
     total = sum(one.nbytes for one in catalog.checkpoints) + sum(one.nbytes for one in catalog.batches)
-    bad_batches: list[Batch] = []
     with _reading(total) as reading:
         for one in catalog.checkpoints:
-            wrong = verify_checkpoint(store, one, reading(f"step {one.step}"))
-            if not wrong:
-                good.append(one)
-            elif not still_there(store, one):
-                continue  # let go of by retention while it was read
-            elif one.key in may_come and len(wrong) == 1 and not one.complete:
-                unfinished.append(one)
-            else:
-                bad.append(one)
-                damaged[_name(one)] = wrong
+            found.look_at(store, one, reading(f"step {one.step}"))
         for batch in catalog.batches:
-            wrong = verify_files(store, batch.files, reading(_steps_text([batch])))
-            if wrong and batch.commit_path in store.find(batch.commit_path.rpartition("/")[0]):
-                bad_batches.append(batch)
-                damaged[f"{_steps_text([batch])}, attempt {batch.timeline.number}, node {batch.node}"] = wrong
-    if repair:
-        for batch in bad_batches:
-            remove_batch(store, batch)
-        for one in bad:
-            remove(store, one)
-        for path in catalog.damaged:
-            remove_damaged(store, path)
+            found.look_at_batch(store, batch, reading(_steps_text([batch])))
+    aside = found.repair(store) if repair and found.damaged else None
     if as_json:
-        steps, waiting = [one.step for one in good], [one.step for one in unfinished]
-        logs = {"batches": len(catalog.batches) - len(bad_batches)}
-        found = {"good": len(good), "steps": steps, "unfinished": waiting, **logs}
-        print_json({**found, "damaged": damaged, "repaired": repair})
+        print_json(found.in_json() | {"repaired": repair, "aside": aside})
     else:
-        _show_verified(good, [one for one in catalog.batches if one not in bad_batches], unfinished, damaged, repair)
-    if damaged and not repair:
+        _show_verified(found, aside)
+    if found.damaged and aside is None:
         raise typer.Exit(DamagedStateError.exit_code)
+    if found.unreadable:
+        raise typer.Exit(StorageError.exit_code)
 
 
-def _show_verified(
-    good: list[Checkpoint],
-    batches: list[Batch],
-    unfinished: list[Checkpoint],
-    damaged: dict[str, list[str]],
-    repaired: bool,
-) -> None:
-    for name, wrong in damaged.items():
+class _Verified:
+    """What a look at every file has found: good, damaged, or not readable, which is neither.
+
+    Attributes:
+        good, unfinished: checkpoints; the unfinished ones lack parts that may come.
+        batches: good ones.
+        damaged, unreadable: what is wrong, by the name of a checkpoint, a batch or a file.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._may_come = _may_come(catalog)
+        self.good: list[Checkpoint] = []
+        self.unfinished: list[Checkpoint] = []
+        self.batches: list[Batch] = []
+        self.damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
+        self.unreadable: dict[str, list[str]] = {path: [problem] for path, problem in catalog.unreadable.items()}
+        #: Of what is damaged and can be moved: the places of its commit files, and the keys of checkpoints among it.
+        self._places = {place for path in catalog.damaged if (place := place_of(path)) is not None}
+        self._bad: list[Key] = []
+
+    def look_at(self, store: Store, one: Checkpoint, progress: Callable[[int], None]) -> None:
+        """Read all files of a checkpoint."""
+        wrong, unread = examine(store, one.part_files, progress)
+        if (wrong or unread) and not still_there(store, one):
+            return  # let go of by retention while it was read
+        if unread:
+            self.unreadable[_name(one)] = unread
+        elif wrong:
+            self._is_damaged(one, wrong)
+        elif one.complete:
+            self.good.append(one)
+        elif any(place is not None and place.key == one.key for place in map(place_of, self._catalog.unreadable)):
+            self.unreadable[_name(one)] = ["parts are missing, or cannot be read"]
+        elif one.key in self._may_come:
+            self.unfinished.append(one)
+        elif still_there(store, one):
+            self._is_damaged(one, [])
+
+    def _is_damaged(self, one: Checkpoint, wrong: list[str]) -> None:
+        self.damaged[_name(one)] = wrong if one.complete else ["parts are missing", *wrong]
+        places = (place_of(part.commit_path) for part in one.parts.values())
+        self._places |= {place for place in places if place is not None}
+        self._bad.append(one.key)
+
+    def look_at_batch(self, store: Store, batch: Batch, progress: Callable[[int], None]) -> None:
+        """Read the file of a batch."""
+        wrong, unread = examine(store, batch.files, progress)
+        name = f"{_steps_text([batch])}, attempt {batch.timeline.number}, node {batch.node}"
+        if not wrong and not unread:
+            self.batches.append(batch)
+        elif batch.commit_path not in store.find(batch.commit_path.rpartition("/")[0]):
+            return  # let go of by retention
+        elif unread:
+            self.unreadable[name] = unread
+        else:
+            self.damaged[name] = wrong
+            place = place_of(batch.commit_path)
+            assert place is not None
+            self._places.add(place)
+
+    def repair(self, store: Store) -> str:
+        """Move what is damaged aside; returns where to, in the store."""
+        aside = f"{_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        move_aside(store, self._catalog, self._places, aside)
+        for path in (CLAIM, PASSED):
+            if path in self._catalog.damaged:
+                store.move(path, f"{aside}/{path}")
+        if PASSED not in self._catalog.damaged and PASSED not in self._catalog.unreadable:
+            note_passed(store, self._catalog, drop=self._bad)
+        return aside
+
+    def in_json(self) -> dict[str, Any]:
+        return {
+            "good": len(self.good),
+            "steps": [one.step for one in self.good],
+            "unfinished": [one.step for one in self.unfinished],
+            "batches": len(self.batches),
+            "damaged": self.damaged,
+            "unreadable": self.unreadable,
+        }
+
+
+def _show_verified(found: _Verified, aside: str | None) -> None:
+    for name, wrong in found.damaged.items():
         err.print(f"{name}: {'; '.join(wrong)}", style="red", markup=False)
-    for one in unfinished:
+    for name, wrong in found.unreadable.items():
+        err.print(f"{name}: {'; '.join(wrong)}", style="yellow", markup=False)
+    for one in found.unfinished:
         out.print(f"{_name(one)}: parts of other nodes are not there (yet)", style="yellow", markup=False)
+    good, batches = found.good, found.batches
     size = nbytes_text(sum(one.nbytes for one in good))
     newest = f", the newest is step {good[0].step}" if good else ""
     out.print(f"{count(len(good), 'good checkpoint')} ({size}){newest}", markup=False)
     if batches:
         size = nbytes_text(sum(one.nbytes for one in batches))
-        found = count(len(batches), "good batch", "good batches")
-        out.print(f"{found} of {_steps_text(batches)} ({size})", markup=False)
-    if damaged:
-        said = "damaged and removed" if repaired else "damaged; training passes over it, --repair removes it"
-        out.print(f"{len(damaged)} {said}", style="red", markup=False)
+        counted = count(len(batches), "good batch", "good batches")
+        out.print(f"{counted} of {_steps_text(batches)} ({size})", markup=False)
+    if found.damaged:
+        said = f"damaged and moved to {aside}"
+        if aside is None:
+            said = "damaged; training passes over it, --repair moves it aside"
+        out.print(f"{len(found.damaged)} {said}", style="red", markup=False)
+    if found.unreadable:
+        said = "not readable, and left alone: a resume waits for what is newest, and then asks"
+        out.print(f"{len(found.unreadable)} {said}", style="yellow", markup=False)
 
 
 # Export
@@ -355,6 +427,8 @@ def _from_storage(
     catalog = _catalog_of(store, run)
     _check_owner(store, catalog, run, adopt)
     point = _chosen(catalog, step)
+    if step is None and catalog.unreadable:
+        raise StorageError(f"the newest step is not known: {next(iter(catalog.unreadable.values()))}; give --step")
     nbytes = sum(file.nbytes for file in point.files)
     _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
     with _reading(nbytes) as reading:

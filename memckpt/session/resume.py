@@ -21,7 +21,7 @@ from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, Tap
 from memckpt.config import RedoMode, ResumeCheckChoice, ResumeChoice, StorageConfig
-from memckpt.errors import ForeignStateError, StorageError
+from memckpt.errors import ForeignStateError
 from memckpt.memory.budget import available_bytes
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import copied_bytes
@@ -44,7 +44,7 @@ from memckpt.session.repetition import Repetition
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.staging import Staging
-from memckpt.session.storage_tier import StorageTier
+from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.session.witness import Witness
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout, StateSpec
@@ -179,7 +179,7 @@ class Resumption:
             )
 
         repeat = self._wants_to_repeat and not isinstance(resume, int)
-        plan = self._peers.carry_out(plan_without, spec, before=repeat)
+        plan = plan_patiently(tier, resume, lambda: self._peers.carry_out(plan_without, spec, before=repeat))
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
             ranks.together(lambda: self._open_held(plan, own, repeat))
@@ -187,17 +187,12 @@ class Resumption:
             return Start(plan.timeline, plan.record + 1, anew=False)
         if isinstance(plan, RestoreStored):
             self.start_reason = plan.reason
-            stored = tier.open_newest(plan.candidates, spec)
+            stored = tier.open_newest(plan.candidates, spec, by_hand=isinstance(resume, int))
             record = self._open_stored(stored)
             asked = f"resume={resume!r}" if isinstance(resume, int) else ""
             self._decide_on_repeating_stored(tier, stored, spec, asked)
             ranks.together(lambda: self._prepare(spec, plan.timeline, record + 1, discard=True))
             return Start(plan.timeline, record + 1, anew=True)
-        if tier.problem and resume != "never":
-            raise StorageError(
-                f"memory cannot resume this run ({plan.reason}), and storage cannot be looked into: {tier.problem}. "
-                "Try again when it can; resume='never' starts over"
-            )
         ranks.together(lambda: self._start_over(spec, plan))
         self._do_without_check("nothing was resumed")
         return Start(plan.timeline, 1, anew=True)

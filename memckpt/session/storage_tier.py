@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from memckpt.config import StorageConfig
-from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
+from memckpt.config import ResumeChoice, StorageConfig
+from memckpt.errors import DamagedStateError, ForeignStateError, NothingHeldError, StorageError
 from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
+from memckpt.session.patience import Patience
 from memckpt.session.ranks import Ranks
 from memckpt.state import rng
 from memckpt.state.layout import StateSpec, first_difference
-from memckpt.storage.catalog import Catalog, read_catalog
+from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
+from memckpt.storage.format import place_of
 from memckpt.storage.owner import CLAIM, choose_run, claim, keep_run, kept_run, new_run, read_claim, refuse_other
-from memckpt.storage.store import LocalStore, Store, matches, open_store
+from memckpt.storage.store import LocalStore, Store, StoredFile, matches, open_store
 
 _log = logging.getLogger("memckpt")
 
@@ -45,6 +48,7 @@ class StorageTier:
         self, config: StorageConfig | None, run_dir: Path, ranks: Ranks, step: int | None, owned: bool = True
     ) -> None:
         self._ranks = ranks
+        self._patience = Patience()
         self.run = ""
         self._store: Store | None = None
         self.catalog = Catalog((), {})
@@ -57,31 +61,53 @@ class StorageTier:
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
         kept = ranks.together(lambda: kept_run(run_dir) if owned else "")
 
-        def look() -> tuple[Catalog, str, str]:
-            if ranks.rank != 0:
-                return self.catalog, "", ""
-            owning = _Owning(store, run_dir, config.owner, kept) if owned else None
-            try:
-                catalog = read_catalog(store)
-            except StorageError as error:
-                return self.catalog, str(error), owning.id_for("") if owning is not None else ""
-            return catalog, "", owning.take(catalog) if owning is not None else ""
+        self._owning = _Owning(store, run_dir, config.owner, kept) if owned else None
+        self._step = step
+        self._look()
 
-        self.catalog, self.problem, self.run = ranks.together(look)[0]
-        if owned and any(one != self.run and (config.owner or not one) for one in kept):
-            self._keep(run_dir, kept[ranks.rank])
+    @property
+    def unread(self) -> str:
+        """Why something in storage could not be read, in words; empty if all could."""
+        return self.problem or next(iter(self.catalog.unreadable.values()), "")
+
+    def look_again(self) -> None:
+        """Wait until all can be read that there is, as long as there is patience for that."""
+        self._look(patient=True)
+
+    def _look(self, patient: bool = False) -> None:
+        self.catalog, self.problem, self.run = self._ranks.together(lambda: self._look_alone(patient))[0]
         if self.problem:
             _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
-        for problem in self.catalog.damaged.values():
+        for problem in [*self.catalog.damaged.values(), *self.catalog.unreadable.values()]:
             _log.warning("memckpt: passed over: %s", problem)
-        self.points = stored_points(self.catalog, also=step)
+        self.points = stored_points(self.catalog, also=self._step)
+        if self._owning is not None and self._owning.is_news(self.run):
+            self._keep(self._owning)
 
-    def _keep(self, run_dir: Path, kept: str) -> None:
+    def _look_alone(self, patient: bool) -> tuple[Catalog, str, str]:
+        """What rank 0 finds: all that there is, why it could not be listed, and the id of the run."""
+        if self._ranks.rank != 0:
+            return self.catalog, "", ""
+        assert self._store is not None
+        while True:
+            catalog, problem = Catalog((), {}), ""
+            try:
+                catalog = read_catalog(self._store)
+            except StorageError as error:
+                problem = str(error)
+            unread = problem or next(iter(catalog.unreadable.values()), "")
+            if not (patient and unread and self._patience.again(unread)):
+                break
+        if self._owning is None:
+            return catalog, problem, ""
+        return catalog, problem, self._owning.id_for("") if problem else self._owning.take(catalog)
+
+    def _keep(self, owning: _Owning) -> None:
         """Note in the run directories of all nodes which run this is."""
-        if kept == self.run or self._ranks.rank != self._ranks.local_ranks[0]:
+        if self._ranks.rank != self._ranks.local_ranks[0] or owning.kept[self._ranks.rank] == self.run:
             return
         try:
-            keep_run(run_dir, self.run)
+            keep_run(owning.run_dir, self.run)
         except StorageError as error:
             _log.warning(
                 "memckpt: which run this is (%s) is not noted in its directory, and storage will refuse the next start "
@@ -90,29 +116,75 @@ class StorageTier:
                 error,
             )
 
-    def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec) -> StoredState:
+    def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec, by_hand: bool = False) -> StoredState:
         """The first of the candidates whose files are all good.
+
+        What is damaged is passed over. What cannot be read may be good: it is tried again, and then it is an error, for
+        a person to choose.
 
         Where training does not go on exactly, ranks that the user has seeded alike for this attempt get what was
         private to one and the same rank: those that share the work of a layer (tensor parallelism) must not differ.
 
+        Args:
+            candidates: newest first.
+            spec: of what the ranks hold.
+            by_hand: whether a person has asked for this very step.
+
         Raises:
+            StorageError: the newest that may be good cannot be read.
             DamagedStateError: none is; the message says what is wrong with each.
             ForeignStateError: it belongs to another model or optimizer.
         """
-        chosen, problems = self._first_good(candidates)
+        chosen, problems, unread = self._first_good(candidates)
         for problem in problems:
             _log.warning("memckpt: passed over: %s", problem)
+        if unread:
+            self._note(add=[candidates[chosen].checkpoint.key])
+            raise self._not_read(
+                unread, [one for one in candidates[chosen + 1 :] if one.step != candidates[chosen].step]
+            )
+        newer = [path for path in self.catalog.unreadable if chosen < 0 or _may_be_newer(path, candidates[chosen])]
+        if newer:
+            passed = [place.key for path in newer if (place := place_of(path)) is not None]
+            # A batch is kept with the checkpoint that its records are redone on.
+            self._note(add=[*passed, *(one.checkpoint.key for one in candidates[:1])])
+        if newer and not by_hand:
+            raise self._not_read(self.catalog.unreadable[newer[0]], candidates[chosen:] if chosen >= 0 else ())
         if chosen < 0:
             raise DamagedStateError(
                 f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
                 "to start over"
             )
+        if not newer:  # what is resumed from is not passed over any more, nor is what has proved to be bad
+            self._note(drop=[one.checkpoint.key for one in candidates[: chosen + 1]])
         opened = self.open(candidates[chosen], spec, self._ranks.rank)
         if all(self._ranks.gather(opened.exact)):
             return opened
         first = self._ranks.first_alike(rng.capture())
         return self.open(candidates[chosen], spec, first)
+
+    def _not_read(self, why: str, older: Sequence[StoredPoint]) -> StorageError:
+        steps = sorted({one.step for one in older})
+        instead = f"resume=STEP, of {steps}" if steps else "resume='never', which starts over"
+        return StorageError(
+            f"what is newest in storage cannot be read, and may be whole: {why}. It was tried again for "
+            f"{self._patience.seconds:.0f} s. Start again when it can be read; to go on without it: {instead}. "
+            "Retention keeps it"
+        )
+
+    def _note(self, add: Collection[Key] = (), drop: Collection[Key] = ()) -> None:
+        """Have retention keep what could not be read, or not any more; rank 0 writes it down."""
+
+        def note() -> None:
+            if self._ranks.rank != 0 or PASSED in self.catalog.unreadable or PASSED in self.catalog.damaged:
+                return
+            assert self._store is not None
+            try:
+                note_passed(self._store, self.catalog, add, drop)
+            except StorageError as error:
+                _log.warning("memckpt: what retention has to keep is not noted: %s", error)
+
+        self._ranks.together(note)
 
     def before(self, point: StoredPoint) -> tuple[StoredPoint | None, str]:
         """The state from which the step of a point was taken, if its files are all good; or why there is none."""
@@ -120,8 +192,8 @@ class StorageTier:
         if before is None:
             return None, f"storage does not have the state from which step {point.step} was taken"
         good = {file.path for file in point.files}
-        chosen, problems = self._first_good([before], good)
-        return (before, "") if chosen == 0 else (None, problems[0])
+        chosen, problems, unread = self._first_good([before], good)
+        return (before, "") if chosen == 0 and not unread else (None, unread or problems[0])
 
     def open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
         """A state as a rank sees it, with what was private to that one; all ranks call this together."""
@@ -140,11 +212,16 @@ class StorageTier:
             )
         return opened
 
-    def _first_good(self, candidates: Sequence[StoredPoint], good: Collection[str] = ()) -> tuple[int, list[str]]:
-        """The first candidate whose files are good, and what is wrong with those before it; the same on every rank.
+    def _first_good(self, candidates: Sequence[StoredPoint], good: Collection[str] = ()) -> tuple[int, list[str], str]:
+        """The first candidate that is not damaged, and what is wrong with those before it; the same on every rank.
 
         Args:
+            candidates: newest first.
             good: paths of files that have been looked at.
+
+        Returns:
+            The index of that candidate, or -1 if there is none; what is wrong with the others, in words; and why that
+            candidate could not be read, empty if it is good.
         """
         ranks = self._ranks
         files = (file for candidate in candidates for file in candidate.files)
@@ -154,24 +231,80 @@ class StorageTier:
         seen: dict[str, str | None] = {}
         problems: dict[str, None] = {}
         for index, candidate in enumerate(candidates):
-            wrong = next(filter(None, ranks.together(partial(self._first_wrong, candidate, share, seen))), None)
-            if wrong is None:
-                return index, list(problems)
+            found = ranks.together(partial(self._first_wrong, candidate, share, seen))
+            wrong = next((damaged for damaged, _ in found if damaged), "")
+            if not wrong:
+                return index, list(problems), next((unread for _, unread in found if unread), "")
             # Many states need the same file: it is named once, with the newest of them.
             if wrong not in "".join(problems):
                 problems[f"step {candidate.step}: {wrong}"] = None
-        return -1, list(problems)
+        return -1, list(problems), ""
 
-    def _first_wrong(self, candidate: StoredPoint, share: set[str], seen: dict[str, str | None]) -> str | None:
-        """What is wrong with the candidate's files, as far as they are this rank's to check."""
-        assert self._store is not None
+    def _first_wrong(self, candidate: StoredPoint, share: set[str], seen: dict[str, str | None]) -> tuple[str, str]:
+        """What is damaged of the candidate's files, as far as they are this rank's to check, or else not readable."""
         for file in candidate.files:
             if file.path in share:
                 if file.path not in seen:
-                    seen[file.path] = matches(self._store, file)
-                if seen[file.path] is not None:
-                    return seen[file.path]
-        return None
+                    try:
+                        seen[file.path] = self._matches(file)
+                    except StorageError as error:
+                        return "", str(error)
+                if problem := seen[file.path]:
+                    return problem, ""
+        return "", ""
+
+    def _matches(self, file: StoredFile) -> str | None:
+        """What is wrong with a file; one that cannot be read is tried again. Raises StorageError."""
+        assert self._store is not None
+        while True:
+            try:
+                return matches(self._store, file)
+            except StorageError as error:
+                if not self._patience.again(str(error)):
+                    raise
+
+
+def _may_be_newer(path: str, point: StoredPoint) -> bool:
+    """Whether what a commit file names could lead to a newer state than a point."""
+    place = place_of(path)
+    return place is not None and place.key > point.key
+
+
+def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
+    """The plan; where memory does not serve, storage that could not be read is waited for before it is given up.
+
+    Args:
+        tier: may be looked into again.
+        resume: what the user asked for.
+        make: makes the plan of what memory and the tier have.
+
+    Raises:
+        StorageError: neither memory nor what could be read of storage serves.
+    """
+    if resume == "never" or not tier.unread:
+        return make()
+    plan, reason = _try_plan(make)
+    if isinstance(plan, RestoreRecord):
+        return plan
+    tier.look_again()
+    if not tier.unread:
+        return make()
+    plan, reason = _try_plan(make)
+    if plan is None or isinstance(plan, StartOver):
+        raise StorageError(
+            f"memory cannot resume this run ({reason}), and storage cannot be looked into: {tier.unread}. "
+            "Try again when it can; resume='never' starts over"
+        )
+    return plan
+
+
+def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
+    """A plan, if there is one, and why memory does not serve."""
+    try:
+        plan = make()
+    except NothingHeldError as error:
+        return None, str(error)
+    return plan, "" if isinstance(plan, RestoreRecord) else plan.reason
 
 
 class _Owning:
@@ -186,9 +319,11 @@ class _Owning:
 
     def __init__(self, store: Store, run_dir: Path, given: str | None, kept: Sequence[str]) -> None:
         self._store = store
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._given = given
-        self._kept = kept
+        self.kept = kept
+        #: The id of a run that has none yet.
+        self._new = new_run(run_dir)
         self._inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
 
     def id_for(self, owner: str) -> str:
@@ -197,9 +332,15 @@ class _Owning:
         Raises:
             ForeignStateError: `owner`, to whom the store belongs, is another one.
         """
-        run = choose_run(owner, self._given, self._kept, self._inside)
-        refuse_other(self._store.url, owner, run, self._run_dir)
-        return run or new_run(self._run_dir)
+        run = choose_run(owner, self._given, self.kept, self._inside)
+        if run is None and owner == self._new:  # claimed when storage was looked into before
+            run = owner
+        refuse_other(self._store.url, owner, run, self.run_dir)
+        return run or self._new
+
+    def is_news(self, run: str) -> bool:
+        """Whether some node's run directory has to learn which run this is."""
+        return any(one != run and (self._given is not None or not one) for one in self.kept)
 
     def take(self, catalog: Catalog) -> str:
         """The id of this run, for which the store is claimed if nobody has claimed it.
@@ -208,7 +349,7 @@ class _Owning:
             ForeignStateError: it belongs to another run.
         """
         run = self.id_for(catalog.owner)
-        if catalog.owner and not any(self._kept) and self._given is None:
+        if catalog.owner and not any(self.kept) and self._given is None:
             _log.warning("memckpt: %s belongs to the run %s, as which this one goes on", self._store.url, run)
         elif not catalog.owner and (catalog.checkpoints or catalog.batches):
             _log.warning("memckpt: %s belonged to no run, and now does to %s", self._store.url, run)
@@ -227,4 +368,4 @@ class _Owning:
             return
         found = read_claim(self._store) if not claimed else None
         if found is not None:
-            refuse_other(self._store.url, found.run, run, self._run_dir)
+            refuse_other(self._store.url, found.run, run, self.run_dir)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.format import BASES, COMMITS, LOGS, MERGED, STATES, Batch, Part, Place, decode_commit, place_of
 from memckpt.storage.owner import CLAIM, read_claim
-from memckpt.storage.store import Store, StoredFile, finished_name, matches
+from memckpt.storage.store import Store, StoredFile, finished_name, is_missing, matches
+
+#: What orders checkpoints and batches: number and nonce of the attempt, then the (last) record.
+Key = tuple[int, str, int]
+#: So many commit files that cannot be read, and the rest are not tried: each may take a minute.
+_TRIED = 3
+#: Which checkpoints were passed over at a resume because they could not be read; retention keeps them.
+PASSED = "passed.json"
 
 
 @dataclass(frozen=True)
@@ -21,7 +31,7 @@ class Checkpoint:
     parts: dict[str, Part] = field(default_factory=dict)
 
     @property
-    def key(self) -> tuple[int, str, int]:
+    def key(self) -> Key:
         """What orders checkpoints: later attempts first of all."""
         return self.timeline.number, self.timeline.nonce, self.record
 
@@ -36,6 +46,10 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(file.nbytes for part in self.parts.values() for file in part.files)
+
+    @property
+    def part_files(self) -> list[StoredFile]:
+        return [file for part in self.parts.values() for file in part.files]
 
     @property
     def created(self) -> float:
@@ -95,6 +109,8 @@ class Catalog:
         owner: id of that run; empty: the store belongs to none yet.
         claimed: whether that is written down, beside the ids on commit files.
         others: ids of runs that have written commit files there all the same, which count for nothing.
+        unreadable: which commit files could not be read, and why; nothing is known of them.
+        passed: the keys of checkpoints that a resume could not read and that were passed over, or may have been.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -104,10 +120,18 @@ class Catalog:
     owner: str = ""
     claimed: bool = False
     others: tuple[str, ...] = ()
+    unreadable: dict[str, str] = field(default_factory=dict)
+    passed: frozenset[Key] = frozenset()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
         return tuple(one for one in self.checkpoints if one.complete)
+
+    @property
+    def unsure(self) -> frozenset[Key]:
+        """The keys of what retention has to keep, as it may be whole: what was passed over, what has unread parts."""
+        places = (place_of(path) for path in self.unreadable)
+        return self.passed | {place.key for place in places if place is not None}
 
     @property
     def latest_attempt(self) -> int:
@@ -130,7 +154,9 @@ def read_catalog(store: Store) -> Catalog:
     except DamagedStateError as error:
         damaged[CLAIM] = str(error)
     files = [path for top in (BASES, STATES, LOGS, COMMITS) for path in store.find(top, unfinished=True)]
-    contents = _read_commits(store, files, damaged)
+    unreadable: dict[str, str] = {}
+    contents = _read_commits(store, files, damaged, unreadable)
+    passed = _read_passed(store, damaged, unreadable)
     oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
     owner = claim.run if claim is not None else oldest.run if oldest is not None else ""
     foreign = [one for one in contents if one.run not in ("", owner)]
@@ -139,7 +165,7 @@ def read_catalog(store: Store) -> Catalog:
         # Of an attempt that has committed nothing yet nobody knows whose it is.
         own = {one.timeline for one in contents}
         files = [path for path in files if (place := place_of(finished_name(path))) is None or place.timeline in own]
-    found: dict[tuple[int, str, int], Checkpoint] = {}
+    found: dict[Key, Checkpoint] = {}
     for part in (one for one in contents if isinstance(one, Part)):
         one = Checkpoint(part.timeline, part.record)
         found.setdefault(one.key, one).parts[part.node] = part
@@ -148,39 +174,100 @@ def read_catalog(store: Store) -> Catalog:
         (one for one in contents if isinstance(one, Batch)), key=lambda one: (one.timeline, one.first, one.node)
     )
     others = tuple(sorted({one.run for one in foreign}))
-    return Catalog(tuple(ordered), damaged, tuple(files), tuple(batches), owner, claim is not None, others)
+    return Catalog(
+        tuple(ordered), damaged, tuple(files), tuple(batches), owner, claim is not None, others, unreadable, passed
+    )
 
 
-def _read_commits(store: Store, files: Iterable[str], damaged: dict[str, str]) -> list[Part | Batch]:
-    """The contents of all commit files among `files`; why one cannot be used goes to `damaged`."""
+def _read_commits(
+    store: Store, files: Iterable[str], damaged: dict[str, str], unreadable: dict[str, str]
+) -> list[Part | Batch]:
+    """The contents of all commit files among `files`; why one cannot be used goes to `damaged` or `unreadable`."""
     contents = []
     for path in files:
         if not path.startswith(COMMITS) or path != finished_name(path):
+            continue
+        if len(unreadable) >= _TRIED:
+            unreadable[path] = f"{path}: it was not tried, as others could not be read"
             continue
         try:
             contents.append(decode_commit(store.read(path), path))
         except DamagedStateError as error:
             damaged[path] = str(error)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                continue  # retention, in the writer process, was faster
-            raise
+            if not is_missing(error):  # else retention, in the writer process, was faster
+                unreadable[path] = str(error)
     return contents
+
+
+def _read_passed(store: Store, damaged: dict[str, str], unreadable: dict[str, str]) -> frozenset[Key]:
+    try:
+        return frozenset(msgspec.json.decode(store.read(PASSED), type=list[Key]))
+    except StorageError as error:
+        if not is_missing(error):
+            unreadable[PASSED] = str(error)
+    except msgspec.MsgspecError as error:
+        damaged[PASSED] = f"{PASSED}: expected the checkpoints that were passed over, found something else: {error}"
+    return frozenset()
+
+
+def note_passed(store: Store, catalog: Catalog, add: Iterable[Key] = (), drop: Iterable[Key] = ()) -> None:
+    """Note which checkpoints could not be read, for retention to keep, and which need not be kept for that any more.
+
+    Raises StorageError.
+    """
+    passed = (catalog.passed | set(add)) - set(drop)
+    if passed == catalog.passed:
+        return
+    if passed:
+        store.write(PASSED, msgspec.json.encode(sorted(passed)))
+    else:
+        store.delete(PASSED)
+
+
+class Examined(NamedTuple):
+    """What a look at files has found, in words: what is proved bad, and of what nothing is known."""
+
+    damaged: list[str]
+    unreadable: list[str]
+
+
+def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> Examined:
+    """Read files and compare them with what must be there. `progress` is told of bytes as they are read."""
+    found = Examined([], [])
+    for file in files:
+        try:
+            problem = matches(store, file, progress)
+        except StorageError as error:
+            found.unreadable.append(str(error))
+            continue
+        if problem is not None:
+            found.damaged.append(problem)
+    return found
 
 
 def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
     """Read all files of a checkpoint and compare them with its commit files; what is wrong, in words.
 
     `progress` is told of bytes as they are read.
+
+    Raises:
+        StorageError: some cannot be read.
     """
     problems = [] if checkpoint.complete else ["parts are missing"]
-    files = [file for part in checkpoint.parts.values() for file in part.files]
-    return problems + verify_files(store, files, progress)
+    return problems + verify_files(store, checkpoint.part_files, progress)
 
 
 def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read files and compare them with what must be there; what is wrong, in words."""
-    return [problem for file in files if (problem := matches(store, file, progress)) is not None]
+    """Read files and compare them with what must be there; what is wrong, in words.
+
+    Raises:
+        StorageError: some cannot be read.
+    """
+    found = examine(store, files, progress)
+    if found.unreadable:
+        raise StorageError("; ".join(found.unreadable))
+    return found.damaged
 
 
 def still_there(store: Store, checkpoint: Checkpoint) -> bool:
@@ -241,35 +328,49 @@ def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
     return place.key < newest.key and (place.node in (node, "") or place.number < newest.timeline.number)
 
 
-def remove_damaged(store: Store, commit_path: str) -> None:
-    """Delete a commit file that cannot be used, and what lies where its files would be."""
-    store.delete(commit_path)
-    place = commit_path.removeprefix(f"{COMMITS}/").removesuffix(".json")
-    if place.count("/") == 2:
-        store.delete(f"{BASES}/{place.rpartition('/')[0]}/{MERGED}")
-        store.delete(f"{STATES}/{place}.msgpack")
-        store.delete(f"{LOGS}/{place}.safetensors")
-        store.delete_directory(f"{BASES}/{place}")
+def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: str) -> None:
+    """Move what belongs to checkpoints or batches out of the way, commit files last: nothing is ever a leftover.
+
+    Args:
+        catalog: what the store holds.
+        places: of their commit files.
+        to: the directory that the files go to, under their paths.
+    """
+    merged = {place.key for place in places if place.first is None}
+    paths = []
+    for path in catalog.files:
+        place = place_of(finished_name(path))
+        if place is not None and (place in places or (not place.node and place.key in merged)):
+            paths.append(path)
+    for path in sorted(paths, key=lambda path: path.startswith(f"{COMMITS}/")):
+        store.move(path, f"{to}/{path}")
 
 
 def superseded(
-    checkpoints: Sequence[Checkpoint], keep_last: int, keep_every_steps: int | None, called_for: Part | None = None
+    checkpoints: Sequence[Checkpoint],
+    keep_last: int,
+    keep_every_steps: int | None,
+    called_for: Part | None = None,
+    unsure: Collection[Key] = (),
 ) -> list[Checkpoint]:
     """The checkpoints that retention lets go of.
 
     Kept are the last `keep_last` complete ones, those whose step is a multiple of `keep_every_steps`, whatever is
-    incomplete and newer than the newest complete one, as its other parts may be on their way, and that of `called_for`,
-    however old its attempt is.
+    incomplete and newer than the newest complete one, as its other parts may be on their way, that of `called_for`,
+    however old its attempt is, and what is `unsure`, which counts for none of the others.
 
     Args:
         checkpoints: newest first; the newest complete one has been verified.
         called_for: a part that has just been committed.
+        unsure: keys of what may be whole, though it could not be read.
     """
     kept = 0
     gone = []
     for one in checkpoints:
         if called_for is not None and one.parts.get(called_for.node) == called_for:
             kept += one.complete
+        elif one.key in unsure:
+            continue
         elif one.complete:
             kept += 1
             marked = bool(keep_every_steps) and one.step % (keep_every_steps or 1) == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.store import LocalStore, Store, is_missing
 
 _log = logging.getLogger("memckpt.storage")
 #: In a store: which run it belongs to.
@@ -57,7 +57,7 @@ def kept_run(run_dir: Path) -> str:
     try:
         return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=_Kept).run
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+        if is_missing(error):
             return ""
         raise
     except msgspec.MsgspecError as error:
@@ -82,7 +82,7 @@ def read_claim(store: Store) -> Claim | None:
     try:
         return msgspec.json.decode(store.read(CLAIM), type=Claim)
     except StorageError as error:
-        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+        if is_missing(error):
             return None
         raise
     except msgspec.MsgspecError as error:

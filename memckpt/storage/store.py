@@ -128,6 +128,11 @@ class Store(ABC):
         with _errors("delete", self.url, path):
             self._delete(path)
 
+    def move(self, path: str, to: str) -> None:
+        """Give a file another path, at which there is none; one that is not there is no error."""
+        with _errors("move", self.url, path), contextlib.suppress(FileNotFoundError):
+            self._move(path, to)
+
     def delete_directory(self, path: str) -> None:
         """Delete all files below a directory, unfinished ones too."""
         for file in self.find(path, unfinished=True):
@@ -146,7 +151,15 @@ class Store(ABC):
     def _find(self, prefix: str) -> Iterator[str]: ...
 
     @abstractmethod
+    def _move(self, path: str, to: str) -> None: ...
+
+    @abstractmethod
     def _delete(self, path: str) -> None: ...
+
+
+def is_missing(error: StorageError) -> bool:
+    """Whether a file could not be read because it is not there."""
+    return isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
 
 
 def finished_name(path: str) -> str:
@@ -249,6 +262,14 @@ class LocalStore(Store):
         for directory, _, names in os.walk(self.root / prefix, onerror=refuse):
             for name in names:
                 yield PurePosixPath(Path(directory, name).relative_to(self.root)).as_posix()
+
+    def _move(self, path: str, to: str) -> None:
+        source, target = self.root / path, self.root / to
+        self._make_directory(target.parent)
+        source.replace(target)
+        _sync_directory(target.parent)
+        _sync_directory(source.parent)
+        self._remove_empty(source.parent)
 
     def _delete(self, path: str) -> None:
         target = self.root / path
@@ -387,6 +408,11 @@ class ObjectStore(Store):
             elif name != directory:  # some list the directory with what is in it
                 yield from self._walk(name)
 
+    def _move(self, path: str, to: str) -> None:
+        if not self._shows_whole:  # a bucket has no directories
+            self._fs.makedirs(self._at(to).rpartition("/")[0], exist_ok=True)
+        self._fs.mv(self._at(path), self._at(to))
+
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._at(path))
@@ -408,6 +434,9 @@ def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | No
     """Read a file and compare it with what must be there; what differs, in words, or None.
 
     `progress` is told of bytes as they are read.
+
+    Raises:
+        StorageError: it is there and cannot be read, which says nothing of what is in it.
     """
     digest, nbytes = xxhash.xxh3_64(), 0
     try:
@@ -418,7 +447,9 @@ def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | No
                 if progress is not None:
                     progress(len(chunk))
     except StorageError as error:
-        return str(error)
+        if is_missing(error):
+            return f"{file.path}: it is not there"
+        raise
     if nbytes != file.nbytes:
         return f"{file.path}: expected {file.nbytes} bytes, found {nbytes}"
     if digest.hexdigest() != file.xxh3:

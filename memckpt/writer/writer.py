@@ -29,7 +29,16 @@ from memckpt.state.records import Timeline
 from memckpt.state.search_path import extend_search_path
 from memckpt.storage import dcp
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
-from memckpt.storage.catalog import Catalog, leftovers, read_catalog, remove, remove_batch, superseded, verify_files
+from memckpt.storage.catalog import (
+    PASSED,
+    Catalog,
+    leftovers,
+    read_catalog,
+    remove,
+    remove_batch,
+    superseded,
+    verify_files,
+)
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import NodeState, Part
 from memckpt.storage.owner import refuse_other
@@ -195,7 +204,9 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
     mine = [one for one in catalog.complete if one.parts.get(part.node) == part]
     if not mine:
         return  # other parts are on their way
-    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part)
+    if PASSED in catalog.unreadable or PASSED in catalog.damaged:
+        raise StorageError(f"nothing is let go of: {catalog.unreadable.get(PASSED) or catalog.damaged[PASSED]}")
+    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part, catalog.unsure)
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:
             with untidy:
@@ -204,6 +215,7 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
         with untidy:
             remove(store, one)
             _log.info("let go of step %d", one.step)
-    for batch in unneeded_batches(catalog, [*catalog.complete[: job.keep_last], *mine]):
+    unsure = [one for one in catalog.complete if one.key in catalog.unsure]
+    for batch in unneeded_batches(catalog, [*catalog.complete[: job.keep_last], *mine, *unsure]):
         with untidy:
             remove_batch(store, batch)
