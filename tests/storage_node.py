@@ -77,6 +77,8 @@ class Filled:
         self.held = Generation(number, spec, held_bytes=0, budget=None, threads=1, notify=lambda message: None)
         self._ring = SlotRing(self.held.slots, self.held.layout, number)
         for rank in spec.local_ranks:
+            for virtual in range(base - spec.period + 1, base + 1):
+                self._ring.seal(virtual, rank)
             self.held.start(rank, GenerationCommit(number, base, base + offset, b"state"))
         self.newest = base
 

@@ -255,6 +255,7 @@ class Rings(RuleBasedStateMachine):
             return
         promised = self.ours.generation.reachable()
         for record in promised:
+            assert self.ours.has_window(record)
             for rank in self.done:
                 assert self.ours.average(rank, record).tolist() == [100.0 * record + rank] * 4
         # Whatever could be restored with the by-value tensors of all slots can be with fewer of them.
@@ -277,6 +278,24 @@ def test_what_is_overwritten_is_not_promised() -> None:
         assert held.generation.reachable() == [2, 3, 4]
         held.generation.ring.open_by_value(3, 0)
         assert held.generation.reachable() == [2, 4]
+
+
+def test_a_record_without_its_window_is_not_promised_to_the_attempt_after_the_next() -> None:
+    """One rank was a record ahead, and had begun another; the attempt that goes back dies before its first commit."""
+    held = Held(ring_spec(2, 2, 2, 3), base=2)
+    with closing(held.generation):
+        for record in (3, 4, 5, 6, 7):
+            for rank in (0, 1):
+                held.begin(rank, record)
+            for rank in (0, 1)[: 2 - (record == 7)]:
+                held.end(rank, record)
+                held.commit(rank, record)
+        held.begin(0, 8)
+        assert held.generation.reachable() == [6]
+        held.generation.settle(6)
+        assert not held.has_window(5)
+        assert held.generation.reachable() == [6]
+        assert held.generation.why_not_repeated(6) == "record 5 is not held any more"
 
 
 # Whoever reads records

@@ -59,6 +59,8 @@ class Unit:
             encode_meta(RecordMeta(virtual, record, True))
             for virtual in range(record - self.spec.period + 1, record + 1)
         )
+        for virtual in range(record - self.spec.period + 1, record + 1):
+            generation.ring.seal(virtual, rank)
         message = GenerationCommit(generation.number, record, record, b"state", metas if rank == self.ranks[0] else ())
         self.holding.generation_committed(rank, message)
 
@@ -67,6 +69,7 @@ class Unit:
         held = held if held is not None and held.started_by(rank) else self.holding.held
         assert held is not None
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
+        held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")
         self.holding.commit(rank, message, self.attempt)
 

@@ -218,7 +218,9 @@ class Generation:
         return [
             record
             for record in range(max(oldest, self.base), common + 1)
-            if set(self._rank_states.get(record, ())) >= ranks and self._has_by_value(record)
+            if set(self._rank_states.get(record, ())) >= ranks
+            and self._has_by_value(record)
+            and self._has_window(record)
         ]
 
     def _is_whole(self, record: int) -> bool:
@@ -233,6 +235,15 @@ class Generation:
     def _has_by_value(self, record: int) -> bool:
         """The same of the record's by-value tensors."""
         return _passes(self.ring.check_by_value, record, self.spec.local_ranks)
+
+    def _has_window(self, record: int) -> bool:
+        """Whether the slots hold all records that a lazy restore of one needs.
+
+        An attempt that went back may have filled slots beyond the one after `record` before it did.
+        """
+        if self.replica is not None:
+            return True
+        return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
 
     def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
         """Records whose bytes are here for peers, with their steps, scalars and rank states.
