@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import select
@@ -26,6 +25,7 @@ from tests.engine_child import Journal
 from tests.engine_harness import Child, Lab
 from tests.frozen import differences
 from tests.processes import kill_and_wait
+from tests.resume_history import journal_of
 from tests.sharded_cases import REPLICATED, Distributed, Setup
 
 STEPS = 10
@@ -358,9 +358,8 @@ def noted(job: Job, event: str) -> list[list[dict[str, Any]]]:
     """What each rank has noted of an event."""
     found = []
     for rank in range(job.world_size):
-        path = job.directory / f"journal-{rank}"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found.append([each for each in map(json.loads, lines) if each["event"] == event])
+        events = journal_of(job.directory / f"journal-{rank}")
+        found.append([each for each in events if each["event"] == event])
     return found
 
 
@@ -429,6 +428,8 @@ def check_verdict(attempt: Job) -> set[str]:
             known = verdict == "none" and any(reason in line for reason in UNCHECKED)
             assert verdict == "equal" or known, f"{verdict}: {line}"
     assert len(verdicts) <= 1, verdicts
+    if attempt.config is not None and attempt.config.replays and any(noted(attempt, "restored")) and not verdicts:
+        assert not any(noted(attempt, "committed")), "a step has ended since the resume, and there is no verdict"
     return {verdict for verdict, _ in verdicts}
 
 
