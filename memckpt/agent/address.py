@@ -26,6 +26,7 @@ from pathlib import Path
 
 import msgspec
 
+from memckpt.agent.descriptors import readable
 from memckpt.agent.processes import start_ticks
 from memckpt.errors import AgentError, AgentGoneError
 
@@ -85,7 +86,7 @@ class ServingAgent(msgspec.Struct, frozen=True):
         try:
             if start_ticks(self.pid) != self.start_ticks:
                 return True
-            return bool(select.select([handle], [], [], within)[0])
+            return readable(handle, within)
         finally:
             os.close(handle)
 
@@ -195,7 +196,7 @@ class AgentAddress:
                         f"this user, {os.getuid()}. End that process, or choose another run directory"
                     )
                 # Nobody accepts; the connection ends with the lock.
-                select.select([waiting], [], [], max(0.0, left))
+                readable(waiting, left)
             except (ConnectionRefusedError, BlockingIOError):  # not listening yet or any more; too many who wait
                 select.select([], [], [], 0.01)
         if time.monotonic() > deadline:

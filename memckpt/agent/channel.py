@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import time
 from array import array
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from memckpt.agent.descriptors import readable, writable
 from memckpt.agent.messages import Message
 from memckpt.errors import AgentError, AgentGoneError
 
@@ -48,7 +48,7 @@ class Channel:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.offer(body, fds):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([], [self.sock], [], left)[1]:
+            if not writable(self.sock, left):
                 raise AgentGoneError(f"the other end took no message for {timeout:.0f} s (stopped or overloaded?)")
 
     def offer(self, body: bytes, fds: Sequence[int] = ()) -> bool:
@@ -91,7 +91,7 @@ class Channel:
 
     def poll(self, timeout: float | None = 0.0) -> tuple[Message, list[int]] | None:
         """Like :meth:`receive`, but None when nothing came."""
-        if timeout != 0.0 and not select.select([self.sock], [], [], timeout)[0]:
+        if timeout != 0.0 and not readable(self.sock, timeout):
             return None
         try:
             packet, ancillary = self._receive_packet()

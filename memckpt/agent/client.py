@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from memckpt import errors
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.channel import Channel
+from memckpt.agent.descriptors import readable
 from memckpt.agent.launch import spawn_agent
 from memckpt.agent.messages import (
     Advance,
@@ -423,7 +423,7 @@ class AgentClient:
         except ProcessLookupError:
             return
         try:
-            if not select.select([process_fd], [], [], _END_SECONDS)[0]:
+            if not readable(process_fd, _END_SECONDS):
                 _log.warning("memckpt: the agent (pid %d) has let go of everything but does not end", self.agent_pid)
         finally:
             os.close(process_fd)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import time
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.channel import Channel
+from memckpt.agent.descriptors import readable
 from memckpt.agent.messages import Leaving, Saved, SaveFailed, SaveTo, Status, StatusRequest, StopRequest
 from memckpt.agent.processes import ProcessHandle
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
@@ -81,10 +81,10 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
         channel.send(StopRequest(), timeout=timeout)
         while not isinstance(channel.receive(timeout)[0], Leaving):
             continue
-        if not select.select([process], [], [], timeout)[0]:
+        if not readable(process, timeout):
             raise AgentError(f"agent pid {pid} said that it leaves but has not ended within {timeout:.0f} s")
     except AgentGoneError as error:
-        if not select.select([process], [], [], timeout)[0]:
+        if not readable(process, timeout):
             raise AgentError(f"agent pid {pid} does not leave: {error}") from error
     finally:
         channel.close()

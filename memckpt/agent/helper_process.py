@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memckpt.agent.channel import Channel, encode
+from memckpt.agent.descriptors import writable
 from memckpt.agent.messages import Message
 from memckpt.errors import AgentError, AgentGoneError
 
@@ -175,7 +175,7 @@ class HelperProcess:
         self.send(message, ())
         self._send_waiting()
         while self._waiting:
-            if not select.select([], [self._channel.sock], [], max(0.0, deadline - time.monotonic()))[1]:
+            if not writable(self._channel.sock, deadline - time.monotonic()):
                 raise AgentGoneError("the process takes no message (stopped or overloaded?)")
             self._send_waiting()
         longer = 0.0

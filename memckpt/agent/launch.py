@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from memckpt.agent.address import AgentAddress
+from memckpt.agent.descriptors import readable
 from memckpt.agent.processes import ProcessHandle
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, ConfigurationError
@@ -135,7 +135,7 @@ def _read(fd: int, deadline: float) -> tuple[str, bool]:
     """What is said until all of it is, or all have closed the other end; and whether that took too long."""
     said = b""
     while not said.endswith(_END.encode()):
-        if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        if not readable(fd, deadline - time.monotonic()):
             return said.decode(errors="replace"), True
         part = os.read(fd, 1 << 16)
         if not part:

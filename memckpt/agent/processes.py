@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import struct
 from pathlib import Path
+
+from memckpt.agent.descriptors import readable
 
 #: In the flags of /proc/PID/stat: the process is past its last instruction.
 _PF_EXITING = 0x4
@@ -71,7 +72,7 @@ class ProcessHandle:
         return self.fd
 
     def alive(self) -> bool:
-        return not select.select([self.fd], [], [], 0)[0]
+        return not readable(self.fd, 0)
 
     def duplicate(self) -> ProcessHandle:
         """Another handle of the same process, with an owner of its own."""
@@ -107,7 +108,7 @@ class ProcessHandle:
 
     def wait(self, timeout: float) -> bool:
         """True once the process is dead; False after `timeout` seconds."""
-        return bool(select.select([self.fd], [], [], timeout)[0])
+        return readable(self.fd, timeout)
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from memckpt.agent.address import AgentAddress, peer
 from memckpt.agent.control import relieve
+from memckpt.agent.descriptors import raise_limit
 from memckpt.agent.server import Agent
 from memckpt.errors import RunBusyError
 
@@ -31,6 +32,7 @@ def serve(
         RunBusyError: another agent serves this run on this node. One that runs by operator takes over from one that
             living trainers have started.
     """
+    raise_limit()
     agent = Agent(address, linger_seconds, by_operator, stopping)
     if by_operator:
         relieve(address)

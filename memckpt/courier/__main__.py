@@ -14,6 +14,7 @@ import socket
 import sys
 
 from memckpt.agent.channel import Channel
+from memckpt.agent.descriptors import raise_limit
 from memckpt.agent.log import logging_to_stderr
 from memckpt.courier.courier import Courier
 from memckpt.errors import AgentGoneError
@@ -34,6 +35,7 @@ def main() -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
     channel = Channel(socket.socket(fileno=arguments.fd))
     with logging_to_stderr("courier"):
+        raise_limit()
         courier = Courier(channel)
         try:
             courier.run()

@@ -8,10 +8,10 @@ have theirs.
 
 from __future__ import annotations
 
-import select
 from concurrent.futures import ThreadPoolExecutor
 
 from memckpt.agent.channel import Channel
+from memckpt.agent.descriptors import readable
 from memckpt.agent.messages import Saved, SaveFailed
 from memckpt.agent.writer_messages import Announce, Announced, LookForAnnounced, Save
 from memckpt.errors import AgentError
@@ -22,7 +22,7 @@ from memckpt.writer.priority import step_back
 
 def serve(channel: Channel) -> None:
     """Do what the agent asks for; before the first job, import what that takes."""
-    if not select.select([channel], [], [], 0)[0]:
+    if not readable(channel, 0):
         writer.warm_up()
     with ThreadPoolExecutor(1, "memckpt-writer", step_back) as background:
         while True:
