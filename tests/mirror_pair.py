@@ -93,9 +93,11 @@ class Training:
         truth: by record, tensors by name, optimizer state by parameter, what of the latter is no tensor.
     """
 
-    def __init__(self, mode: str, make_optimizer: Any, base: int) -> None:
+    def __init__(self, mode: str, make_optimizer: Any, base: int, trails: bool = False) -> None:
         torch.manual_seed(0)
         self.mode: Any = mode
+        self.trails = trails
+        self.slots = SLOTS + (trails and mode == "eager")
         self.model = Net()
         self.optimizer = make_optimizer([param for param in self.model.parameters() if param.requires_grad])
         self.live = LiveState(self.model, [self.optimizer], {})
@@ -121,7 +123,7 @@ class Training:
         return self.generation
 
     def spec(self) -> StateSpec:
-        return self.live.spec(SpecRequest(self.mode, PERIOD, SLOTS, RANKS, 2, RANKS))
+        return self.live.spec(SpecRequest(self.mode, PERIOD, self.slots, RANKS, 2, RANKS, trails=self.trails))
 
     def begin(self) -> None:
         """A generation begins after the newest record."""
@@ -147,7 +149,7 @@ class Training:
         assert self.writer is not None
         record = self.record + 1
         if self.held.replica is not None:
-            wait_applied(self.held.replica, record - SLOTS)
+            wait_applied(self.held.replica, record - self.slots)
         self.writer.ring.open_for_writing(record, RANKS[0])
         missing, plain = self.writer.stage_anchors(record)
         gradients = self._train()
@@ -216,12 +218,12 @@ class Pair:
         answers: what the owner got, oldest first.
     """
 
-    def __init__(self, mode: str, make_optimizer: Any, base: int = 1, wait: bool = True) -> None:
+    def __init__(self, mode: str, make_optimizer: Any, base: int = 1, wait: bool = True, trails: bool = False) -> None:
         self.wait = wait
         self.watermark = base
         self.answers: list[Stored | NotStored] = []
         self.now = 0.0
-        self.training = Training(mode, make_optimizer, base)
+        self.training = Training(mode, make_optimizer, base, trails)
         self._wire: deque[tuple[WireMessage, bytes]] = deque()
         self._code = Code(1, 1)
         self.owner = Owner(RANKS, self._code, ["m"], self._sent, lambda node: 1 << 30, base)
@@ -268,7 +270,7 @@ class Pair:
             tolerate=1,
             base=held.base,
             period=PERIOD,
-            kept=PERIOD + SLOTS,
+            kept=PERIOD + self.training.slots,
             every=1,
             private=False,
             replicas=RANKS,
@@ -283,7 +285,7 @@ class Pair:
     @property
     def may_train(self) -> bool:
         """Whether the next record's slot is free as far as peers are concerned."""
-        ahead = SLOTS - (self.training.mode == "eager")
+        ahead = self.training.slots - (1 + self.training.trails if self.training.mode == "eager" else 0)
         return not self.wait or self.training.record + 1 - ahead <= self.watermark
 
     def train(self) -> bool:
@@ -305,7 +307,7 @@ class Pair:
         assert held.base is not None
         gate = self.watermark
         if not self.wait:
-            needed = self.training.record + 1 - SLOTS
+            needed = self.training.record + 1 - self.training.slots + held.spec.trails
             if self.watermark < held.base < needed and self.generation not in self._given_up:
                 self.owner.give_up(self.generation)
                 self._given_up.add(self.generation)

@@ -1,7 +1,8 @@
 """Several nodes in one process: what couriers say to each other is delivered when a test says so, and nodes are lost.
 
 Owners, holders, leaders and the code are real. What an agent would hold is a ring of slots with made-up bytes, and by
-record the attempts that made the records up to it.
+record the attempts that made the records up to it. With eager redo there is a replica, too, which is advanced when a
+test says so and no further than it may be; what it was before is lost with that.
 """
 
 from __future__ import annotations
@@ -38,10 +39,23 @@ class Setting:
     slots: int = 2
     private: bool = False
     wait: bool = True
+    eager: bool = False
+    repeat: bool = False
 
     def __str__(self) -> str:
         words = f"{self.data}+{self.tolerate} on {self.nodes}, T={self.period}, D={self.slots}"
-        return words + ", private" * self.private + ", proceed" * (not self.wait)
+        words += ", private" * self.private + ", proceed" * (not self.wait)
+        return words + ", eager" * self.eager + ", repeat" * self.repeat
+
+    @property
+    def trails(self) -> bool:
+        """Whether a replica stays one record behind what it may apply."""
+        return self.eager and self.repeat
+
+    @property
+    def standing(self) -> int:
+        """By how many slots a replica makes training wait sooner for what is acknowledged."""
+        return 1 + self.trails if self.eager else 0
 
     @property
     def units(self) -> list[Unit]:
@@ -51,7 +65,10 @@ class Setting:
         """Of a layout that is as these say; the bytes of its records are others."""
         spec = spec_of(unit, self.nodes)
         replicas = () if self.private else unit
-        return msgspec.structs.replace(spec, period=self.period, slots=self.slots, replicas=replicas)
+        mode = "eager" if self.eager else spec.mode
+        return msgspec.structs.replace(
+            spec, period=self.period, slots=self.slots, replicas=replicas, mode=mode, trails=self.trails
+        )
 
 
 def bytes_of(unit: Unit, record: int, chain: Chain, virtual: bool) -> bytes:
@@ -86,18 +103,38 @@ class Generation:
 
     def __init__(self, name: str, unit: Unit, setting: Setting, base: int, past: Chain) -> None:
         self.name, self.unit, self.setting, self.base = name, unit, setting, base
-        self.slots = Slots(setting.period + setting.slots)
+        self.slots = Slots(setting.slots + (0 if setting.eager else setting.period))
+        self.spec = setting.spec(unit)
         self.chains = {base: past}
-        self.newest = base
-        for record in range(base - setting.period + 1, base + 1):
-            self.slots.seal(record, bytes_of(unit, record, past, virtual=True))
+        self.newest = self.applied = self.limit = base
+        self.given_up = False
+        virtual = range(base - setting.period + 1, base + 1)
+        made = {record: bytes_of(unit, record, past, virtual=True) for record in virtual}
+        #: The virtual records as they are cut out of the replica.
+        self.replica = {record: bytearray(data) for record, data in made.items()} if setting.eager else {}
+        for record in range(base, base + 1) if setting.eager else virtual:
+            self.slots.seal(record, made[record])
 
     def commit(self, record: int, past: Chain) -> None:
         self.chains[record], self.newest = past, record
         self.slots.seal(record, bytes_of(self.unit, record, past, virtual=False))
 
+    def redo(self) -> bool:
+        """Have the replica apply the next record, if it may; whether it has."""
+        if self.applied >= min(self.limit, self.newest):
+            return False
+        self.applied += 1
+        assert self.slots.intact(self.applied)
+        for data in self.replica.values():
+            data[:] = bytes(len(data))
+        return True
+
     def reach(self) -> list[int]:
-        """Records whose window is whole."""
+        """Records whose window is whole; or to which the replica can go on, with what is by value in their slots."""
+        if self.setting.eager:
+            rest = range(self.applied + 1, self.newest + 1)
+            broken = next((one for one in rest if not self.slots.intact(one)), self.newest + 1)
+            return [record for record in range(self.applied, broken) if self.slots.intact(record)]
         period = self.setting.period
         oldest = max(self.base, self.newest - self.setting.slots)
         return [
@@ -108,19 +145,22 @@ class Generation:
 
     def sendable(self) -> list[int]:
         first = self.base - self.setting.period + 1
-        there = [record for record in range(first, self.newest + 1) if self.slots.intact(record)]
+        there = [record for record in range(first, self.newest + 1) if self.intact(record)]
+        if self.setting.eager and not self.applied == self.limit == self.base:
+            there = [record for record in there if record > self.base]
         return [one for one in there if one >= self.base] if self.setting.private else there
 
     # As a source
 
     def open(self, record: int) -> Blob | None:
-        if not self.slots.intact(record):
+        if not self.intact(record):
             return None
-        data = self.slots.read(record)
+        virtual = record in self.replica and not self.setting.private
+        data = self.replica[record] if virtual else self.slots.read(record)
         return Blob(RecordTail(10 * record, b"", {}, (Extent(0, len(data)),)), [memoryview(data)])
 
     def intact(self, record: int) -> bool:
-        return self.slots.intact(record)
+        return (record in self.replica and record < self.base) or self.slots.intact(record)
 
     def step(self, record: int) -> int:
         return 10 * record
@@ -143,6 +183,15 @@ class Live:
 
     def reach(self) -> dict[int, Chain]:
         return {record: one.chains[record] for one in self.generations for record in one.reach()}
+
+    def begins_with(self, record: int) -> bool:
+        """Whether what can produce a record began with it, so that nothing was there before."""
+        return [one.base for one in self.generations if record in one.reach()][-1:] == [record]
+
+    def repeats(self, record: int) -> bool:
+        """Whether the state before a record can be produced, too, by what produces the record."""
+        there = [one for one in self.generations if record in one.reach()]
+        return bool(there) and record - 1 in there[-1].reach()
 
     def let_go(self, watermark: int) -> None:
         """As an agent's holding does."""

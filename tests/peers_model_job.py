@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from memckpt.agent.generation import branch_off
-from memckpt.agent.peer_messages import PeerJob, PeerNode, PeerUnit
+from memckpt.agent.peer_messages import GiveUp, PeerJob, PeerNode, PeerUnit
 from memckpt.courier.member import Member
 from memckpt.courier.mirroring import Mirroring
 from memckpt.peers.blob import BlobReader, Room
@@ -37,6 +37,7 @@ class Job:
         anew: units that begin a generation with it.
         whole: whether any m nodes could be lost at some time in this attempt.
         emptied: those that have lost their memory since.
+        strayed: whether nobody had to wait at some time in this attempt.
     """
 
     network: Network
@@ -44,6 +45,7 @@ class Job:
     history: tuple[Branch, ...]
     whole: bool
     emptied: set[str]
+    strayed: bool
     seen: dict[str, int]
     made: dict[Unit, int]
     staging: set[Unit]
@@ -75,6 +77,7 @@ class Job:
             nonce,
             pieces=self.pieces(places.values()),
             units=[(places[unit].name, unit) for unit in self.setting.units],
+            before=self.setting.repeat,
         )
 
     def known(self, nodes: Iterable[Node]) -> bool:
@@ -92,29 +95,59 @@ class Job:
         start = self.attempts[nonce][1]
         return start[: record + 1] + (nonce,) * (record + 1 - len(start))
 
-    def check_plan(self, found: RestoreRecord, places: dict[Unit, Node]) -> None:
-        """Every unit gets what the record was when it was made."""
+    def check_plan(self, found: RestoreRecord, places: dict[Unit, Node], promised: int = 0) -> None:
+        """Every unit gets what the record was when it was made, and the one before where its step is repeated.
+
+        Args:
+            promised: the record that had to be there; 0: none.
+        """
         right = self.right(found.history, found.record)
         fetched = {fetch.ranks for fetch in found.fetches}
         nodes = {node.name: node for node in places.values()}
+        before = any(fetch.before for fetch in found.fetches)
+        assert all(fetch.before == before for fetch in found.fetches)
         for unit, node in places.items():
             if unit not in fetched:
-                assert node.live[unit].reach()[found.record] == right
+                self._check_live(node, unit, found.record, right, before)
+                if self.setting.trails and promised and not self.strayed:
+                    live = node.live[unit]
+                    assert live.repeats(found.record) or live.begins_with(found.record), (unit, found)
         for fetch in found.fetches:
             if fetch.live is not None:
-                assert nodes[fetch.live].live[fetch.ranks].reach()[found.record] == right
+                self._check_live(nodes[fetch.live], fetch.ranks, found.record, right, before)
                 continue
             if fetch.replica is not None:
-                assert nodes[fetch.replica[0]].live[fetch.replica[1]].reach()[found.record] == right
+                name, ranks = fetch.replica
+                self._check_live(nodes[name], ranks, found.record, right, before)
             assert (fetch.replica is not None) == self.setting.private
             self._check_decoded(fetch, nodes, right)
 
+    @staticmethod
+    def _check_live(node: Node, unit: Unit, record: int, right: Chain, before: bool) -> None:
+        reach = node.live[unit].reach()
+        assert reach[record] == right
+        assert not before or reach[record - 1] == right[:-1]
+
     def _check_decoded(self, fetch: Fetch, nodes: dict[str, Node], right: Chain) -> None:
         base = self.bases[fetch.generation]
-        for record in range(fetch.record - fetch.period + 1, fetch.record + 1):
+        for record in range(fetch.record - fetch.before - fetch.period + 1, fetch.record + 1):
             virtual = record <= base
             expected = bytes_of(fetch.ranks, record, right[: max(record, base) + 1], virtual)
             assert self._decode(fetch, record, nodes) == expected, (fetch, record)
+
+    def repeats(self, found: RestoreRecord, places: dict[Unit, Node]) -> bool:
+        """Whether all units have the state before the record as well, so that its step is taken once more."""
+        fetches = {fetch.ranks: fetch for fetch in found.fetches}
+        nodes = {node.name: node for node in places.values()}
+
+        def hands_out(fetch: Fetch) -> bool:
+            name, ranks = fetch.replica or (fetch.live, fetch.ranks)
+            return fetch.before and (name is None or nodes[name].live[ranks].repeats(found.record))
+
+        return self.setting.repeat and all(
+            hands_out(fetches[unit]) if unit in fetches else node.live[unit].repeats(found.record)
+            for unit, node in places.items()
+        )
 
     def _decode(self, fetch: Fetch, record: int, nodes: dict[str, Node]) -> bytes:
         windows = {name: nodes[name].holder.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
@@ -157,6 +190,8 @@ class Job:
         if going_on:
             self.history = branch_off(found.history, found.record, found.timeline)
         record = found.record if going_on else None
+        repeated = going_on and self.repeats(found, places)
+        self.strayed = False
         names = [node.name for node in places.values()]
         self.emptied = set()
         self.seen = dict.fromkeys(names, record or 0)
@@ -187,7 +222,12 @@ class Job:
                 node.live.clear()
             node.live[unit] = Live(unit, self.history)
             if record is not None:
-                node.live[unit].generations.append(Generation("resumed", unit, self.setting, record, start))
+                base = record - repeated
+                generation = Generation("resumed", unit, self.setting, base, start[: base + 1])
+                node.live[unit].generations.append(generation)
+                if repeated:
+                    generation.slots.open(record)
+                    generation.commit(record, start)
             self._join(node, record)
 
     def _join(self, node: Node, record: int | None, rejoined: bool = False) -> None:
@@ -197,9 +237,12 @@ class Job:
             self.seen[node.name] = max(self.seen[node.name], message.record)
             self.lifted[node.name] = message.lifted
             if message.lifted:  # nobody waits for what a node has lost, so that others may get too far ahead of it
-                self.whole = False
+                self.whole, self.strayed = False, True
             for live in node.live.values():
                 live.let_go(message.record)
+            for unit, place in self.places.items():
+                if place is node:
+                    self._allow(unit)
 
         job = msgspec.structs.replace(self.job, record=record)
         unused: Any = None  # nothing is mirrored
@@ -215,9 +258,38 @@ class Job:
 
     def may_stage(self, unit: Unit) -> bool:
         """Whether a unit's trainers may begin to fill the slot of their next record."""
-        acknowledged = self.seen[self.places[unit].name] >= self.made[unit] + 1 - self.setting.slots
+        old = self.made[unit] + 1 - self.setting.slots
+        acknowledged = self.seen[self.places[unit].name] >= old + self.setting.standing
         lifted = self.lifted.get(self.places[unit].name, False)
-        return unit not in self.staging and (acknowledged or lifted or not self.setting.wait)
+        generation = self._written(unit)
+        applied = not self.setting.eager or generation is None or generation.applied >= old
+        return unit not in self.staging and applied and (acknowledged or lifted or not self.setting.wait)
+
+    def _written(self, unit: Unit) -> Generation | None:
+        """The generation whose slots a unit fills; None where another one begins."""
+        generations = self.places[unit].live[unit].generations
+        return generations[-1] if generations and unit not in self.anew else None
+
+    def _allow(self, unit: Unit) -> None:
+        """As an agent lets redo go on."""
+        generation = self._written(unit)
+        if not self.setting.eager or generation is None or generation.name == "resumed":
+            return
+        name = self.places[unit].name
+        gate, slots = self.seen[name], self.setting.slots
+        if not self.setting.wait or self.lifted.get(name, False):
+            needed = generation.newest - (slots - 2 - self.setting.trails)
+            if gate < generation.base < needed and not generation.given_up:
+                generation.given_up = True
+                self.members[name].give_up(GiveUp(unit, generation.name))
+            gate = max(gate, needed)
+        limit = min(generation.newest - 1, gate) - self.setting.trails
+        generation.limit = max(generation.limit, limit)
+
+    def redo(self, unit: Unit) -> bool:
+        """A unit's replica goes on by a record, if it may; whether it has."""
+        generation = self._written(unit)
+        return self.setting.eager and generation is not None and generation.redo()
 
     def stage(self, unit: Unit) -> None:
         self.staging.add(unit)
@@ -241,6 +313,7 @@ class Job:
         else:
             live.generations[-1].commit(record, past)
             self._owner(node, unit).committed(record)
+            self._allow(unit)
         live.let_go(self.members[node.name].watermark.record)
 
     def may_start(self, unit: Unit) -> bool:
@@ -287,7 +360,8 @@ class Job:
             spec=msgspec.msgpack.encode(spec),
         )
         member = self.members[node.name]
-        member._ahead[unit] = sizes.kept - sizes.period
+        member._sources[unit] = generation
+        member._ahead[unit] = sizes.kept - sizes.period - setting.standing
         member._reach[unit] = member._ahead[unit] * sizes.every
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
@@ -351,6 +425,9 @@ class Job:
             for pair in ready:
                 while self.network.queues[pair]:
                     self.deliver(pair)
+            for unit in self.setting.units:
+                while self.redo(unit):
+                    pass
         raise AssertionError("couriers do not come to rest")
 
     # What is promised

@@ -128,10 +128,11 @@ class Records:
 
         return [Region.open(os.dup(region.fd)) for region in self.regions]
 
-    def serve(self, record: int) -> SendGeneration:
-        """What the agent says where a state is to be handed out."""
-        window = range(record - self.spec.period + 1, record + 1)
-        records = {one: self.held[one] if one == record else (*self.held[one][:2], {}) for one in window}
+    def serve(self, record: int, before: bool = False) -> SendGeneration:
+        """What the agent says where a state is to be handed out, and with `before` the one before it."""
+        oldest = record - before
+        window = range(oldest - self.spec.period + 1, record + 1)
+        records = {one: self.held[one] if one >= oldest else (*self.held[one][:2], {}) for one in window}
         return SendGeneration(self.spec.local_ranks, "", 1, self.spec, self.base, records, (), b"", (), serve=True)
 
     def window(self, generation: str, code: Code, *, node: str = "owner", private: bool = False) -> Window:

@@ -62,11 +62,17 @@ def closing_all(regions: Sequence[Region]) -> Iterator[None]:
             region.close()
 
 
-def check_right(records: Records, result: Filled, regions: Sequence[Region], record: int = NEWEST) -> None:
-    window = range(record - records.spec.period + 1, record + 1)
+def check_right(
+    records: Records, result: Filled, regions: Sequence[Region], record: int = NEWEST, before: bool = False
+) -> None:
+    oldest = record - before
+    window = range(oldest - records.spec.period + 1, record + 1)
     for number in window:
         assert records.shared_bytes(number, regions) == records.shared_bytes(number, records.regions)
-    assert records.own_bytes(record, regions) == records.own_bytes(record, records.regions)
+    for number in range(oldest, record + 1):
+        assert records.own_bytes(number, regions) == records.own_bytes(number, records.regions)
+    step, _, states = records.held[record - 1]
+    assert result.before == ((step, states) if before else None)
     assert regions[1].map[:] == records.regions[1].map[:]
     assert result.metas == {number: records.held[number][1] for number in window}
     assert (result.step, result.rank_states) == (records.held[record][0], records.held[record][2])

@@ -146,7 +146,7 @@ def eager_holding(base: int, newest: int, slots: int) -> Any:
     """Stands for a holding with a generation that is complete."""
     held = SimpleNamespace(
         complete=True, base=base, committed={0: newest}, number=1, replica=None, regions=(), sendable=dict,
-        spec=SimpleNamespace(mode="eager", slots=slots, every=1),
+        spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
         log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
     )  # fmt: skip
     return SimpleNamespace(held=held, ranks=(0,), history=())

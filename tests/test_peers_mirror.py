@@ -18,7 +18,7 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 from tests.engine_optimizers import local_momentum
 from tests.mirror_lab import MODES, OPTIMIZERS, check_all, pair, refusals
-from tests.mirror_pair import HISTORY, PERIOD, SLOTS, Pair
+from tests.mirror_pair import HISTORY, PERIOD, RANKS, SLOTS, Pair
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -69,11 +69,12 @@ def memory_files() -> list[str]:
     return sorted(name for name in names if name.startswith(("/memfd:memckpt:slots", "/memfd:memckpt:replica")))
 
 
-def test_its_memory_is_a_replica_and_slots() -> None:
-    with pair("lazy", OPTIMIZERS["adam"]) as one:
+@pytest.mark.parametrize("trails", [False, True])
+def test_its_memory_is_a_replica_and_slots(trails: bool) -> None:
+    with pair("lazy", OPTIMIZERS["adam"], trails=trails) as one:
         one.settle()
         layout = Layout(one.training.spec())
-        slots = (SLOTS + EXTRA_SLOTS) * (layout.slot_bytes + layout.by_value_slot_bytes)
+        slots = (SLOTS + EXTRA_SLOTS + trails) * (layout.slot_bytes + layout.by_value_slot_bytes)
         expected = layout.state_bytes + slots + layout.static_bytes
         assert one.mirrors.nbytes == expected
 
@@ -127,8 +128,8 @@ def carry_out(one: Pair, operation: str) -> None:
 WEIGHTED = (*OPERATIONS, *["train"] * 4, *["send", "deliver", "agent", "redo", "watermark"] * 2)
 
 
-def play(mode: str, optimizer: str, wait: bool, operations: Sequence[str], end_settled: bool) -> None:
-    with pair(mode, OPTIMIZERS[optimizer], 1, wait) as one:
+def play(mode: str, optimizer: str, wait: bool, trails: bool, operations: Sequence[str], end_settled: bool) -> None:
+    with pair(mode, OPTIMIZERS[optimizer], 1, wait, trails) as one:
         one.settle()
         for operation in operations:
             carry_out(one, operation)
@@ -143,7 +144,10 @@ def play(mode: str, optimizer: str, wait: bool, operations: Sequence[str], end_s
         whole, watermark = one.owner.whole, one.watermark
         acknowledged = one.owner.acknowledged
         assert not any("redo of record" in reason for reason in refusals(one))
-        records = check_all(one, one.end())
+        held = one.end()
+        if trails and wait and whole:
+            check_repeats(one, watermark)
+        records = check_all(one, held)
         event(f"{len(records)} records, {'refused' if refusals(one) else 'taken'}")
         if wait:
             # Nodes redo up to the watermark, not further: that record is common to all, if nothing newer is.
@@ -153,18 +157,47 @@ def play(mode: str, optimizer: str, wait: bool, operations: Sequence[str], end_s
             assert records[-1] == one.training.record
 
 
+def check_repeats(one: Pair, record: int) -> None:
+    """The state before a record is there as well, but for a record with which all begins."""
+    mirror = one.mirrors.find(RANKS, record, HISTORY)
+    assert mirror is not None
+    assert record == mirror.exact_from or record - 1 in mirror.standing_still()
+    assert (one.mirrors.find(RANKS, record, HISTORY, behind=1) is None) == (record == mirror.exact_from)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_that_trails_has_the_record_before_what_is_acknowledged(mode: str) -> None:
+    """However far training is ahead of that: the mirror has got, and redone, all that it may."""
+    with pair(mode, OPTIMIZERS["adam"], trails=True) as one:
+        one.settle()
+        for _ in range(6):
+            assert one.train()
+            one.settle()
+        acknowledged = one.watermark
+        while one.train():
+            one.send()
+            one.deliver()
+            one.agent()
+            one.redo()
+        assert one.watermark == acknowledged < one.training.record - 1
+        held = one.end()
+        check_repeats(one, acknowledged)
+        assert check_all(one, held)[0] < acknowledged
+
+
 @given(
     mode=st.sampled_from(MODES),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     wait=st.booleans(),
+    trails=st.booleans(),
     operations=st.lists(st.sampled_from(WEIGHTED), max_size=60),
     end_settled=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_whatever_happens_what_it_offers_is_right(
-    mode: str, optimizer: str, wait: bool, operations: list[str], end_settled: bool
+    mode: str, optimizer: str, wait: bool, trails: bool, operations: list[str], end_settled: bool
 ) -> None:
-    play(mode, optimizer, wait, operations, end_settled)
+    play(mode, optimizer, wait, trails, operations, end_settled)
 
 
 @pytest.mark.slow
@@ -172,12 +205,15 @@ def test_whatever_happens_what_it_offers_is_right(
     mode=st.sampled_from(MODES),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     wait=st.booleans(),
+    trails=st.booleans(),
     operations=st.lists(st.sampled_from((*WEIGHTED, "generation")), max_size=150),
     end_settled=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
-def test_long_histories(mode: str, optimizer: str, wait: bool, operations: list[str], end_settled: bool) -> None:
-    play(mode, optimizer, wait, operations, end_settled)
+def test_long_histories(
+    mode: str, optimizer: str, wait: bool, trails: bool, operations: list[str], end_settled: bool
+) -> None:
+    play(mode, optimizer, wait, trails, operations, end_settled)
 
 
 # What there is no replica for

@@ -34,6 +34,12 @@ SETTINGS = [
     Setting(data=1, tolerate=2, nodes=3, private=True),
     Setting(data=2, tolerate=2, nodes=4, private=True),
     Setting(data=2, tolerate=2, nodes=4, wait=False),
+    Setting(data=2, tolerate=1, nodes=3, period=3, repeat=True),
+    Setting(data=1, tolerate=2, nodes=3, private=True, repeat=True),
+    Setting(data=2, tolerate=2, nodes=4, slots=3, eager=True),
+    Setting(data=2, tolerate=2, nodes=4, slots=4, eager=True, repeat=True),
+    Setting(data=1, tolerate=2, nodes=3, slots=4, private=True, eager=True, repeat=True),
+    Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, repeat=True, wait=False),
 ]
 
 
@@ -81,7 +87,7 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
             found = job.plan(places, nonce)
             say(f"{nonce}: {found}; {[(unit, node.name) for unit, node in places.items()]}")
             if isinstance(found, RestoreRecord):
-                job.check_plan(found, places)
+                job.check_plan(found, places, promised)
             if promised:
                 assert isinstance(found, RestoreRecord)
                 assert found.record >= promised
@@ -154,7 +160,7 @@ def _lose_each_choice(job: Job, said: list[str]) -> Iterator[int]:
             said_so = f"{sorted(names)} are lost after:\n" + "\n".join(said)
             assert not promised or (isinstance(found, RestoreRecord) and found.record >= promised), said_so
             if isinstance(found, RestoreRecord):
-                job.check_plan(found, after)
+                job.check_plan(found, after, promised)
             yield promised
 
 
@@ -231,7 +237,7 @@ _HAPPENS = [
 
 
 def _let_happen(job: Job, choose: Choose, say: Say) -> None:
-    match choose(_HAPPENS):
+    match choose([*_HAPPENS, *["redo"] * 6] if job.setting.eager else _HAPPENS):
         case "deliver":
             if ready := job.network.ready():
                 pair = choose(ready)
@@ -242,6 +248,9 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
             job.work(name)
         case "train":
             _train(job, choose(job.setting.units), say)
+        case "redo":
+            unit = choose(job.setting.units)
+            say(f"{unit} redoes a record: {job.redo(unit)}")
         case "step":
             _step(job, say)
         case "settle":

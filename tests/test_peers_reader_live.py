@@ -70,6 +70,15 @@ def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) ->
         check_right(live.records, result, regions, record=4)
 
 
+def test_the_state_before_is_read_as_well(live: Live) -> None:
+    live.node.serving.add(live.records.serve(NEWEST, before=True), live.records.duplicates())
+    source = msgspec.structs.replace(live.source, before=True)
+    result, regions = Network([live.node], order=random.Random(1)).read(source, live.records.spec, live.code)
+    with closing_all(regions):
+        assert (result.problem, result.bad) == ("", ())
+        check_right(live.records, result, regions, before=True)
+
+
 LIVE_DAMAGES: dict[str, Bend] = {
     "a bit": fragments(lambda _, got, payload: (got, flip(payload))),
     "truncated": fragments(
@@ -135,12 +144,13 @@ class Private:
             start, there = ours.slot_offset(record) + offset, theirs.slot_offset(record) + offset
             self.replica.regions[0].map[there : there + nbytes] = self.records.regions[0].map[start : start + nbytes]
 
-    def read(self, bend: Bend) -> Filled:
+    def read(self, bend: Bend, before: bool = False) -> Filled:
         network = Network(self.nodes, bend, random.Random(2))
-        result, regions = network.read(self.source, self.records.spec, self.code)
+        source = msgspec.structs.replace(self.source, before=before)
+        result, regions = network.read(source, self.records.spec, self.code)
         with closing_all(regions):
             if not result.problem:
-                check_right(self.records, result, regions)
+                check_right(self.records, result, regions, before=before)
         return result
 
     def close(self) -> None:
@@ -170,6 +180,12 @@ def when(condition: Callable[[WireMessage], bool], bend: Bend) -> Bend:
 
 def test_what_is_its_own_and_what_all_have_are_put_together(private: Private) -> None:
     result = private.read(lambda node, question, answer, payload: [(node.name, answer, payload)])
+    assert (result.problem, result.bad) == ("", ())
+
+
+def test_both_of_the_state_before_are_put_together_as_well(private: Private) -> None:
+    private.nodes[1].serving.add(private.replica.serve(NEWEST, before=True), private.replica.duplicates())
+    result = private.read(lambda node, question, answer, payload: [(node.name, answer, payload)], before=True)
     assert (result.problem, result.bad) == ("", ())
 
 

@@ -280,6 +280,8 @@ def test_ranks_come_back_on_other_nodes(lab: Lab, setup: Setup, who: int | str, 
     last = moved.again(lab, directory=fresh_directory(lab))
     finishes(lab, last, expected)
     goes_on(last, *bounds(moved))
+    # What was handed out for those that had moved, too, is proved by repeating its last step.
+    assert check_verdict(moved) == check_verdict(last) == {"equal"}
 
 
 # During recovery

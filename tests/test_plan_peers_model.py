@@ -99,10 +99,11 @@ class Job:
                 )
         return found
 
-    def plan(self, places: dict[Unit, Node], nonce: str) -> Any:
+    def plan(self, places: dict[Unit, Node], nonce: str, before: bool = False) -> Any:
         by_rank = [(node.name, unit) for unit, node in places.items() for _ in unit]
         used = list(places.values())
-        return make_plan(self.inventories(used), "auto", self.world, nonce, pieces=self.pieces(used), units=by_rank)
+        held, kept = self.inventories(used), self.pieces(used)
+        return make_plan(held, "auto", self.world, nonce, pieces=kept, units=by_rank, before=before)
 
     # The model
 
@@ -217,6 +218,10 @@ def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObje
             assert isinstance(found, RestoreRecord)
             assert (found.record, found.step) == (max(common), 10 * max(common))
             check_fetches(job, found, places, right)
+            again = job.plan(places, nonce, before=True)
+            check_fetches(job, again, places, right)
+            assert (again.record, again.step) == (found.record, found.step)
+            event("also the record before" if check_before(job, again, places, right) else "not the record before")
             history = branch_off(found.history, found.record, found.timeline)
             event("decodes" if any(one.generation for one in found.fetches) else found.tier)
         else:
@@ -227,6 +232,24 @@ def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObje
         draw_attempt(data, job, places, nonce, history)
 
 
+def check_before(job: Job, found: RestoreRecord, places: dict[Unit, Node], right: Any) -> bool:
+    """The record before comes for all that fetch, from where there is both, or for none; whether it does."""
+    assert len({fetch.before for fetch in found.fetches}) <= 1
+    if not any(fetch.before for fetch in found.fetches):
+        return False
+    nodes = {node.name: node for node in places.values()}
+    record, fetching = found.record - 1, {fetch.ranks for fetch in found.fetches}
+    assert all(job.holds(node, unit, record, right) for unit, node in places.items() if unit not in fetching)
+    for fetch in found.fetches:
+        if fetch.live is not None:
+            assert job.holds(nodes[fetch.live], fetch.ranks, record, right)
+            continue
+        kept = [(name, nodes[name].kept.get((fetch.ranks, fetch.generation))) for name, _ in fetch.pieces]
+        assert job.can_decode(kept, record, right)
+        assert fetch.replica is None or job.holds(nodes[fetch.replica[0]], fetch.replica[1], record, right)
+    return True
+
+
 def check_fetches(job: Job, found: RestoreRecord, places: dict[Unit, Node], right: Any) -> None:
     """Who cannot go on by itself is sent where there is what it needs."""
     nodes = {node.name: node for node in places.values()}
@@ -235,7 +258,8 @@ def check_fetches(job: Job, found: RestoreRecord, places: dict[Unit, Node], righ
     for unit, fetch in fetches.items():
         assert (fetch.node, fetch.record) == (places[unit].name, found.record)
         holders = {name for name, node in nodes.items() if job.holds(node, unit, found.record, right)}
-        assert fetch.live in holders if holders else fetch.live is None
+        # A node that has the record itself is done without only for the sake of the one before.
+        assert fetch.live in holders if holders and not fetch.before else fetch.live in {None, *holders}
         if fetch.live is not None:
             continue
         kept = [(name, nodes[name].kept.get((unit, fetch.generation))) for name, _ in fetch.pieces]

@@ -187,11 +187,10 @@ class Generation:
         limit = min(self.committed.values())
         if self.spec.world_size > 1:
             limit = min(limit, max(self.committed.values()) - 1)
-        # A step can be repeated only while the state before it is still there.
-        limit -= self.spec.trails
         if self.gate is not None:
             limit = min(limit, self.gate)
-        self.replica.allow(limit)
+        # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
+        self.replica.allow(limit - self.spec.trails)
 
     def open_gate(self, gate: int | None) -> None:
         """Peers have got so far: let redo go on."""

@@ -28,26 +28,34 @@ def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
     )
 
 
-def hand_out(ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> SendGeneration:
-    """The state after a record, which stands still: for readers only."""
-    window = range(record - held.spec.period + 1, record + 1)
+def hand_out(
+    ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
+) -> SendGeneration:
+    """The state after a record, which stands still: for readers only.
+
+    Args:
+        behind: by how many records the replica stands behind it (eager); these are handed out as they were staged, and
+            with them the states before.
+    """
+    base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()
     metas, plain = (b"",) * held.spec.period, b""
     if held.replica is not None:
         missing, plain = held.replica.describe_state()
     else:
-        metas = held.metas_for(record)
-    states = held.rank_states(record)
-    step = held.step_of(record) or 0
+        metas = held.metas_for(base)
+    metas += tuple(held.meta_of(number) for number in range(base + 1, record + 1))
+    records = {
+        number: (held.step_of(number) or 0, meta, held.rank_states(number) if number >= base else {})
+        for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
+    }
     return SendGeneration(
         ranks=ranks,
         generation="",
         number=held.number,
         spec=held.spec,
-        base=record,
-        records={
-            number: (step, meta, states if number == record else {}) for number, meta in zip(window, metas, strict=True)
-        },
+        base=base,
+        records=records,
         missing=missing,
         plain=plain,
         history=history,

@@ -241,6 +241,11 @@ class Holding:
             following=self._following,
         )
 
+    def why_not_repeated(self, record: int) -> str:
+        """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
+        generation = self.standing_still().get(record)
+        return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
+
     def _stand_at_or_before(self, record: int, repeat: bool) -> None:
         """Go back to a record; with `repeat` the replica stays one behind it, if the step can be repeated."""
         generation = self.standing_still().get(record)

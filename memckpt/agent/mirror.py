@@ -13,7 +13,8 @@ from memckpt.agent.mirror_messages import MirrorRecord, OpenMirror
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import HeldRecords, RecordMeta, decode_meta
 
-#: Slots beside those that an owner has: so many records are stored and not yet applied when one is acknowledged.
+#: Slots beside those that an owner has: so many records are stored and not yet applied when one is acknowledged. One
+#: more is there where the replica stays a record behind.
 EXTRA_SLOTS = 2
 
 
@@ -132,15 +133,18 @@ class Mirror:
         found = self.generation.reachable()
         return [one for one in found if one >= self.exact_from and (self._last is None or one <= self._last)]
 
-    def stand_at(self, record: int) -> Generation:
+    def stand_at(self, record: int, behind: int = 0) -> Generation:
         """Go to a record that it can produce, and stay there.
+
+        Args:
+            behind: by how many records the replica stays behind it.
 
         Raises:
             AgentError: redo failed on the way.
         """
         assert self.generation.replica is not None
         self.forget_beyond(record)
-        self.generation.settle(record)
+        self.generation.settle(record, behind)
         self.generation.replica.freeze()
         return self.generation
 
@@ -170,5 +174,5 @@ class Mirror:
 
 def mirrored(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
     """What an owner's state consists of, on a mirror."""
-    slots = spec.slots + EXTRA_SLOTS
+    slots = spec.slots + EXTRA_SLOTS + spec.trails
     return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=slots, by_value_slots=0)

@@ -1,6 +1,7 @@
 """Mirrors: replicas of other nodes' ranks, on which their records are redone here as their own agents redo them.
 
-A mirror is an ordinary generation that is redone eagerly, with slots for R = D + 2 records; it takes
+A mirror is an ordinary generation that is redone eagerly, with slots for R = D + 2 records (one more where it stays a
+record behind what it may apply, so that a resume can repeat the newest); it takes
 (12 + R (4 + 12/T)) bytes per parameter and copy (fp32, Adam). Its regions are filled by the courier, which is told how
 far redo has got: a record is acknowledged once the one two before it is applied, if it may be. So the owner, which is
 at most D records ahead of what is acknowledged, finds the slots free; one that is not is not overwritten.
@@ -241,12 +242,13 @@ class Mirrors:
             found[key] = held if key not in found else _merged(found[key], held)
         return tuple(found.values())
 
-    def find(self, ranks: tuple[int, ...], record: int, history: Sequence[Branch]) -> Mirror | None:
-        """One that can produce the state of these ranks after a record that is of this history."""
+    def find(self, ranks: tuple[int, ...], record: int, history: Sequence[Branch], behind: int = 0) -> Mirror | None:
+        """One that can produce the state of these ranks after a record that is of this history, and `behind` before."""
+        wanted = set(range(record - behind, record + 1))
         for mirror in reversed(self._all.values()):
             opened = mirror.opened
             same = timeline_of(opened.history, record) == timeline_of(history, record)
-            if opened.ranks == ranks and same and record in mirror.standing_still():
+            if opened.ranks == ranks and same and wanted <= set(mirror.standing_still()):
                 return mirror
         return None
 

@@ -133,6 +133,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
         fetch: what this node is to get.
         memory_budget_bytes: the configured limit.
         history: timelines up to that record, oldest first.
+        before: hand out the state before it as well.
     """
 
     record: int
@@ -140,6 +141,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
     fetch: tuple[UnitSource, ...]
     memory_budget_bytes: int | None
     history: tuple[Branch, ...] = ()
+    before: bool = False
 
 
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):

@@ -50,7 +50,7 @@ from memckpt.agent.piece_rooms import PieceRooms
 from memckpt.agent.recovery import Recovery
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.phases import PhasesPage
-from memckpt.state.records import Branch, HeldPieces, HeldRecords
+from memckpt.state.records import HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
@@ -347,28 +347,30 @@ class Peers:
         """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
 
         Returns:
-            Why their mirror cannot get there, in words; empty if it can.
+            Why their mirror cannot get there, or the state before is not there, in words; empty if all is.
 
         Raises:
             AgentError: it is not here.
         """
-        record, mirror = message.record, self._mirrors.find(ranks, message.record, message.history)
-        holding = self._holding(ranks)
+        record, behind = message.record, int(message.before)
+        mirror, holding = self._mirrors.find(ranks, record, message.history, behind), self._holding(ranks)
         if mirror is not None:
             try:
-                held = mirror.stand_at(record)
+                held = mirror.stand_at(record, behind)
             except AgentError as error:
-                self._mirrors.close_one(CloseMirror(ranks, mirror.opened.generation))
+                if not behind:
+                    self._mirrors.close_one(CloseMirror(ranks, mirror.opened.generation))
                 return f"the replica of ranks {list(ranks)}: {error}"
-            self._hand_out(ranks, held, record, mirror.opened.history)
+            history = mirror.opened.history
+        elif behind and (holding is None or holding.why_not_repeated(record)):
+            reason = holding.why_not_repeated(record) if holding is not None else "no replica here has both"
+            return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
         elif holding is not None:
-            self._hand_out(ranks, holding.stand_at(record), record, holding.history)
+            held, history = holding.stand_at(record, behind), holding.history
         else:
             raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+        self._send(hand_out(ranks, held, record, history, behind), [region.fd for region in held.regions])
         return ""
-
-    def _hand_out(self, ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...]) -> None:
-        self._send(hand_out(ranks, held, record, history), [region.fd for region in held.regions])
 
     def gate(self, holding: Holding) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
@@ -379,7 +381,7 @@ class Peers:
         if waits or held is None or held.base is None or not held.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
-        needed = max(held.committed.values()) - (held.spec.slots - 2)
+        needed = max(held.committed.values()) - (held.spec.slots - 2 - held.spec.trails)
         name, _ = self._sent.get(holding.ranks, ("", 0))
         if self.watermark < held.base < needed and name and name not in self._given_up:
             self._send(GiveUp(holding.ranks, name))

@@ -345,7 +345,8 @@ class Member:
             mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
-        self._ahead[message.ranks] = sizes.kept - sizes.period - (spec.mode == "eager")
+        standing = 1 + spec.trails if spec.mode == "eager" else 0  # as where training waits for room
+        self._ahead[message.ranks] = sizes.kept - sizes.period - standing
         self._reach[message.ranks] = self._ahead[message.ranks] * sizes.every
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))

@@ -60,6 +60,7 @@ class MirrorWindow:
         self._tell = tell
         #: How many records may be stored and not yet applied when one is acknowledged.
         self._ahead = opened.spec.slots - owners.slots
+        self._trails = opened.spec.trails
         self._slots_of_owner = owners.slots
         self._applied: int | None = None
         self._static_here = False
@@ -139,7 +140,7 @@ class MirrorWindow:
         """Whether redo keeps up: all is applied but a few records, and what it may not apply yet."""
         assert self._applied is not None
         may_apply = max(self.watermark, record - self._slots_of_owner)
-        return self._applied >= min(record - self._ahead, may_apply)
+        return self._applied >= min(record - self._ahead, may_apply - self._trails)
 
     def _begin(self, record: int) -> None:
         """The first stripe of a record has come: where it goes to.

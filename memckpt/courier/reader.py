@@ -68,9 +68,11 @@ class Reader:
         self._parts = self._plan_parts(self._static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
-        self._rank_states: dict[int, bytes] = {}
-        self._step = 0
-        self._before: tuple[int, dict[int, bytes]] | None = None
+        #: Of the record, and of the one before it where that is wanted.
+        self._steps: dict[int, int] = {}
+        self._rank_states: dict[int, dict[int, bytes]] = {
+            number: {} for number in range(source.record - source.before, source.record + 1)
+        }
         self._nbytes = 0
         self._unreported = 0
         #: When a source that is waited for last did what it was asked, or was asked.
@@ -90,23 +92,18 @@ class Reader:
 
     def _plan_parts(self, static: bool) -> list[Part]:
         source = self.source
-        window = range(source.record - source.period + 1, source.record + 1)
+        oldest = source.record - source.before
+        window = range(oldest - self._layout.spec.period + 1, source.record + 1)
         if source.live is not None:
-            period = self._layout.spec.period
-            window = range(source.record - period + 1, source.record + 1)
             return self._live_parts(source.live, source.ranks, LIVE_ALL, window, static)
         pieces: list[tuple[str, int | None]] = [*source.pieces]
+        shared: list[Part] = []
+        numbers = [STATIC] * static + list(range(oldest - source.period + 1, source.record + 1))
         if source.private:
             assert source.replica is not None
-            node, ranks = source.replica
-            period = self._layout.spec.period
-            window = range(source.record - period + 1, source.record + 1)
-            shared = self._live_parts(node, ranks, LIVE_SHARED, window, static)
-            return [*shared, Part(source.ranks, source.generation, source.record, pieces, source.data)]
-        if source.before:
-            window = range(window.start - 1, window.stop)
-        numbers = [STATIC] * static + list(window)
-        return [Part(source.ranks, source.generation, record, pieces, source.data) for record in numbers]
+            shared = self._live_parts(*source.replica, LIVE_SHARED, window, static)
+            numbers = list(range(oldest, source.record + 1))
+        return [*shared, *(Part(source.ranks, source.generation, one, pieces, source.data) for one in numbers)]
 
     @staticmethod
     def _live_parts(
@@ -377,21 +374,20 @@ class Reader:
             return
         if tail.meta:
             self._metas[part.record] = tail.meta
-        if part.record == self.source.record:
-            self._step = tail.step
-            self._rank_states |= tail.rank_states
-        elif self.source.before and part.record == self.source.record - 1:
-            self._before = tail.step, tail.rank_states
+        if part.record in self._rank_states:
+            self._steps[part.record] = tail.step
+            self._rank_states[part.record] |= tail.rank_states
 
     def _finish(self) -> None:
+        record, states = self.source.record, self._rank_states
         self.result = Filled(
             ranks=self.source.ranks,
             metas=self._metas,
-            step=self._step,
-            rank_states=self._rank_states,
+            step=self._steps[record],
+            rank_states=states[record],
             nbytes=self._nbytes,
             bad=tuple(self._bad),
-            before=self._before,
+            before=(self._steps[record - 1], states[record - 1]) if self.source.before else None,
         )
 
     def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:

@@ -33,9 +33,10 @@ class Serving:
             self._blobs.pop(key).release()
         if former is not None:
             former.close()
-        newest = max(message.records)  # of which the state is, with its by-value tensors
+        # Those whose states are wanted, with their by-value tensors.
+        oldest = min(record for record, (_, _, rank_states) in message.records.items() if rank_states)
         source = RegionSource(
-            message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=newest
+            message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=oldest
         )
         for record, (step, meta, rank_states) in message.records.items():
             source.note(record, step, meta, rank_states)

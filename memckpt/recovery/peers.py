@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
 
@@ -51,7 +51,7 @@ class Fetch:
         period: T, how many records are decoded: those up to `record`.
         private: only what is these ranks' own is decoded.
         replica: node and ranks of the unit whose live state has the rest.
-        before: the records for the state before it are decoded, too, from which its step is taken once more.
+        before: the state before it is got, too, from which its step is taken once more.
     """
 
     ranks: Unit
@@ -107,6 +107,10 @@ class _Live:
     def serves(self, node: str | None) -> bool:
         """Whether `node` can get at it; None: whether any can."""
         return self.reachable or (not self.mirror and node in (None, self.node))
+
+    def has(self, records: Iterable[int]) -> bool:
+        """Whether it can produce all of these."""
+        return all(record in self.steps for record in records)
 
 
 @dataclass
@@ -303,39 +307,32 @@ class Sources:
         Args:
             before: get the state before it as well, where all units can.
         """
-        load: Counter[str] = Counter()
-        fetches = tuple(
-            self._fetch(unit, node, record, load)
-            for unit, node in sorted(places.items())
-            if not self._has_itself(unit, node, record)
-        )
-        lacking = {fetch.ranks for fetch in fetches}
-        own = all(self._has_itself(unit, node, record - 1) for unit, node in places.items() if unit not in lacking)
-        both = [self._with_before(fetch) for fetch in fetches] if before and own else [None]
-        return tuple(fetch for fetch in both if fetch is not None) if None not in both else fetches
-
-    def _with_before(self, fetch: Fetch) -> Fetch | None:
-        """The fetch that decodes the state before the record, too; None where its pieces do not have that."""
-        generation = next((one for one in self._coded.get(fetch.ranks, ()) if one.name == fetch.generation), None)
-        if fetch.private or generation is None or not generation.decodes(fetch.record - 1):
-            return None
-        pieces = {*fetch.pieces, *generation.sources(fetch.record - 1)}
-        return replace(fetch, before=True, pieces=tuple(sorted(pieces)))
+        lacking = [one for one in sorted(places.items()) if not self._has_itself(*one, record)]
+        own = all(self._has_itself(*one, record - 1) for one in places.items() if one not in lacking)
+        for wanted in ((record, record - 1), (record,)) if before and own else ((record,),):
+            load: Counter[str] = Counter()
+            found = [self._fetch(unit, node, wanted, load) for unit, node in lacking]
+            fetches = tuple(fetch for fetch in found if fetch is not None)
+            if len(fetches) == len(lacking):
+                return fetches
+        raise AssertionError(f"ranks {[unit for unit, _ in lacking]} cannot all get record {record}")
 
     def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
         """Whether a node only has to go on with what it holds; from a mirror there it has to be fetched."""
         live = self._live.get(unit, {}).values()
         return any(one.node == node and not one.mirror and record in one.steps for one in live)
 
-    def _fetch(self, unit: Unit, node: str, record: int, load: Counter[str]) -> Fetch:
-        live = [one for one in self._live.get(unit, {}).values() if one.serves(node) and record in one.steps]
-        if live:
-            chosen = min(live, key=lambda one: (one.node != node, load[one.node], one.node))
+    def _fetch(self, unit: Unit, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
+        """How a unit gets these records, the newest and perhaps the one before; None if it cannot."""
+        record, before = max(wanted), len(wanted) > 1
+        there = [one for one in self._live.get(unit, {}).values() if one.serves(node) and one.has(wanted)]
+        if there:
+            chosen = min(there, key=lambda one: (one.node != node, load[one.node], one.node))
             load[chosen.node] += 1
-            return Fetch(unit, node, record, live=chosen.node)
+            return Fetch(unit, node, record, live=chosen.node, before=before)
         for generation in self._coded.get(unit, ()):
-            replicas = [one for one in self._replicas(generation, node) if record in one.steps]
-            if not generation.decodes(record) or (generation.private and not replicas):
+            replicas = [one for one in self._replicas(generation, node) if one.has(wanted)]
+            if not all(map(generation.decodes, wanted)) or (generation.private and not replicas):
                 continue
             replica = None
             if replicas:
@@ -348,13 +345,14 @@ class Sources:
                 node,
                 record,
                 generation=generation.name,
-                pieces=generation.sources(record),
+                pieces=tuple(sorted({one for number in wanted for one in generation.sources(number)})),
                 data=generation.data,
                 period=generation.period,
                 private=generation.private,
                 replica=replica,
+                before=before,
             )
-        raise AssertionError(f"ranks {list(unit)} cannot get record {record}")
+        return None
 
     # Why something cannot be produced
 

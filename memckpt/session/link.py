@@ -152,8 +152,9 @@ class AgentLink:
         """Wait until the slot of `record` is free; returns the seconds that it took.
 
         Eager redo must have applied the record that had it. Where training waits for peers, every node must be able to
-        produce the newest record that is acknowledged for all of them; a replica also needs that one's by-value
-        tensors, which lie in its slot. While a state is captured, only the one that was captured before is whole.
+        produce the newest record that is acknowledged for all of them. A replica also needs that one's by-value
+        tensors, which lie in its slot; one that trails needs those of the record before, at which it stands. While a
+        state is captured, only the one that was captured before is whole.
 
         Args:
             record: that is about to begin.
@@ -164,7 +165,8 @@ class AgentLink:
             if record % spec.every == 0:
                 self.client.wait_passed(max(record - spec.every, began))
         elif self.waits:
-            self.client.wait_passed(record - spec.slots + (spec.mode == "eager"))
+            standing = 1 + spec.trails if spec.mode == "eager" else 0
+            self.client.wait_passed(record - spec.slots + standing)
         if spec.mode == "eager":
             self.client.wait_applied(record - spec.slots)
         return time.perf_counter() - started

@@ -274,6 +274,7 @@ class Peers:
             fetch=tuple(_source(fetch) for fetch in own),
             memory_budget_bytes=self._agent.memory_budget_bytes,
             history=plan.history,
+            before=any(fetch.before for fetch in plan.fetches),
         )
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)

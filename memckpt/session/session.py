@@ -24,7 +24,7 @@ from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, StepHooks
-from memckpt.config import MemckptConfig, RedoMode, ResumeChoice
+from memckpt.config import MemckptConfig, MirrorConfig, RedoMode, ResumeChoice
 from memckpt.errors import (
     AgentGoneError,
     ForeignStateError,
@@ -188,7 +188,9 @@ class Session:
     def _make_request(self) -> SpecRequest:
         self._staging.not_redoable = self._mode.not_redoable
         self._recorder.needs_steps = self._mode.redoes
-        trails = self._config.replays and self.mode == "eager"
+        # A replica of this node, or those of a lazy node on others.
+        replicas = self.mode == "eager" or (self.mode == "lazy" and isinstance(self._config.peers, MirrorConfig))
+        trails = self._config.replays and replicas
         # The replica is one record further behind, and with several ranks one of them may be filling the next slot.
         # Ranks may differ by one commit, and a commit from an accelerator is sent one record later.
         more = (self._ranks.world_size > 1 or self._config.slots < 3) + self._copier.asynchronous if trails else 0
@@ -196,7 +198,7 @@ class Session:
             mode=self.mode,
             period=self._config.anchor_period(self.mode),
             every=self._mode.every,
-            slots=self._config.slots + more,
+            slots=self._config.slots + (more if self.mode == "eager" else 0),
             trails=trails,
             local_ranks=self._ranks.unit,
             world_size=self._ranks.world_size,
