@@ -110,13 +110,16 @@ LIVE_DAMAGES: dict[str, Bend] = {
 }
 
 
+SAYS_NOTHING = {"silent", "lost in the middle"}
+
+
 @pytest.mark.parametrize("damage", LIVE_DAMAGES)
 def test_a_live_state_that_is_not_right_is_given_up(live: Live, damage: str) -> None:
     network = Network([live.node], LIVE_DAMAGES[damage])
     result, regions = network.read(live.source, live.records.spec, live.code)
     with closing_all(regions):
         assert "of ranks [0, 1] cannot be had" in result.problem
-        assert result.bad == (BadSourceSeen("live", RANKS, ""),)
+        assert result.bad == (BadSourceSeen("live", RANKS, "", damage in SAYS_NOTHING),)
 
 
 class Private:
@@ -201,6 +204,6 @@ def test_a_damaged_piece_does_not_spoil_what_its_node_has_live(private: Private,
 def test_a_damaged_replica_is_named_and_not_the_pieces(private: Private, damage: str) -> None:
     result = private.read(when(lambda question: not of_pieces(question), at(["n1"], LIVE_DAMAGES[damage])))
     assert "of ranks [2] cannot be had" in result.problem
-    assert BadSourceSeen("n1", (2,), "") in result.bad
-    dead = {"silent", "lost in the middle"}  # a node that says nothing has no pieces either
-    assert len(result.bad) == (2 if damage in dead else 1)
+    assert BadSourceSeen("n1", (2,), "", damage in SAYS_NOTHING) in result.bad
+    # A node that says nothing has no pieces either.
+    assert len(result.bad) == (2 if damage in SAYS_NOTHING else 1)

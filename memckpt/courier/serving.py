@@ -34,7 +34,8 @@ class Serving:
         if former is not None:
             former.close()
         # Those whose states are wanted, with their by-value tensors.
-        oldest = min(record for record, (_, _, rank_states) in message.records.items() if rank_states)
+        wanted = (record for record, (_, _, rank_states) in message.records.items() if rank_states)
+        oldest = min(wanted, default=message.base)
         source = RegionSource(
             message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=oldest
         )
