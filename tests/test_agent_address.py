@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import sys
@@ -18,6 +17,7 @@ from memckpt.agent import address as address_module
 from memckpt.agent import launch
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status, stop_agent
+from memckpt.agent.descriptors import readable
 from memckpt.agent.detach import lower_oom_score
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
@@ -234,16 +234,12 @@ def test_an_agent_that_does_not_answer_in_time_is_ended(lab: Lab, monkeypatch: p
     # Not before the agent is there: the time is over as soon as the starter has named it.
     ended = threading.Event()
 
-    def select_named(*arguments: Any) -> Any:
-        ready = select.select(*arguments[:3], 20)
-        return ([], [], []) if ended.is_set() else (ended.set(), ready)[1]
-
-    class OneLook:
-        select = staticmethod(select_named)
+    def named(descriptor: int, timeout: float) -> bool:
+        return False if ended.is_set() else (ended.set(), readable(descriptor, 20))[1]
 
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(program))
-        patch.setattr(launch, "select", OneLook)
+        patch.setattr(launch, "readable", named)
         with pytest.raises(AgentError, match="did not answer within"):
             launch.spawn_agent(address, AgentConfig())
     for fd in (read_fd, write_fd):
