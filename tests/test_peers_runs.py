@@ -357,14 +357,14 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
 
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
 def test_pieces_outlive_the_couriers_that_kept_them(lab: Lab, setup: Setup) -> None:
-    """A node is lost, then the couriers of all others die, one of them once more while it is asked for pieces."""
+    """A node is lost, then the couriers of all others die, one of them once more as it is asked for pieces."""
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     for name in ("node0", "node2", "node3"):
         kill_and_wait(courier_of(died, name))
     attempt = died.again(lab)
-    dies = recovers_with([2], lambda rank: kill_once(attempt, "node2"))
+    dies = recovers_with([1], lambda rank: kill_once(attempt, "node2"))
     finishes(lab, replace(attempt, prepare=dies), expected)
     goes_on(attempt, *bounds(died))
 

@@ -224,6 +224,11 @@ def test_who_comes_back_elsewhere_says_where(keys: Keys | None) -> None:
             assert a.transport.peers()["b"].address == again.transport.address
             a.transport.send("b", b"x")
             drive(a, again, until=lambda: again.bodies() == [b"x"])
+            # A plan that is made once more names where the first one was.
+            a.transport.connect("b", b.transport.address)
+            assert a.transport.peers()["b"].address == again.transport.address
+            a.transport.send("b", b"y")
+            drive(a, again, until=lambda: again.bodies() == [b"x", b"y"])
 
 
 def test_who_was_not_named_announces_itself(keys: Keys | None) -> None:

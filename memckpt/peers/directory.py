@@ -114,6 +114,9 @@ class Directory:
     def connect(self, peer: str, address: str) -> None:
         """Speak with a peer that listens at an address, or from now on at another one.
 
+        What a peer that we have met says of itself counts for more: a plan that is made once more may still name the
+        address of the process that it has replaced.
+
         Raises:
             PeerError: that is no address.
             UsageError: the peer has our own name.
@@ -126,7 +129,7 @@ class Directory:
         if known is None:
             self._forgotten.pop(peer, None)
             self._add(peer, address)
-        elif known.address != address:
+        elif known.address != address and not (known.named_by and known.named_by == known.link.met):
             self._move(known, address, named_by="")
 
     def _add(self, peer: str, address: str, named_by: str = "") -> Peer:
