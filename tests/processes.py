@@ -65,7 +65,9 @@ def children() -> set[int]:
     """Process ids of this process's children, zombies too."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        # A thread that ends meanwhile leaves its children to another one; a process is seen at the next look.
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 

@@ -96,7 +96,7 @@ def test_a_server_that_is_not_there_is_an_error_that_names_the_file(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{taken.getsockname()[1]}")
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
         store = open_store(bucket.url)
-        with pytest.raises(StorageError, match=r"could not list base in s3://.*EndpointConnectionError"):
+        with pytest.raises(StorageError, match=r"could not read owner.json in s3://.*EndpointConnectionError"):
             read_catalog(store)
         with pytest.raises(StorageError, match=r"could not write a in s3://.*EndpointConnectionError"):
             store.write("a", b"x")
