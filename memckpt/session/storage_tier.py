@@ -353,6 +353,13 @@ class _Owning:
             _log.warning("memckpt: %s belongs to the run %s, as which this one goes on", self._store.url, run)
         elif not catalog.owner and (catalog.checkpoints or catalog.batches):
             _log.warning("memckpt: %s belonged to no run, and now does to %s", self._store.url, run)
+        elif not catalog.claimed and any(self.kept):
+            _log.warning(
+                "memckpt: %s is empty, and the run %s has had storage before: is it mounted, and storage.url as it "
+                "was? What memory does not hold cannot be resumed from here",
+                self._store.url,
+                run,
+            )
         if catalog.others:
             others = ", ".join(catalog.others)
             _log.warning("memckpt: %s also has files of other runs, which are left alone: %s", self._store.url, others)
