@@ -1,4 +1,4 @@
-"""What a repeated step is compared in: the captured state by named parts."""
+"""Named parts of the captured state, in which a repeated step is compared."""
 
 from __future__ import annotations
 

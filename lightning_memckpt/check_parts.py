@@ -1,4 +1,4 @@
-"""What a repeated step is compared in: the captured state by named parts, without what depends on the clock."""
+"""Named parts of the captured state, in which a repeated step is compared, without what depends on the clock."""
 
 from __future__ import annotations
 

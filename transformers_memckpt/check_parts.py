@@ -1,4 +1,4 @@
-"""What a repeated step is compared in: the captured state by named parts, without what depends on the clock."""
+"""Named parts of the captured state, in which a repeated step is compared, without what depends on the clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memckpt import ComparedKind
 from memckpt.capture import dataloader
 from transformers_memckpt.trainer_state import History
 
-#: What the Trainer measures with the clock, by the ends of its names: `train_runtime`, `train_tokens_per_second`.
+#: Ends of the names of values that the Trainer measures with the clock: `train_runtime`, `train_tokens_per_second`.
 _CLOCKS = ("_runtime", "_per_second")
 
 

@@ -1,4 +1,4 @@
-"""What a node holds of one set of shards: base and log, and their way to storage.
+"""One set of shards on a node: base and log, and their way to storage.
 
 The ranks of a node that hold the same shards share a holding. With replicated training these are all ranks of the node,
 with fully sharded training each rank has one of its own.
@@ -86,7 +86,7 @@ class Holding:
         self.before: list[Generation] = []
         self._building = Building(notify, self._make_room)
         self._resumed_to: int | None = None
-        #: What the ranks get that repeat the step of that record; None where none does. Why not, in words.
+        #: The state for ranks that repeat the step of that record; None where none does. Why not, in words.
         self._before: Before | None = None
         self._not_repeated = ""
         self._following: dict[int, dict[int, bytes]] = {}

@@ -1,4 +1,4 @@
-"""What the writer process is told of a state: of a snapshot, or of what stands still in memory."""
+"""Jobs for the writer process: a snapshot, or a state that stands still in memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class JobMaker:
     def configure(
         self, config: StorageConfig, timeline: Timeline, threads: int, search_path: tuple[str, ...] = ()
     ) -> None:
-        """What the attempt's configuration says, and where its trainers find modules."""
+        """Take the attempt's configuration, and the places where its trainers find modules."""
         self._config, self._timeline, self._threads = config, timeline, threads
         self._search_path = search_path
 

@@ -54,8 +54,8 @@ from memckpt.state.records import HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
-#: What a courier has received and not written down dies with it: one that lives, and does not halt at once, gets
-#: longer. Less than the 60 s that trainers wait for the agent.
+#: Seconds for a courier that lives and does not halt at once: what it has received and not written down dies with it.
+#: Less than the 60 s that trainers wait for the agent.
 _HALT_SECONDS = 50.0
 #: Between two attempts at starting one that does not come up, so many times as long as that took.
 _REST_FACTOR = 5.0
@@ -482,7 +482,7 @@ class Peers:
                 raise AgentError(f"unexpected {type(message).__name__} from the courier")
 
     def mirror_said(self, key: MirrorKey, message: Message) -> None:
-        """What the redo thread of a mirror has said."""
+        """Hear the redo thread of a mirror."""
         news = self._mirrors.told(key, message)
         if news is not None:
             self._send(news)

@@ -79,7 +79,7 @@ class ProcessHandle:
         return ProcessHandle(self.pid, os.dup(self.fd))
 
     def state(self) -> str:
-        """What the kernel says the process does, such as ``D (disk sleep)``."""
+        """The process's state as the kernel names it, such as ``D (disk sleep)``."""
         return _status_of(self.pid).get("State", "ended")
 
     def dying(self) -> bool:
