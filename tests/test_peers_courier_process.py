@@ -394,6 +394,20 @@ def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: A
         process.ask(Halt(), Halted, 10.0)
 
 
+def test_last_words_are_heard_and_those_that_make_no_sense_end_nothing(
+    helper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, started, received = helper
+    heard: list[Any] = []
+    started.channel.send(RecoveryProgress(1))
+    started.channel.sock.send(b"i no message")
+    process.close(heard.append)
+    assert heard == [RecoveryProgress(1)]
+    assert received == []
+    assert "make no sense" in caplog.text
+    assert process._channel.fileno() < 0
+
+
 def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.LogCaptureFixture) -> None:
     process, started, _ = helper
     started.looked = lambda: started.channel.send(Halted())

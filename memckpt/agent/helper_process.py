@@ -222,6 +222,10 @@ class HelperProcess:
 
     def _receive_last(self, last: Callable[[Message], None]) -> None:
         self._received = last
-        with contextlib.suppress(AgentGoneError):  # that is its end, behind all that it has sent
+        try:
             while (received := self._channel.poll()) is not None:
                 self._receive(*received)
+        except AgentGoneError:
+            return  # its end, behind all that it has sent
+        except AgentError as error:
+            _log.error("the last words of pid %d make no sense: %s", self._process.pid, error)
