@@ -82,7 +82,7 @@ def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
 
 
 def attribute_roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, object]:
-    """What the names of plain attributes may begin with; a callback by its state key, and by its class if alone."""
+    """First parts of the names of plain attributes; a callback has its state key, and its class if alone."""
     untyped: Any = trainer
     roots: dict[str, object] = {"module": pl_module}
     if untyped.datamodule is not None:

@@ -122,7 +122,7 @@ class AgentAddress:
             _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
             return None
 
-    # For the agent
+    # The agent's side
 
     def listen(self) -> Listener:
         """Sockets that listen, and a run directory that names this process from now on.

@@ -352,7 +352,7 @@ class AgentClient:
         return self.channel.poll(half) or self._sign_of_life(half)
 
     def _sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
-        """What the agent says when it is asked something that it answers at once, or before that.
+        """The agent's answer to a question that it answers at once, or what it says before that.
 
         Raises:
             AgentGoneError: it is gone, or has not answered within `limit` seconds.

@@ -101,7 +101,7 @@ class Agent:
         self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
         self._max_drift = 0.0
-        #: What the attempt's resume check has found, in one line.
+        #: The finding of the attempt's resume check, in one line.
         self._check = ""
         self._leaving: str | None = None
         self._started = time.monotonic()

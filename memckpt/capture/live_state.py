@@ -52,7 +52,7 @@ _log = logging.getLogger("memckpt")
 
 @dataclass(frozen=True)
 class SpecRequest:
-    """What a layout depends on beside the live tensors.
+    """Settings that a layout depends on beside the live tensors.
 
     `reads_late` says that records are read out of their slots as long as they lie there, and not only for restores: by
     peers, by the log in storage.
@@ -385,7 +385,7 @@ class LiveState:
         return described
 
     def names_of_groups(self) -> list[list[list[str]]]:
-        """For each optimizer, for each of its groups, the names of the parameters in it."""
+        """Names of parameters, by optimizer and group."""
         sizes = tuple(tuple(len(group["params"]) for group in optimizer.param_groups) for optimizer in self.optimizers)
         if self._group_names is None or self._group_names[0] != sizes:
             names = {id(tensor): name for name, tensor in self.tensors().items()}

@@ -156,10 +156,10 @@ class PendingGradients:
             )
             self._failed(reason)
 
-    # What a resume has to know
+    # Knowledge for a resume
 
     def capture(self) -> dict[str, Any]:
-        """For the rank state of a restore point."""
+        """Its share of a restore point's rank state."""
         return {
             "thrown_away": [[list(family), known] for family, known in sorted(self._thrown_away.items())],
             "left": [list(family) for family in sorted(self._left) if family in self._waiting],
