@@ -115,7 +115,7 @@ class Member:
         holders = [names[other] for other in self.placement.holders(index)]
         start = job.record or 0
         self._owners = {
-            unit.ranks: Owner(unit.ranks, self._code, holders, self.send, self._room, start)
+            unit.ranks: Owner(unit.ranks, self._code, holders, self.send, self._room, start, not job.wait)
             for unit in job.units
             if unit.node == index
         }
@@ -349,7 +349,8 @@ class Member:
         self._ahead[message.ranks] = sizes.kept - sizes.period - standing
         self._reach[message.ranks] = self._ahead[message.ranks] * sizes.every
         records = [record for record in sorted(message.records) if not private or record >= message.base]
-        owner.begin(Outgoing(window, _OwnSource(source, "private" if private else "all"), records))
+        own = _OwnSource(source, "private" if private else "all")
+        owner.begin(Outgoing(window, own, records, source.layout.ring))
 
     def committed(self, message: SendRecord) -> None:
         """A record is whole on this node."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from memckpt.peers.blob import STATIC, Blob
-from memckpt.peers.code import Code, Piece
+from memckpt.peers.code import STRIPE_BYTES, Code, Piece
 from memckpt.peers.fragments import Fragment, seal_stripe
 from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
@@ -27,6 +27,8 @@ _MOST_WINDOWS_QUEUED = 3
 #: Of a reason, in characters: a peer writes it.
 _MOST_WORDS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
+#: Records over which a link's rate is averaged.
+_RATE_RECORDS = 16
 
 
 class Source(Protocol):
@@ -54,12 +56,14 @@ class Outgoing:
         window: as holders are told, for piece 0.
         source: of its records; closed with it.
         records: those that are there when it begins: virtual ones up to its base.
+        slots: of the ring in which records lie; None: as many as a holder keeps.
     """
 
-    def __init__(self, window: Window, source: Source, records: Sequence[int]) -> None:
+    def __init__(self, window: Window, source: Source, records: Sequence[int], slots: int | None = None) -> None:
         self.window = window
         self.source = source
         self.records = deque(records)
+        self._slots = window.kept if slots is None else slots
         self._blobs: dict[int, Blob] = {}
 
     @property
@@ -71,6 +75,11 @@ class Outgoing:
         self.records.append(record)
         while len(self.records) > self.window.kept:
             self.forget(self.records.popleft())
+
+    def left(self, record: int) -> int:
+        """Records that training may still commit before it fills the slot of this one anew."""
+        newest = self.records[-1] if self.records else record
+        return record // self.window.every + self._slots - 1 - newest // self.window.every
 
     def blob(self, record: int) -> Blob | None:
         """The bytes of a record; None if they are not there any more."""
@@ -117,6 +126,32 @@ class _Stream:
         #: What is on its way or yet to be sent, in order; and what the holder has said that it has.
         self._pending: deque[tuple[Outgoing, int]] = deque()
         self._stored: set[tuple[str, int]] = set()
+        #: Records committed since something has been waiting all the time, and bytes sent meanwhile; both decay.
+        self._busy_records = self._busy_bytes = 0.0
+        #: Records committed since the last byte went.
+        self._idle_records = 0
+
+    def note_record(self) -> None:
+        """A record is about to be queued."""
+        if not self.queue:
+            self._busy_records = self._busy_bytes = 0.0
+            return
+        self._idle_records += 1
+        self._busy_records += 1
+        if self._busy_records > _RATE_RECORDS:
+            self._busy_records, self._busy_bytes = self._busy_records / 2, self._busy_bytes / 2
+
+    def note_sent(self, nbytes: int) -> None:
+        """So many bytes went."""
+        if self._idle_records >= _RATE_RECORDS:  # the link was away: how fast it was tells nothing
+            self._busy_records = self._busy_bytes = 0.0
+        self._idle_records = 0
+        self._busy_bytes += nbytes
+
+    @property
+    def bytes_per_record(self) -> float | None:
+        """What the link carries while training commits a record; None: all that there was, or it is not known."""
+        return self._busy_bytes / self._busy_records if self._busy_records and self._busy_bytes else None
 
     def restart(self, outgoing: Outgoing | None) -> None:
         """Send what there is of a generation, from its beginning."""
@@ -225,6 +260,7 @@ class Owner:
         send: gives a message, with bytes beside it, to a node.
         room: how many bytes a node takes just now; 0 or less: none.
         record: that every node can produce at the start.
+        proceeds: training does not wait for holders, and goes on to fill slots whose records were not sent.
     """
 
     def __init__(
@@ -235,8 +271,10 @@ class Owner:
         send: Callable[[str, WireMessage, memoryview | bytes], None],
         room: Callable[[str], int],
         record: int,
+        proceeds: bool = False,
     ) -> None:
         self.ranks = ranks
+        self._proceeds = proceeds
         self._code = code
         self._send = send
         self._room = room
@@ -281,6 +319,7 @@ class Owner:
         outgoing.add(record)
         for stream in self._streams:
             if stream.met and not stream.waits:
+                stream.note_record()
                 stream.add(outgoing, record)
                 if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
                     # It takes nothing, and training goes on without it: what is gone from the slots is not remembered.
@@ -429,7 +468,9 @@ class Owner:
             progress = False
             for stream in self._streams:
                 if stream.queue and self._room(stream.holder) > 0:
-                    sent += self._send_next(stream)
+                    nbytes = self._send_next(stream)
+                    stream.note_sent(nbytes)
+                    sent += nbytes
                     progress = True
         self.bytes_sent += sent
         return sent
@@ -439,6 +480,9 @@ class Owner:
         if record is _OPEN:
             stream.queue.popleft()
             self._send(stream.holder, Open(msgspec.structs.replace(outgoing.window, piece=stream.piece)), b"")
+            return 0
+        if self._comes_too_late(stream, outgoing, record):
+            self._go_to_newest(stream, outgoing)
             return 0
         blob = outgoing.blob(record)
         if blob is None:
@@ -465,6 +509,32 @@ class Owner:
     def _next(self, stream: _Stream) -> None:
         stream.queue.popleft()
         stream.stripe = 0
+
+    def _comes_too_late(self, stream: _Stream, outgoing: Outgoing, record: int) -> bool:
+        """Whether training will fill a record's slot anew before all of it can be sent, as the link has been lately.
+
+        Of the newest it is not: sending shows how fast the link is by now.
+        """
+        rate = stream.bytes_per_record
+        if not self._proceeds or rate is None or record == STATIC or record == outgoing.records[-1]:
+            return False
+        nbytes = outgoing.window.record_bytes // self._code.data
+        if stream.stripe:
+            nbytes -= stream.stripe * STRIPE_BYTES // self._code.data
+        return nbytes > outgoing.left(record) * rate
+
+    def _go_to_newest(self, stream: _Stream, outgoing: Outgoing) -> None:
+        """Leave out all that waits before a generation's newest record: the run behind it is the longest there can be.
+
+        To send what still lies in its slot, but does not for long, would be to leave out something time and again.
+        """
+        left_out, begun = stream.leave_out(outgoing, outgoing.records[-1] - 1)
+        if begun:
+            self._send(stream.holder, Abandon(self.ranks, outgoing.generation, left_out[0]), b"")
+        self._note_gap(outgoing, left_out[0], left_out[-1])
+        for record in left_out:
+            if not any((outgoing, record) in one.queue for one in self._streams):
+                self._forget(outgoing, record)
 
     def _skip(self, stream: _Stream, outgoing: Outgoing, record: int) -> None:
         """A record is gone from its slot before it was sent: training has gone on without waiting."""
