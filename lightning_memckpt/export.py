@@ -7,15 +7,34 @@ from typing import Any
 
 import torch
 
+from lightning_memckpt.loops import as_lightning_saves
 from lightning_memckpt.protection import STATE
 from memckpt import ExportedState
 from memckpt.errors import ForeignStateError
 
 
-def checkpoint_of(state: ExportedState) -> dict[str, Any]:
-    """The dictionary that Lightning's own files hold.
+def _untouched(*counters: str) -> dict[str, Any]:
+    counted = {span: dict.fromkeys(counters, 0) for span in ("total", "current")}
+    return {"state_dict": {}, "batch_progress": counted}
 
-    What ``on_save_checkpoint`` hooks have added is in it, unless it refers to tensors of modules beside the model.
+
+_COUNTERS = ("ready", "completed", "started", "processed")
+_EVALUATION: dict[str, Any] = _untouched(*_COUNTERS)
+_EVALUATION["batch_progress"]["is_last_batch"] = False
+#: The loops beside that of `fit`, which have not run: ``Trainer.validate(ckpt_path=...)`` looks for its own.
+_OTHER_LOOPS = {"validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _untouched(*_COUNTERS)}
+
+
+def _own_positions(positions: list[Any]) -> list[Any]:
+    """What training loaders with a ``state_dict()`` of their own have said; others have positions of ours."""
+    return [one for one in positions if one is not None and not (isinstance(one, dict) and "pass" in one)]
+
+
+def checkpoint_of(state: ExportedState) -> dict[str, Any]:
+    """The dictionary that Lightning's own file of the batch holds, if it is saved in ``on_train_batch_end``.
+
+    What ``on_save_checkpoint`` hooks have added is in it, unless it refers to tensors of modules beside the model. So
+    are hyperparameters, as far as they are plain values.
 
     Raises:
         ForeignStateError: the run was not trained with Lightning's callback.
@@ -27,6 +46,10 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
             "choose another format"
         )
     user: dict[str, Any] = ours["user"]
+    file: dict[str, Any] = ours.get("file", {})
+    loops = as_lightning_saves(ours["loops"], ours.get("unedited_loops"), validation_follows=ours["validation_owed"])
+    if positions := _own_positions(ours["loaders"]["train"]):
+        loops["state_dict"] = {**loops["state_dict"], "combined_loader": positions}
     callbacks = {
         name.removeprefix("callbacks/"): value for name, value in user.items() if name.startswith("callbacks/")
     }
@@ -35,11 +58,16 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
         "global_step": state.step,
         "pytorch-lightning_version": ours["lightning"],
         "state_dict": state.model,
-        "loops": {"fit_loop": ours["loops"]},
+        "loops": {"fit_loop": loops, **_OTHER_LOOPS},
         "callbacks": callbacks,
         "optimizer_states": state.optimizers,
         "lr_schedulers": ours["trainer"]["schedulers"],
     }
+    if ours["trainer"]["precision"]:
+        checkpoint[file.get("precision", "MixedPrecision")] = ours["trainer"]["precision"]
+    checkpoint.update(file.get("hyperparameters", {}))
+    if "datamodule" in user and "datamodule" in file:
+        checkpoint[file["datamodule"]] = user["datamodule"]
     extras = {name.removeprefix("checkpoint/"): value for name, value in user.items() if name.startswith("checkpoint/")}
     return {**checkpoint, **{key: value for key, value in extras.items() if key not in checkpoint}}
 

@@ -28,6 +28,37 @@ def behind_batch(state: LoopState, *, validation_follows: bool) -> LoopState:
     return _validation_owed(state) if validation_follows else _nothing_owed(state)
 
 
+def edited_part(state: LoopState) -> LoopState:
+    """Those entries of `state` that :func:`behind_batch` edits, as they are."""
+    return {key: state[key] for key in (_BATCHES, _VALIDATION_BATCHES, _EPOCH)}
+
+
+def as_lightning_saves(state: LoopState, unedited: LoopState | None, *, validation_follows: bool) -> LoopState:
+    """What :func:`behind_batch` has made of a state, as Lightning's own checkpoint of that batch has it.
+
+    Args:
+        state: the edited one.
+        unedited: the :func:`edited_part` of the state that it was made of; None if it was not kept: what
+            Lightning's counters are as a rule then stands for it.
+        validation_follows: as it was edited with.
+    """
+    return {**state, **(_usual(state, validation_follows) if unedited is None else unedited)}
+
+
+def _usual(state: LoopState, validation_follows: bool) -> LoopState:
+    batches = state[_BATCHES]
+    counted = {
+        count: {**batches[count], "completed": batches[count]["processed"] - 1} for count in ("total", "current")
+    }
+    validation, epoch = state[_VALIDATION_BATCHES], state[_EPOCH]
+    if validation_follows:
+        total = dict.fromkeys(validation["total"], validation["total"]["completed"])
+        validation = {**validation, "total": total}
+    else:
+        epoch = {**epoch, "_batches_that_stepped": epoch["_batches_that_stepped"] - 1}
+    return {_BATCHES: {**batches, **counted}, _VALIDATION_BATCHES: validation, _EPOCH: epoch}
+
+
 def batches_behind(state: LoopState) -> int:
     """How many batches of the current epoch this rank has trained."""
     done: int = state[_BATCHES]["current"]["processed"]

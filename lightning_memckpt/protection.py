@@ -36,12 +36,12 @@ from lightning_memckpt.checkpoint_files import OverwriteOrphans
 from lightning_memckpt.engine import Attach, Resume, Session
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.loaders import Loaders
-from lightning_memckpt.loops import batches_behind, behind_batch, with_batches_behind
+from lightning_memckpt.loops import batches_behind, behind_batch, edited_part, with_batches_behind
 from lightning_memckpt.metrics_state import LoggingState, accumulated_bytes
 from lightning_memckpt.notes import inexact
 from lightning_memckpt.reentry import Reentry
 from lightning_memckpt.shadowing import Shadows
-from lightning_memckpt.trainer_state import data_replicas
+from lightning_memckpt.trainer_state import data_replicas, file_entries
 from lightning_memckpt.user_state import Encodable, UserState, attribute_roots, modules_beside
 from memckpt.capture.attributes import Attributes
 from memckpt.config import MemckptConfig
@@ -119,6 +119,7 @@ class Protection:
         self._orphans: OverwriteOrphans | None = None
         self._silenced: Any = None
         self._commits = 0
+        self._file_entries: dict[str, Any] = {}
         self._dropped: set[str] = set()
 
     def install(self) -> None:
@@ -358,13 +359,15 @@ class Protection:
             self._logging.find_metrics()
         validation_owed = internals.validation_follows()
         epoch_over = internals.epoch_is_over()
-        loops = behind_batch(internals.loop_state(), validation_follows=validation_owed)
+        unedited = internals.loop_state()
+        loops = behind_batch(unedited, validation_follows=validation_owed)
         state = {
             "lightning": lightning.__version__,
             "captured_at": time.time(),
             "validation_owed": validation_owed,
             "epoch_over": epoch_over,
             "loops": loops,
+            "unedited_loops": edited_part(unedited),  # for an export
             "settings": trainer_state.settings(self._trainer),
             "replicas": data_replicas(self._trainer),
             "trainer": trainer_state.capture(self._trainer, internals),
@@ -373,8 +376,10 @@ class Protection:
             "attributes": self._attributes.capture(),
             "loaders": self._loaders.capture(epoch_over=epoch_over),
             "built_under": self._loaders.built_under,
+            "file": self._file_entries,
         }
         if self._commits == 0:
+            state["file"] = self._file_entries = file_entries(self._trainer, self._pl_module, self._encodable)
             self._find_unstorable(state)
         self._drop_unstorable(state)
         if self._commits % _LOOK_EVERY_COMMITS == 0 or self._attributes.left_out:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,9 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
 from memckpt.capture.scaler import scaler_state
+
+#: Bytes of one hyperparameter.
+_LARGE_HYPERPARAMETER = 16 << 10
 
 # Arguments that decide what a step is. Changing one of them between two starts is allowed, but not exact.
 _SETTINGS = (
@@ -66,6 +70,32 @@ def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
         "loop_extras": internals.loop_extras(),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "should_stop": trainer.should_stop,
+    }
+
+
+def file_entries(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, encodable: Callable[[Any], list[str]]
+) -> dict[str, Any]:
+    """What an export needs and no restart does: hyperparameters, and the keys that Lightning gives to other entries.
+
+    Hyperparameters are left out that `encodable` finds something in, or that are large: each step stores them.
+    """
+    untyped: Any = trainer  # datamodule is a dynamic attribute that type checkers do not see
+    found: dict[str, Any] = {}
+    for each in (pl_module, untyped.datamodule):
+        if each is None or not each.hparams:
+            continue
+        if hasattr(each, "_hparams_name"):
+            found[each.CHECKPOINT_HYPER_PARAMS_NAME] = each._hparams_name
+        found[each.CHECKPOINT_HYPER_PARAMS_KEY] = {
+            name: copy.deepcopy(value)
+            for name, value in dict(each.hparams).items()
+            if not encodable({name: value}) and len(pickle.dumps(value)) <= _LARGE_HYPERPARAMETER
+        }
+    return {
+        "precision": type(trainer.precision_plugin).__qualname__,
+        "datamodule": type(untyped.datamodule).__qualname__,
+        "hyperparameters": found,
     }
 
 

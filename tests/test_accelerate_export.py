@@ -42,7 +42,11 @@ def _installed_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_installed_formats")
 @pytest.mark.parametrize("case", [PLAIN, Case("scaler", scaler=True)], ids=str)
 def test_an_exported_checkpoint_is_what_load_state_takes(case: Case, lab: Lab) -> None:
-    hooks: dict[Kill, Callable[[Training], None]] = {("committed", 33): lambda training: training.report("last")}
+    def save(training: Training) -> None:
+        training.report("last")
+        training.accelerator.save_state(str(lab.directory / "stock"))
+
+    hooks: dict[Kill, Callable[[Training], None]] = {("committed", 33): save}
     run = Run(case, lab.directory / "job", config=config(storage=StorageConfig()), hooks=hooks)
     assert attempt(lab, run) == [0]
     assert not lab.left_behind(limit=60.0)  # the agent goes when the last step is in storage
@@ -51,19 +55,26 @@ def test_an_exported_checkpoint_is_what_load_state_takes(case: Case, lab: Lab) -
     assert catalog.complete[0].step == steps[-1]
     export(LocalStore(run.directory / "run" / "storage"), catalog.complete[0], lab.directory / "out", "accelerate")
 
-    def load() -> None:
+    def load(directory: str) -> None:
         training = Training(Run(case, run.directory, protected=False), 0)
         training.average.value = -1.0
         prepared = training.accelerator.prepare(
             training.model, training.optimizer, training._loader(), training.scheduler
         )
         training.model, training.optimizer, training.loader, training.scheduler = prepared
-        training.accelerator.load_state(str(lab.directory / "out"))
+        training.accelerator.load_state(str(lab.directory / directory))
         training.loader.iteration = 2  # the place in the data is not Accelerate's to restore
-        training.report("loaded")
+        training.report(f"loaded {directory}")
+        for number, batch in enumerate(training.loader):
+            training._batch(3, number, batch)
+        training.report(f"further {directory}")
 
-    in_child(lab, load)
-    assert not differences(result(run, 0, "last"), result(run, 0, "loaded"))
+    for directory in ("out", "stock"):
+        in_child(lab, lambda directory=directory: load(directory))  # type: ignore[misc]
+        assert not differences(result(run, 0, "last"), result(run, 0, f"loaded {directory}"))
+    assert not differences(result(run, 0, "further stock"), result(run, 0, "further out"))
+    files = {name: {path.name for path in (lab.directory / name).iterdir()} for name in ("out", "stock")}
+    assert files["out"] - {PLACE_NAME} == files["stock"]
     assert (lab.directory / "out" / PLACE_NAME).read_text() == f'{{"step": {steps[-1]}, "epoch": 2, "batch": 11}}\n'
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,35 @@ def test_without_room_nothing_is_begun(run: Path, tmp_path: Path, monkeypatch: p
         invoke("export", run, "--to", tmp_path / "new" / "out")
     assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "new" / "out") == 6
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_what_is_exported_is_as_readable_as_other_files(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    from memckpt.storage import export
+
+    def private(store: Store, found: Checkpoint, to: Path) -> None:
+        to.mkdir(mode=0o700)
+        (to / "inner").mkdir(mode=0o700)
+        (to / "inner" / "file").touch(mode=0o600)
+
+    monkeypatch.setattr(export, "formats", lambda: {"torch": private})
+    synced: list[str] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd))[1])
+    before = os.umask(umask)
+    try:
+        invoke("export", run, "--to", tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "out", *(tmp_path / "out").rglob("*")]}
+    assert modes == {"out": 0o777 & ~umask, "inner": 0o777 & ~umask, "file": 0o666 & ~umask}
+    names = [Path(path).name for path in synced]
+    assert names[0] == "file"
+    assert names[1] == "inner"
+    assert names[2].startswith(".out.partial-")
+    assert synced[3:] == [str(tmp_path)]
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

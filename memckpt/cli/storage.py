@@ -56,6 +56,7 @@ from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, place_of
 from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other
 from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.store import _sync_directory as sync_directory
 
 Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a directory of the store.")]
 Adopt = Annotated[
@@ -469,6 +470,7 @@ def _write(store: Store, found: Checkpoint, to: Path, form: str) -> None:
     try:
         export_checkpoint(store, found, partial, form)
         partial.rename(to)
+        sync_directory(to.parent)
     except BaseException as error:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, StorageError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.store import Store
+from memckpt.storage.store import _sync_directory as sync_directory
 
 Writer = Callable[[Store, Checkpoint, Path], None]
 
@@ -125,7 +127,7 @@ def formats() -> dict[str, Writer]:
 
 
 def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> None:
-    """Write a verified checkpoint to `target` in another format.
+    """Write a verified checkpoint to `target` in another format, durably, readable as the umask says.
 
     Args:
         store, checkpoint: what to export.
@@ -152,6 +154,33 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     writers[form](store, checkpoint, target)
+    _settle(target)
+
+
+def _settle(target: Path) -> None:
+    """Make a file, or all files of a directory, durable, and as readable as any: some libraries make them private.
+
+    Raises OSError.
+    """
+    umask = _umask()
+    for path in sorted([target, *target.rglob("*")], reverse=True):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        if path.is_dir():
+            sync_directory(path)
+            continue
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _umask() -> int:
+    """The mode bits that this process gives to no file. `os.umask` tells them by changing them, for all threads."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077
 
 
 def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target: Path) -> None:
