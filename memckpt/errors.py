@@ -139,9 +139,18 @@ class StorageError(MemckptError, OSError):
 
 
 class StorageFullError(StorageError):
-    """There is no room for what is to be written."""
+    """There is no room for what is to be written.
 
-    exit_code = 6
+    Attributes:
+        needed, free: bytes; None where that is not known.
+    """
+
+    exit_code = 14
+
+    def __init__(self, message: str, needed: int | None = None, free: int | None = None) -> None:
+        self.needed = needed
+        self.free = free
+        super().__init__(message)
 
 
 class AgentError(MemckptError, RuntimeError):

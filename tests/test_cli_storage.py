@@ -199,7 +199,7 @@ def test_without_room_nothing_is_begun(run: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(storage_commands.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageFullError, match="found 10 B"):
         invoke("export", run, "--to", tmp_path / "new" / "out")
-    assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "new" / "out") == 6
+    assert exit_status(monkeypatch, "export", run, "--to", tmp_path / "new" / "out") == StorageFullError.exit_code
     assert not (tmp_path / "new").exists()
 
 

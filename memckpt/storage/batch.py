@@ -7,6 +7,7 @@ gradient is two tensors, ``.../indices`` and ``.../values``.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from memckpt.errors import DamagedStateError
+from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.layout import HEADER_BYTES, ITEM_BYTES, Layout, StateSpec
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.storage.format import Batch, encode_commit
@@ -24,6 +25,7 @@ from memckpt.storage.store import Store
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger("memckpt.storage")
 #: What the format calls our dtypes; it has no name for the others.
 _DTYPES = {
     "float64": "F64",
@@ -160,7 +162,14 @@ def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Ba
         for tensor in ordered:
             stream.write(tensor.data)
     committed = msgspec.structs.replace(batch, files=(stream.stored(batch.log_path),))
-    store.write(committed.commit_path, encode_commit(committed))
+    try:
+        store.write(committed.commit_path, encode_commit(committed))
+    except Exception:  # raised again; first what was written gives its room back
+        try:
+            store.delete(committed.log_path)
+        except StorageError as error:
+            _log.warning("what was written of a batch is left where it is: %s", error)
+        raise
     return committed
 
 

@@ -23,12 +23,14 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from memckpt.errors import ConfigurationError, MemckptError, StorageError
+from memckpt.errors import ConfigurationError, MemckptError, StorageError, StorageFullError
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
 #: With these a file system says that it does not sync directories; any other error is one.
 _REFUSED_SYNCS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
+#: With these it says that it has no room: on the disk, or left to this user.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 #: With these it says that it has no hard links.
 _REFUSED_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 #: What a file is called while it is written; such files are leftovers once nobody writes.
@@ -51,12 +53,17 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class HashingStream(io.RawIOBase):
-    """Passes bytes on to a file, counts and hashes them. Closing it does nothing: whoever opened the file ends it."""
+    """Passes bytes on to a file, counts and hashes them. Closing it does nothing: whoever opened the file ends it.
+
+    Attributes:
+        failed: the first error of a write; None: there was none. Whoever writes may hide it behind one of its own.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._hash = xxhash.xxh3_64()
         self._nbytes = 0
+        self.failed: Exception | None = None
 
     def writable(self) -> bool:
         return True
@@ -67,7 +74,11 @@ class HashingStream(io.RawIOBase):
         for start in range(0, view.nbytes, _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._hash.update(piece)
-            self._file.write(piece)
+            try:
+                self._file.write(piece)
+            except Exception as error:
+                self.failed = self.failed or error
+                raise
         self._nbytes += view.nbytes
         return view.nbytes
 
@@ -93,8 +104,17 @@ class Store(ABC):
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[HashingStream]:
         """Write a file: it is there, durably, when the block has ended, and not at all if it raised."""
-        with _errors("write", self.url, path), self._replacing(path) as file:
-            yield HashingStream(file)
+        with _errors("write", self, path), self._replacing(path) as file:
+            stream = HashingStream(file)
+            try:
+                yield stream
+            except Exception as error:
+                # torch's writer of zip files says of a full disk only that it is not where it expected to be.
+                if stream.failed is not None and error is not stream.failed:
+                    raise stream.failed from error
+                raise
+            if stream.failed is not None:
+                raise stream.failed
 
     def write(self, path: str, data: bytes) -> StoredFile:
         """Write a small file."""
@@ -104,13 +124,13 @@ class Store(ABC):
 
     def write_new(self, path: str, data: bytes) -> bool:
         """Write a small file unless there is one; False if there is. Of several at once a directory lets one win."""
-        with _errors("write", self.url, path):
+        with _errors("write", self, path):
             return self._write_new(path, data)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
         """Read a file; seekable."""
-        with _errors("read", self.url, path), self._open(path) as file:
+        with _errors("read", self, path), self._open(path) as file:
             yield file
 
     def read(self, path: str) -> bytes:
@@ -120,18 +140,22 @@ class Store(ABC):
 
     def find(self, prefix: str, unfinished: bool = False) -> list[str]:
         """Paths of all files below a directory, in order; those that are being written only with `unfinished`."""
-        with _errors("list", self.url, prefix):
+        with _errors("list", self, prefix):
             return sorted(path for path in self._find(prefix) if unfinished or _PARTIAL not in path)
 
     def delete(self, path: str) -> None:
         """Delete a file durably; one that is not there is no error."""
-        with _errors("delete", self.url, path):
+        with _errors("delete", self, path):
             self._delete(path)
 
     def move(self, path: str, to: str) -> None:
         """Give a file another path, at which there is none; one that is not there is no error."""
-        with _errors("move", self.url, path), contextlib.suppress(FileNotFoundError):
+        with _errors("move", self, path), contextlib.suppress(FileNotFoundError):
             self._move(path, to)
+
+    def free(self) -> int | None:
+        """Bytes that can be written before it is full; None: nobody says."""
+        return None
 
     def delete_directory(self, path: str) -> None:
         """Delete all files below a directory, unfinished ones too."""
@@ -182,13 +206,18 @@ def _is_of_storage(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _errors(action: str, url: str, path: str) -> Iterator[None]:
+def _errors(action: str, store: Store, path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if isinstance(error, MemckptError) or not _is_of_storage(error):
             raise
-        raise StorageError(f"could not {action} {path} in {url}: {type(error).__name__}: {error}") from error
+        text = f"could not {action} {path} in {store.url}: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in _FULL:
+            free = store.free()
+            found = "" if free is None else f" ({free} bytes are free now)"
+            raise StorageFullError(text + found, free=free) from error
+        raise StorageError(text) from error
 
 
 class LocalStore(Store):
@@ -243,6 +272,14 @@ class LocalStore(Store):
         except FileNotFoundError:
             self._make_directory(partial.parent)
             return partial.open("wb")
+
+    def free(self) -> int | None:
+        with _errors("look for room at", self, "."):
+            found = os.statvfs(next(one for one in (self.root, *self.root.parents) if one.exists()))
+        if not found.f_blocks:
+            return None  # a file system that does not count
+        # Root may fill what is set aside for it. Too much is no harm here: a write says what is so.
+        return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
     def _make_directory(self, directory: Path) -> None:
         missing = [one for one in (directory, *directory.parents) if not one.exists()]

@@ -19,7 +19,7 @@ from memckpt.agent.writer_messages import (
     LookForAnnounced,
     Save,
 )
-from memckpt.errors import MemckptError, StorageError
+from memckpt.errors import MemckptError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.host_state import HostState
@@ -40,13 +40,18 @@ from memckpt.storage.catalog import (
     verify_files,
 )
 from memckpt.storage.chain import unneeded_batches
-from memckpt.storage.format import NodeState, Part
+from memckpt.storage.format import NodeState, Part, encode_node_state
 from memckpt.storage.owner import refuse_other
+from memckpt.storage.room import let_go_blindly, make_room, no_room
 from memckpt.storage.store import Store, open_store
+from memckpt.writer.complaints import Complaints
 
 _log = logging.getLogger("memckpt.writer")
 #: After which record the first rank's node will take a checkpoint.
 _ANNOUNCED = "announced.json"
+#: What a checkpoint takes beside its tensors, about: for each of them, and for all.
+_TENSOR_BYTES, _FILES_BYTES = 512, 16 << 10
+_complaints = Complaints(_log)
 
 
 def warm_up() -> None:
@@ -59,10 +64,12 @@ def warm_up() -> None:
 def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
     """What has become of it; the caller closes the regions."""
     try:
-        return save(job, regions)
+        saved = save(job, regions)
     except (MemckptError, OSError, RuntimeError, MemoryError) as error:
-        _log.exception("saving step %d failed", job.part.step)
+        _complaints.tell(f"saving step {job.part.step} failed", error)
         return SaveFailed(job.part.step, f"{type(error).__name__}: {error}")
+    _complaints.forget()
+    return saved
 
 
 def save(job: Save, regions: list[Region]) -> Saved:
@@ -80,10 +87,38 @@ def save(job: Save, regions: list[Region]) -> Saved:
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
         tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
-    _clear(store, job.part, job.abandoned)  # before anything is written: the room may be needed
+    catalog = _clear(store, job.part, job.abandoned)  # before anything is written: the room may be needed
+    part = _write(store, catalog, job, state, tensors)
+    tensors.clear()
+    untidy = Untidy()
+    with untidy:  # it is committed, whatever becomes of the rest
+        _tidy_up(store, part, job, untidy)
+    nbytes = sum(file.nbytes for file in part.files)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
+
+
+def _write(store: Store, catalog: Catalog, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
+    """Write a part, once room has been made for it. Raises StorageFullError if there is none."""
+    what = f"step {job.part.step}"
+    nbytes = sum(one.numel() * one.element_size() for one in tensors.values()) + len(encode_node_state(state))
+    needed = nbytes + _TENSOR_BYTES * len(tensors) + _FILES_BYTES
+    make_room(store, catalog, what, needed, job.keep_every_steps)
+    try:
+        return _write_once(store, job, state, tensors)
+    except StorageFullError as error:
+        # Others were faster, or less may be written than is free: a quota.
+        if not let_go_blindly(store, _catalog_for(store, job.part), job.keep_every_steps):
+            raise no_room(what, store.url, needed, store.free(), refused=str(error)) from error
+    try:
+        return _write_once(store, job, state, tensors)
+    except StorageFullError as error:
+        raise no_room(what, store.url, needed, store.free(), refused=str(error)) from error
+
+
+def _write_once(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
     try:
         part = write_files(store, job.part, state, tensors)
-        tensors.clear()
         problems = verify_files(store, part.files)
         if problems:
             raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
@@ -92,12 +127,7 @@ def save(job: Save, regions: list[Region]) -> Saved:
         with _only_logged("what was written of step %d is left where it is", job.part.step):
             _clear(store, job.part, [job.part])
         raise
-    untidy = Untidy()
-    with untidy:  # it is committed, whatever becomes of the rest
-        _tidy_up(store, part, job, untidy)
-    nbytes = sum(file.nbytes for file in part.files)
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
-    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
+    return part
 
 
 def announce(job: Announce) -> None:
@@ -154,9 +184,14 @@ def _catalog_for(store: Store, part: Part) -> Catalog:
     return catalog
 
 
-def _clear(store: Store, part: Part, abandoned: Sequence[Part]) -> None:
-    """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint."""
-    _delete(store, leftovers(_catalog_for(store, part), part.node, abandoned), Untidy())
+def _clear(store: Store, part: Part, abandoned: Sequence[Part]) -> Catalog:
+    """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint.
+
+    Returns what is there, with what has been deleted.
+    """
+    catalog = _catalog_for(store, part)
+    _delete(store, leftovers(catalog, part.node, abandoned), Untidy())
+    return catalog
 
 
 class Untidy:

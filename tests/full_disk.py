@@ -1,0 +1,73 @@
+"""A disk with a limited number of bytes for a test: what is written beyond it fails as on a full one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import pytest
+
+from memckpt.storage.store import LocalStore
+
+
+class LimitedDisk:
+    """Holds all LocalStores of this process while `monkeypatch` is in effect.
+
+    Args:
+        root: of the stores, below which bytes are counted.
+        counted: whether the disk says how much is free; one with a quota does not.
+
+    Attributes:
+        room: bytes that files below `root` may take; None: any number.
+        written: bytes that have been written since the disk was made.
+        refused: writes that have failed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, counted: bool = True) -> None:
+        self.root = root
+        self.room: int | None = None
+        self.written = self.refused = 0
+        begin = LocalStore._begin
+
+        @contextlib.contextmanager
+        def beginning(store: LocalStore, partial: Path) -> Iterator[IO[bytes]]:
+            with begin(store, partial) as file:
+                yield cast("IO[bytes]", _Limited(self, file))
+
+        monkeypatch.setattr(os, "fsync", lambda fd: None)  # it takes long, and nobody cuts the power
+        monkeypatch.setattr(LocalStore, "_begin", beginning)
+        monkeypatch.setattr(LocalStore, "free", lambda store: self.free() if counted else None)
+
+    def used(self) -> int:
+        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+
+    def free(self) -> int | None:
+        return None if self.room is None else max(0, self.room - self.used())
+
+
+class _Limited:
+    def __init__(self, disk: LimitedDisk, file: IO[bytes]) -> None:
+        self._disk, self._file = disk, file
+
+    def write(self, data: Any) -> int:
+        self._file.flush()
+        free = self._disk.free()
+        data = memoryview(data).cast("B")
+        fits = data.nbytes if free is None else min(free, data.nbytes)
+        self._file.write(data[:fits])
+        self._file.flush()
+        self._disk.written += fits
+        if fits < data.nbytes:
+            self._disk.refused += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return fits
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
