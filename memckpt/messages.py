@@ -17,7 +17,7 @@ class Report(Protocol):
     @property
     def seconds(self) -> float: ...
     @property
-    def steps_lost(self) -> int: ...
+    def steps_lost(self) -> int | None: ...
     @property
     def repeated(self) -> int | None: ...
 
@@ -62,6 +62,8 @@ class Messages:
     def resumed(self, report: Report) -> None:
         """Say where training goes on, and what was lost."""
         lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
+        if report.steps_lost is None:
+            lost = "what was trained beyond it is lost"
         step, proof = report.step, ""
         if report.repeated is not None:
             step, proof = report.repeated, f"; step {report.repeated} is repeated first, as a proof"

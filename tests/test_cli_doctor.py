@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 
 from memckpt.agent.address import AgentAddress
 from memckpt.cli import checks, doctor, facts
-from memckpt.cli.checks import Check, DiskFacts
+from memckpt.cli.checks import Check, DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.errors import AgentError
 from memckpt.memory import cgroup
 from memckpt.session import choice
+from memckpt.storage.owner import keep_run
 from memckpt.storage.store import LocalStore, open_store
 from tests.cli_harness import invoke, invoke_json
+from tests.test_cli_status import an_agent, some_peers
+from tests.test_storage import part_of, write
 
 GIB = 2**30
 
@@ -349,7 +353,105 @@ def test_an_agent_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.Monke
     assert facts.ask_agent(tmp_path) == (None, "a message could not be understood")
 
 
+def test_alarms_of_the_agent() -> None:
+    assert outcomes(checks.check_alarms(()), checks.check_alarms(("disk full", "x"))) == ["ok", "problem"]
+    assert checks.check_alarms(("disk full", "x")).text == "disk full; x"
+
+
+@pytest.mark.parametrize(
+    ("hard", "nodes", "peers", "outcome"),
+    [
+        (None, 5000, ErasureConfig(), "ok"),
+        (1024, 299, ErasureConfig(), "ok"),  # 1,024 - 128 make three for each of 298 others
+        (1024, 300, ErasureConfig(), "problem"),
+        (512, 1, ErasureConfig(), "warning"),
+        (512, 1, None, "ok"),
+        (64, 2, None, "problem"),
+    ],
+)
+def test_descriptors(hard: int | None, nodes: int, peers: ErasureConfig | None, outcome: str) -> None:
+    assert outcomes(checks.check_descriptors(256, hard, nodes, peers)) == [outcome]
+
+
+def test_the_number_of_nodes_is_what_somebody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert facts.job_nodes(None) == 1
+    assert facts.job_nodes(an_agent(peers=some_peers())) == 3
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert facts.job_nodes(None) == 8
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "9")
+    assert facts.job_nodes(None) == 9
+
+
+def test_limits_on_descriptors_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = (256, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits if which == resource.RLIMIT_NOFILE else None)
+    assert facts.descriptor_limits() == (256, None)
+
+
+def test_the_content_of_a_store() -> None:
+    assert outcomes(
+        checks.check_content(StoreFacts("/s")),
+        checks.check_content(StoreFacts("/s", checkpoints=2, step=7)),
+        checks.check_content(StoreFacts("/s", checkpoints=1, step=7, wrong=("cut short", "x"))),
+        checks.check_content(StoreFacts("/s", problem="not mounted")),
+        checks.check_content(StoreFacts("/s", foreign="another's")),
+    ) == ["ok", "ok", "warning", "problem", "problem"]
+    assert outcomes(
+        checks.check_other_runs(StoreFacts("/s", beside=("B",))),
+        checks.check_other_runs(StoreFacts("/s", others=("C",))),
+    ) == ["ok", "warning"]
+
+
+def test_the_room_of_this_very_run() -> None:
+    def outcome(nbytes: int, free: int, available: int | None = None) -> list[str]:
+        return outcomes(*checks.check_room(nbytes, DiskFacts("/s", "ext4", free, 1e9), available))
+
+    assert outcome(10 * GIB, 40 * GIB) == ["ok"]
+    assert outcome(10 * GIB, 20 * GIB) == ["warning"]
+    assert outcome(10 * GIB, 9 * GIB) == ["problem"]
+    assert outcome(10 * GIB, 40 * GIB, 100 * GIB) == ["ok", "ok"]
+    assert outcome(10 * GIB, 40 * GIB, 12 * GIB) == ["ok", "warning"]
+    assert outcomes(*checks.check_room(10 * GIB, None, None)) == []
+
+
+def test_a_store_is_looked_into(tmp_path: Path) -> None:
+    for name in ("A", "B", "C"):
+        keep_run(tmp_path / name, f"{name}-1")
+    store = LocalStore(tmp_path / "A" / "storage")
+    for record in (1, 2):
+        write(store, part_of(record, run="A-1"))
+    found = facts.look_into_store(store, tmp_path / "A")
+    assert (found.checkpoints, found.step, found.beside, found.wrong) == (2, 2, ("B", "C"), ())
+    assert found.nbytes > 0
+    (store.root / part_of(2).base_directory / "__0_0.distcp").unlink()
+    found = facts.look_into_store(store, tmp_path / "A")
+    assert (found.checkpoints, found.step, len(found.wrong)) == (1, 1, 1)
+    assert "belongs to the run 'A-1'" in facts.look_into_store(store, tmp_path / "B").foreign
+    write(store, part_of(3, run="D-1"))
+    assert facts.look_into_store(store, tmp_path / "A").others == ("D-1",)
+
+
 # The command
+
+
+def test_doctor_looks_at_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 1 << 20)
+    for record in (1, 2):
+        write(LocalStore(tmp_path / "run" / "storage"), part_of(record))
+    monkeypatch.setattr(facts, "ask_status", lambda address: an_agent())
+    code, found = invoke_json("doctor", tmp_path / "run")
+    assert code == 1
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert by_name["agent's alarms"]["text"] == "the last checkpoint could not be written: no space left"
+    assert by_name["checkpoints"]["text"] == "2 whole ones; a resume from storage finds step 2"
+    assert by_name["room of the run"]["outcome"] == "ok"
+    assert "memory of the run" not in by_name
+    monkeypatch.setattr(facts, "ask_status", lambda address: None)
+    by_name = {check["name"]: check for check in invoke_json("doctor", tmp_path / "run")[1]["checks"]}
+    assert by_name["memory of the run"]["outcome"] == "ok"
 
 
 def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +466,8 @@ def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
         "memory",
         "agent's life",
         "agent",
+        "open files",
+        "checkpoints",
         "torch",
         "cores",
         "locked memory",

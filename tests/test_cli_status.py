@@ -16,6 +16,7 @@ from memckpt.agent.address import AgentAddress
 from memckpt.agent.messages import Status, StorageStatus
 from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli import status as status_module
+from memckpt.cli.alarms import problems_of
 from memckpt.cli.peers import ranks_text
 from memckpt.cli.status import Looker, Stored, View, render
 from memckpt.config import StorageConfig
@@ -57,6 +58,10 @@ def an_agent(**fields: Any) -> Status:
         "uptime_seconds": 7200.0,
     }
     return Status(**{**settings, **fields})
+
+
+def an_alarm(alarm: str, untidy: str = "") -> StorageStatus:
+    return StorageStatus("/runs/one/storage", 8, 60.0, None, 5e8, False, alarm, untidy=untidy)
 
 
 def some_peers(**fields: Any) -> PeersStatus:
@@ -384,6 +389,50 @@ def test_stop_says_what_it_let_go_of(lab: Lab) -> None:
     assert child.wait() == 0
 
 
+# Whether all is well
+
+
+@pytest.mark.parametrize(
+    ("agent", "stored", "said"),
+    [
+        ({}, {}, []),
+        ({"trainers": ()}, {}, ["no trainer is connected"]),
+        ({"step": None}, {}, ["nothing is held yet"]),
+        ({"storage": an_alarm("disk full")}, {}, ["the last checkpoint could not be written: disk full"]),
+        ({"storage": an_alarm("", "delete refused")}, {}, ["storage could not be tidied up: delete refused"]),
+        ({"peers": True}, {}, ["other nodes do not protect this run: b is silent"]),
+        ({"check": "step 4 was repeated: DIFFERENT: x"}, {}, ["the last resume was not exact: step 4 was repeated: "]),
+        ({}, {"problem": "not mounted"}, ["storage cannot be looked at: not mounted"]),
+        ({}, {"damaged": 2, "unreadable": 1}, ["2 files in storage are damaged", "1 file in storage is not readable"]),
+        ({}, {"missing": 1}, ["the data of 1 commit file in storage are not there"]),
+        ({}, {"step": 6}, ["storage has step 6, 4 steps behind step 10 in memory: more than 3"]),
+        ({}, {"step": None}, ["storage has nothing, 10 steps behind step 10"]),
+    ],
+)
+def test_what_is_wrong_is_said(agent: dict[str, Any], stored: dict[str, Any], said: list[str]) -> None:
+    if "peers" in agent:
+        agent = {"peers": some_peers(protected=False, problem="b is silent")}
+    status = an_agent(**{"storage": an_alarm(""), **agent})
+    found = list(problems_of(status, Stored("/runs", **{"step": 8, **stored}), 3))
+    assert len(found) == len(said)
+    assert all(line.startswith(begin) for line, begin in zip(found, said, strict=True)), found
+
+
+def test_a_check_has_an_exit_status(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_status(monkeypatch, "status", run, "--check") == 11
+    monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent(storage=None))
+    assert invoke("status", run, "--check") == (0, "well: step 10 in memory, storage 8 steps behind\n")
+    assert invoke("status", run, "--check", "--max-behind", 8)[0] == 0
+    code, found = invoke_json("status", run, "--check", "--max-behind", 7)
+    assert code == 1
+    assert found["well"] is False
+    assert found["problems"] == ["storage has step 2, 8 steps behind step 10 in memory: more than 7"]
+    assert invoke("status", run, "--check", "--memory") == (0, "well: step 10 in memory\n")
+    for wrong in (["--max-behind", 1], ["--check", "--max-behind", 1, "--memory"], ["--check", "--watch"]):
+        with pytest.raises(ConfigurationError, match="expected"):
+            invoke("status", run, *wrong)
+
+
 # Start
 
 
@@ -393,8 +442,13 @@ def test_looking_does_not_import_torch(run: Path) -> None:
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from memckpt.cli.main import app\n"
-        f"for command in (['--help'], ['ls', {str(run)!r}], ['verify', {str(run)!r}], ['status', {str(run)!r}]):\n"
-        "    assert CliRunner().invoke(app, command).exit_code == 0, command\n"
+        f"run = {str(run)!r}\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        # No agent answers: `stop` and `status --check` raise.
+        "for command in ('ls', 'verify', 'status', 'pin 1', 'gc', 'rm 2', 'stop!', 'status! --check'):\n"
+        "    name, *rest = command.split()\n"
+        "    code = CliRunner().invoke(app, [name.rstrip('!'), run, *rest]).exit_code\n"
+        "    assert code == ('!' in name), command\n"
         "assert not {'torch', 'numpy', 'fsspec'} & set(sys.modules), sorted(sys.modules)\n"
     )
     root = Path(__file__).resolve().parents[1]

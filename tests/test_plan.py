@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,6 +243,17 @@ def test_storage_serves_where_memory_cannot(resume: Any) -> None:
         assert [one.record for one in plan.candidates] == [6, 5]
         assert plan.timeline == Timeline(2, "c")
         assert "nothing is held" in plan.reason
+        assert plan.newest is None
+
+
+def test_what_memory_knows_of_and_cannot_produce_says_what_is_lost() -> None:
+    knows = msgspec.structs.replace(held("b", range(3, 9), of="ab"), newest=8)
+    plan = make_plan([HeldRecords(node="a"), knows], "auto", RANKS, "c", [stored(1, 6)])
+    assert isinstance(plan, RestoreStored)
+    assert plan.newest == 8
+    plan = make_plan([msgspec.structs.replace(held("a", range(3, 9)), newest=8)], "auto", RANKS, "c", [stored(2, 6)])
+    assert isinstance(plan, RestoreStored)
+    assert plan.newest is None, "of a later attempt"
 
 
 def test_a_step_is_looked_for_in_memory_and_then_in_storage() -> None:

@@ -22,6 +22,7 @@ from memckpt.storage.catalog import note_passed, read_catalog, verify
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.store import LocalStore
+from memckpt.storage.tidying import PINNED, write_pins
 from memckpt.writer import writer
 from tests.full_disk import LimitedDisk
 from tests.storage_node import spec_of
@@ -191,6 +192,19 @@ def test_what_a_resume_could_not_read_stays(disk: LimitedDisk, store: LocalStore
     save(store, 2)
     catalog = read_catalog(store)
     note_passed(store, catalog, add=[catalog.complete[1].key])
+    disk.room = disk.used() + 1000
+    with pytest.raises(StorageFullError):
+        save(store, 3)
+    assert steps_of(store) == [2, 1]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_pinned_stays(disk: LimitedDisk, store: LocalStore, damaged: bool) -> None:
+    save(store, 1)
+    save(store, 2)
+    write_pins(store, [one.key for one in read_catalog(store).complete if one.step == 1])
+    if damaged:
+        store.write(PINNED, b"{")
     disk.room = disk.used() + 1000
     with pytest.raises(StorageFullError):
         save(store, 3)

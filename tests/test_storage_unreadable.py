@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,15 +141,18 @@ def test_what_can_be_read_again_is_resumed_from(
     assert resume(trained) == 3
     assert pauses == [1, 2, 4][: 2 if what == COMMIT else 3], "the first look at all of it waits for nothing"
     assert "Stale file handle" in caplog.text
+    assert "tried again in" in caplog.text
+    assert not re.search("passed over|left out", caplog.text), "one thing is said of it"
 
 
 @pytest.mark.parametrize("what", [DATA, COMMIT])
 def test_what_stays_unreadable_ends_the_resume_and_says_how_to_go_on(
-    trained: Path, hiccup: Hiccup, pauses: list[float], what: str
+    trained: Path, hiccup: Hiccup, pauses: list[float], what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hiccup.times[what] = None
     with pytest.raises(StorageError, match=r"may be whole: .* resume=STEP, of \[2\]") as ended:
         resume(trained)
+    assert not re.search("passed over|left out", caplog.text)
     assert ended.value.exit_code == 10
     assert sum(pauses) == 60
     assert resume(trained, 2) == 2
@@ -202,7 +206,10 @@ class _Tier:
     def __init__(self, readable: bool) -> None:
         self.unread = "could not read x"
         self._readable = readable
-        self.looked = 0
+        self.looked = self.said = 0
+
+    def say_unread(self) -> None:
+        self.said += 1
 
     def look_again(self) -> None:
         self.looked += 1
@@ -217,7 +224,7 @@ NOTHING: Callable[[_Tier], Plan] = lambda tier: StartOver(T2, "nothing is held",
 def test_memory_does_not_wait_for_storage() -> None:
     tier = _Tier(readable=False)
     assert plan_patiently(tier, "auto", lambda: MEMORY) == MEMORY  # type: ignore[arg-type]
-    assert tier.looked == 0
+    assert (tier.looked, tier.said) == (0, 1), "it is left out, and not tried again"
 
 
 @pytest.mark.parametrize("resume", ["auto", "require", 3])
@@ -229,6 +236,7 @@ def test_training_starts_over_only_when_all_could_be_read(resume: Any) -> None:
         return NOTHING(tier) if tier.unread else stored
 
     assert plan_patiently(tier, resume, make) == stored  # type: ignore[arg-type]
+    assert tier.said == 0
     tier = _Tier(readable=False)
     with pytest.raises(StorageError, match=r"nothing is held.*could not read x"):
         plan_patiently(tier, resume, lambda: NOTHING(tier))  # type: ignore[arg-type]

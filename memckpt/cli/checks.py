@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
+from memckpt.agent.descriptors import PEER_DESCRIPTORS
 from memckpt.cli.common import count, nbytes_text
-from memckpt.config import DEFAULT_ANCHOR_PERIOD, ErasureConfig, MemckptConfig, MirrorConfig, RedoMode
+from memckpt.config import (
+    DEFAULT_ANCHOR_PERIOD,
+    ErasureConfig,
+    MemckptConfig,
+    MirrorConfig,
+    RedoMode,
+    StorageConfig,
+)
 from memckpt.state.layout import CAPTURES
 
 Outcome = Literal["ok", "warning", "problem"]
@@ -21,6 +29,10 @@ OLDEST_LIGHTNING = (2, 5)
 #: With less than this nothing that is worth protecting fits, beside the interpreter of the agent.
 _LITTLE_MEMORY = 1 << 30
 _LITTLE_ROOM = 5 << 30
+#: What a process of ours has open by itself.
+_OWN_DESCRIPTORS = 128
+#: Jobs of so many nodes should not find the limit on descriptors too low.
+_FEW_NODES = 256
 #: Below it a checkpoint of 100M parameters takes more than half a minute.
 _SLOW_DISK = 40e6
 #: fp32 parameters with Adam.
@@ -234,7 +246,119 @@ def check_agent(pid: int | None, problem: str) -> Check:
     return Check("agent", "ok", "none answers" if pid is None else f"pid {pid} answers")
 
 
+def check_alarms(alarms: Sequence[str]) -> Check:
+    """What the live agent itself holds to be wrong."""
+    if alarms:
+        return Check("agent's alarms", "problem", "; ".join(alarms), "see docs/troubleshooting.md, and the agent's log")
+    return Check("agent's alarms", "ok", "none")
+
+
+def check_descriptors(
+    soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | MirrorConfig | None
+) -> Check:
+    """Whether the courier of rank 0's node, which speaks with all others, may have as many descriptors as that takes.
+
+    Args:
+        soft, hard: limits on open files; None: there is none. Agents and couriers raise theirs to the hard one.
+        nodes: of the job, as far as that is known; 1: it is not, or there is one.
+        peers: those that the environment asks for.
+    """
+    if hard is None:
+        return Check("open files", "ok", "unlimited")
+    reach = max(0, (hard - _OWN_DESCRIPTORS) // PEER_DESCRIPTORS) + 1
+    text = f"{soft if soft is not None else 'unlimited'}, raised to {hard}: enough for {reach} nodes with peers"
+    remedy = f"ulimit -Hn {_OWN_DESCRIPTORS + PEER_DESCRIPTORS * nodes} or more; LimitNOFILE= in a systemd unit"
+    if nodes > reach:
+        return Check("open files", "problem", f"{text}; this job has {nodes}", remedy)
+    if reach < _FEW_NODES and peers is not None:
+        remedy = "ulimit -Hn 4096 or more before jobs of more nodes; LimitNOFILE= in a systemd unit"
+        return Check("open files", "warning", text, remedy)
+    return Check("open files", "ok", text)
+
+
 # Storage
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """What is in a run's storage.
+
+    Attributes:
+        url: where.
+        problem: why it could not be looked into; empty if it could.
+        foreign: that it belongs to another run, in words.
+        checkpoints: how many are whole.
+        step: the newest that can be produced.
+        nbytes: of the newest checkpoint.
+        wrong: what is damaged, not there or not readable, in words.
+        others: ids of other runs that have files there.
+        beside: other runs' directories next to this one's.
+    """
+
+    url: str
+    problem: str = ""
+    foreign: str = ""
+    checkpoints: int = 0
+    step: int | None = None
+    nbytes: int = 0
+    wrong: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
+
+
+def check_content(facts: StoreFacts) -> Check:
+    """What a resume would find in storage."""
+    name = "checkpoints"
+    if facts.problem:
+        return Check(name, "problem", facts.problem, "a resume would wait for it, and then ask; mend it first")
+    if facts.foreign:
+        return Check(name, "problem", facts.foreign, "the run's own storage.url; see docs/storage.md#whose-a-store-is")
+    if facts.wrong:
+        more = f" (and {len(facts.wrong) - 1} more)" if len(facts.wrong) > 1 else ""
+        return Check(name, "warning", f"{facts.wrong[0]}{more}", "memckpt verify RUN, and --repair for what is damaged")
+    if facts.step is None:
+        return Check(name, "ok", f"none in {facts.url}")
+    return Check(name, "ok", f"{count(facts.checkpoints, 'whole one')}; a resume from storage finds step {facts.step}")
+
+
+def check_other_runs(facts: StoreFacts) -> Check:
+    """Other runs in the same place."""
+    if facts.others:
+        said = f"{facts.url} also has files of {', '.join(facts.others)}, which are left alone"
+        return Check("other runs", "warning", said, "a storage.url for each run")
+    return Check("other runs", "ok", f"beside this one: {', '.join(facts.beside)}")
+
+
+def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> list[Check]:
+    """Whether there is room for this very model, whose checkpoint takes `nbytes`.
+
+    Args:
+        disk: where checkpoints go; None: in an object store.
+        available: memory in bytes; None where an agent holds the model already.
+    """
+    checks = []
+    if disk is not None:
+        copies = StorageConfig().keep_last + 1
+        text = f"{nbytes_text(disk.free)} free; a checkpoint of this run takes {nbytes_text(nbytes)}"
+        if disk.free < nbytes:
+            checks.append(Check("room of the run", "problem", text, "make room: the next checkpoint does not fit"))
+        elif disk.free < copies * nbytes:
+            remedy = f"make room for {copies}, where none has been written yet; or StorageConfig(keep_last=1)"
+            checks.append(Check("room of the run", "warning", text, remedy))
+        else:
+            checks.append(Check("room of the run", "ok", text))
+    if available is not None:
+        modes: tuple[RedoMode, ...] = get_args(RedoMode)
+        needed = {mode: int(nbytes / _STATE_BYTES * bytes_per_parameter(mode)) for mode in modes}
+        fits = [mode for mode in modes if needed[mode] <= available * 0.95]
+        text = "this run takes about " + ", ".join(f"{nbytes_text(needed[mode])} ({mode})" for mode in modes)
+        text += f", less with its ranks on several nodes; {nbytes_text(available)} are available"
+        if fits:
+            checks.append(Check("memory of the run", "ok", text))
+        else:
+            remedy = "more memory or nodes, fewer slots, or a longer anchor_period_steps"
+            checks.append(Check("memory of the run", "warning", text, remedy))
+    return checks
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from memckpt.agent.address import AgentAddress
 from memckpt.arguments import config_from_environment
+from memckpt.storage.owner import kept_url
 from memckpt.storage.store import Store, open_store
 
 out = Console(highlight=False)
@@ -23,7 +24,9 @@ Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpo
 Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
 Url = Annotated[
     str | None,
-    typer.Option(help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or RUN/storage."),
+    typer.Option(
+        help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or where the run had them."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -34,9 +37,14 @@ def print_json(value: Any) -> None:
 
 
 def place_of(run: Path, url: str | None) -> str:
-    """Where a run's checkpoints are: what was asked for, or what the environment says, or in the run."""
+    """Where a run's checkpoints are: as asked for, or as the environment says, or where the run has used them last.
+
+    Raises:
+        DamagedStateError, StorageError: what the run directory says of that cannot be read.
+    """
     configured = config_from_environment().storage
-    return url or (configured.url if configured is not None else None) or str(run.resolve() / "storage")
+    asked = url or (configured.url if configured is not None else None)
+    return asked or kept_url(run) or str(run.resolve() / "storage")
 
 
 def store_of(run: Path, url: str | None) -> Store:

@@ -12,7 +12,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from memckpt.agent.messages import Status
 from memckpt.cli import checks, facts
+from memckpt.cli.alarms import alarms_of
 from memckpt.cli.checks import Check
 from memckpt.cli.common import AsJson, Url, count, out, place_of, print_json
 from memckpt.errors import ConfigurationError
@@ -32,21 +34,26 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     """Look at one thing after the other; the quick ones first."""
     yield checks.check_python(sys.version_info[:3])
     yield checks.check_kernel(platform.release(), facts.missing_kernel_features())
+    agent = None
     if run is not None:
-        yield checks.check_agent(*facts.ask_agent(run))
+        agent, problem = facts.ask_agent(run)
+        yield checks.check_agent(agent.pid if agent is not None else None, problem)
+        if agent is not None:
+            yield checks.check_alarms(tuple(alarms_of(agent)))
     yield checks.check_sockets(facts.try_sockets())
     yield checks.check_memory(available_bytes(), min((one.limit for one in memory_limits()), default=None))
     job, service = os.environ.get("SLURM_JOB_ID"), facts.own_service()
     yield checks.check_survival(job, service, facts.in_container())
     yield from _examine_software()
     peers, problem = facts.configured_peers()
+    yield checks.check_descriptors(*facts.descriptor_limits(), facts.job_nodes(agent), peers)
     yield checks.check_settings(problem)
     yield checks.check_erasure(*facts.erasure_facts(), peers)
     yield checks.check_transport(*facts.transport_facts(), peers)
-    if run is None or url is not None:
-        yield from _examine_storage(url or str(Path.cwd()))
-    elif not problem:  # else nobody knows where checkpoints would be
-        yield from _examine_storage(place_of(run, None))
+    if run is None:
+        yield from _examine_storage(url or str(Path.cwd()), None, agent)
+    elif url is not None or not problem:  # else nobody knows where checkpoints would be
+        yield from _examine_storage(url or place_of(run, None), run, agent)
 
 
 def _examine_software() -> Iterator[Check]:
@@ -65,7 +72,7 @@ def _examine_software() -> Iterator[Check]:
         yield checks.check_optional(name, facts.installed_version(name), purpose)
 
 
-def _examine_storage(url: str) -> Iterator[Check]:
+def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterator[Check]:
     driver = checks.check_driver(url, {name: facts.installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")})
     if driver is not None and driver.outcome == "problem":
         yield driver
@@ -76,9 +83,19 @@ def _examine_storage(url: str) -> Iterator[Check]:
         yield checks.check_store(url, 0.0, str(error))
         return
     if isinstance(store, LocalStore):
-        yield from checks.check_disk(facts.try_disk(store, _TRIAL_BYTES))
+        disk = facts.try_disk(store, _TRIAL_BYTES)
+        yield from checks.check_disk(disk)
     else:
+        disk = None
         yield checks.check_store(store.url, *facts.try_store(store))
+    if run is None:
+        return
+    found = facts.look_into_store(store, run)
+    yield checks.check_content(found)
+    if found.others or found.beside:
+        yield checks.check_other_runs(found)
+    if found.nbytes:
+        yield from checks.check_room(found.nbytes, disk, None if agent is not None else available_bytes())
 
 
 def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:

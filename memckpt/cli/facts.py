@@ -13,14 +13,23 @@ from pathlib import Path
 
 from memckpt.agent.address import AgentAddress, Listener
 from memckpt.agent.control import ask_status
+from memckpt.agent.messages import Status
 from memckpt.agent.processes import start_ticks
 from memckpt.arguments import config_from_environment
-from memckpt.cli.checks import DiskFacts
+from memckpt.cli.checks import DiskFacts, StoreFacts
+from memckpt.cli.status import read_within
 from memckpt.config import ErasureConfig, MirrorConfig
-from memckpt.errors import ConfigurationError, MemckptError, StorageError
+from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError
+from memckpt.storage.chain import stored_points
+from memckpt.storage.owner import kept_run, refuse_other
+from memckpt.storage.presence import without
 from memckpt.storage.store import LocalStore, Store
 
 _CHUNK_BYTES = 4 << 20
+#: How long storage may take to say what it has.
+_STORAGE_SECONDS = 30.0
+#: So many other runs are named.
+_NAMED_RUNS = 5
 
 
 def installed_version(distribution: str) -> str | None:
@@ -120,13 +129,55 @@ def in_container() -> bool:
     return marked or "KUBERNETES_SERVICE_HOST" in os.environ
 
 
-def ask_agent(run: Path) -> tuple[int | None, str]:
-    """Pid of the run's agent on this node, and why it could not be asked."""
+def ask_agent(run: Path) -> tuple[Status | None, str]:
+    """What the run's agent on this node says, and why it could not be asked."""
     try:
-        found = ask_status(AgentAddress.of(run))
+        return ask_status(AgentAddress.of(run)), ""
     except MemckptError as error:
         return None, str(error)
-    return (found.pid if found is not None else None), ""
+
+
+def descriptor_limits() -> tuple[int | None, int | None]:
+    """The soft and the hard limit on open files; None: there is none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return tuple(None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
+
+
+def job_nodes(agent: Status | None) -> int:
+    """Nodes of the job: as the agent sees them, or as Slurm or torchrun says; 1 where nobody does."""
+    linked = len(agent.peers.links) + 1 if agent is not None and agent.peers is not None else 1
+    numbers = [os.environ.get(name, "") for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    slurm, ranks, local = (int(number) if number.isdecimal() else 0 for number in numbers)
+    return max(linked, slurm, ranks // local if local else 1)
+
+
+def look_into_store(store: Store, run: Path) -> StoreFacts:
+    """What a run has in its storage, and who else is there."""
+    resolved = run.resolve()
+    beside = sorted(
+        path.parent.name for path in resolved.parent.glob("*/run.json") if path.parent.resolve() != resolved
+    )[:_NAMED_RUNS]
+    url = store.url
+    try:
+        catalog, missing = read_within(store, _STORAGE_SECONDS)
+        kept = kept_run(run)
+        if kept:
+            refuse_other(url, catalog.owner, kept, run)
+    except ForeignStateError as error:
+        return StoreFacts(url, foreign=str(error), beside=tuple(beside))
+    except MemckptError as error:
+        return StoreFacts(url, problem=str(error), beside=tuple(beside))
+    there = without(catalog, missing)
+    points, whole = stored_points(there), there.complete
+    return StoreFacts(
+        url,
+        checkpoints=len(whole),
+        step=points[0].step if points else None,
+        nbytes=whole[0].nbytes if whole else 0,
+        wrong=(*catalog.damaged.values(), *missing.values(), *catalog.unreadable.values()),
+        others=catalog.others,
+        beside=tuple(beside),
+    )
 
 
 def nearest_directory(path: Path) -> Path:

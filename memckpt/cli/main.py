@@ -13,6 +13,7 @@ from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
 from memckpt.cli.status import status, stop
 from memckpt.cli.storage import export, ls, verify
+from memckpt.cli.tidying import gc, pin, rm
 from memckpt.config import AgentConfig
 from memckpt.errors import MemckptError
 
@@ -65,7 +66,7 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
     "A run": (status, stop, agent),
-    "Its checkpoints in storage": (ls, verify, export),
+    "Its checkpoints in storage": (ls, verify, export, pin, rm, gc),
     "This machine": (doctor,),
 }
 for _panel, _commands in _PANELS.items():

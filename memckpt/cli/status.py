@@ -19,6 +19,7 @@ from rich.text import Text
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status, stop_agent
 from memckpt.agent.messages import Status, StorageStatus
+from memckpt.cli.alarms import problems_of
 from memckpt.cli.common import (
     AsJson,
     Node,
@@ -39,10 +40,15 @@ from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationErro
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.owner import kept_run, refuse_other
+from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import LocalStore, Store, open_store
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
 MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent alone, and leave storage alone: for probes.")]
+Check = Annotated[bool, typer.Option("--check", help="Say whether all is well, by the exit status: for monitoring.")]
+MaxBehind = Annotated[
+    int | None, typer.Option(min=0, help="With --check: how many steps storage may be behind memory.", metavar="N")
+]
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
 #: How long storage may take to say what it has.
 _STORAGE_SECONDS = 10.0
@@ -62,6 +68,7 @@ class Stored:
         nbytes: of the newest checkpoint.
         damaged: commit files that cannot be used.
         unreadable: commit files that could not be read.
+        missing: commit files whose data are not there; they count for nothing else.
         problem: why storage could not be looked at; empty if it could.
     """
 
@@ -74,6 +81,7 @@ class Stored:
     problem: str = ""
     batches: int = 0
     unreadable: int = 0
+    missing: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class View:
         """Whether there is nothing at all, and nothing that could not be looked at."""
         stored = self.stored
         nothing_stored = stored is None or not (
-            stored.checkpoints or stored.damaged or stored.unreadable or stored.problem
+            stored.checkpoints or stored.damaged or stored.unreadable or stored.missing or stored.problem
         )
         return self.agent is None and not self.agent_problem and nothing_stored
 
@@ -159,16 +167,24 @@ class Looker:
         self.storage_error = None
         try:
             store = open_store(url)
-            catalog = _read_within(store, _STORAGE_SECONDS)
+            catalog, missing = read_within(store, _STORAGE_SECONDS)
             if kept := kept_run(self._address.run_dir):
                 refuse_other(url, catalog.owner, kept, self._address.run_dir)
         except MemckptError as error:
             # Shown, not raised: memory has its own story, and a watch outlives a mount that is away for a minute.
             self.storage_error = error
             return Stored(url, problem=str(error))
+        catalog = without(catalog, missing)
         whole, newest = catalog.complete, next(iter(stored_points(catalog)), None)
         damaged, unreadable = len(catalog.damaged), len(catalog.unreadable)
-        stored = Stored(url, len(whole), damaged=damaged, batches=len(catalog.batches), unreadable=unreadable)
+        stored = Stored(
+            url,
+            len(whole),
+            damaged=damaged,
+            batches=len(catalog.batches),
+            unreadable=unreadable,
+            missing=len(missing),
+        )
         if newest is not None:
             created = max([newest.checkpoint.created, *(batch.created for batch in newest.batches)])
             stored = replace(stored, step=newest.step, created=created, nbytes=whole[0].nbytes)
@@ -176,13 +192,17 @@ class Looker:
         return stored
 
 
-def _read_within(store: Store, seconds: float) -> Catalog:
-    """Read the catalog; a store that does not answer in time is left alone, in a thread that ends with the process."""
-    found: list[Catalog | BaseException] = []
+def read_within(store: Store, seconds: float) -> tuple[Catalog, dict[str, str]]:
+    """The catalog, and which of its commit files lack their data.
+
+    A store that does not answer in time is left alone, in a thread that ends with the process.
+    """
+    found: list[tuple[Catalog, dict[str, str]] | BaseException] = []
 
     def read() -> None:
         try:
-            found.append(read_catalog(store))
+            catalog = read_catalog(store)
+            found.append((catalog, missing_data(store, catalog)))
         except BaseException as error:  # raised again in the thread that waits
             found.append(error)
 
@@ -203,6 +223,8 @@ def status(
     memory: MemoryOnly = False,
     watch: Watch = False,
     interval: Interval = 2.0,
+    check: Check = False,
+    max_behind: MaxBehind = None,
     as_json: AsJson = False,
     refreshes: Refreshes = None,
 ) -> None:
@@ -211,7 +233,15 @@ def status(
     Without --url a living agent says where storage is. Exit status 11 if no agent answers and storage has nothing; with
     --memory, if no agent answers. 9 if one is there that does not answer in time, 10 if none is and storage cannot be
     read. With --watch --json: one line for each look.
+
+    With --check one line says that a training is protected, or a line each what is wrong: no trainer, nothing held, an
+    alarm of the agent's, storage that cannot be read or has damage or is further behind than --max-behind. Exit status
+    0 if all is well, 1 if something is wrong, 11 if no agent answers, 9 if it does not in time.
     """
+    if max_behind is not None and (not check or memory):
+        raise ConfigurationError(f"--max-behind {max_behind}: expected it with --check and without --memory")
+    if check and watch:
+        raise ConfigurationError("--check: expected no --watch with it; call it again and again")
     if memory and url is not None:
         raise ConfigurationError(f"--url {url}: expected no place with --memory, which does not look into storage")
     looker = Looker(AgentAddress.of(run, node), url, memory)
@@ -219,6 +249,9 @@ def status(
         _watch(looker, interval, as_json, refreshes)
         return
     view = looker.look()
+    if check:
+        _check(view, max_behind, as_json)
+        return
     if view.empty:
         stored = "" if view.stored is None else f", and there are no checkpoints in {view.stored.url}"
         raise AgentNotFoundError(no_agent(view.address) + stored)
@@ -227,6 +260,26 @@ def status(
     _show(view, as_json)
     if view.agent_problem:
         raise typer.Exit(AgentGoneError.exit_code)
+
+
+def _check(view: View, max_behind: int | None, as_json: bool) -> None:
+    agent = view.agent
+    if agent is None and view.agent_problem:
+        raise AgentGoneError(view.agent_problem)
+    if agent is None:
+        raise AgentNotFoundError(no_agent(view.address))
+    problems = list(problems_of(agent, view.stored, max_behind))
+    if as_json:
+        print_json(view.as_json() | {"well": not problems, "problems": problems})
+    else:
+        for problem in problems:
+            out.print(problem, style="red", markup=False, soft_wrap=True)
+        if not problems:
+            behind = view.steps_behind
+            stored = "" if behind is None else f", storage {count(behind, 'step')} behind"
+            out.print(f"well: step {agent.step} in memory{stored}", markup=False, soft_wrap=True)
+    if problems:
+        raise typer.Exit(1)
 
 
 def _show(view: View, as_json: bool) -> None:
@@ -322,6 +375,8 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
         table.add_row("held", held)
     if stored.damaged:
         table.add_row("damaged", f"[red]{count(stored.damaged, 'commit file')}; see memckpt verify[/]")
+    if stored.missing:
+        table.add_row("not there", f"[red]data of {count(stored.missing, 'commit file')}; see memckpt verify[/]")
     if stored.unreadable:
         table.add_row("unreadable", f"[yellow]{count(stored.unreadable, 'file')}; see memckpt verify[/]")
     if tier is not None:

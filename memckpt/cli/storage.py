@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,9 +54,11 @@ from memckpt.storage.catalog import (
 )
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, place_of
-from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other
+from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other, url_outside
+from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import LocalStore, Store
 from memckpt.storage.store import _sync_directory as sync_directory
+from memckpt.storage.tidying import PINNED, read_pins
 
 Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a directory of the store.")]
 Adopt = Annotated[
@@ -71,12 +73,13 @@ Source = Annotated[str, typer.Option("--from", help="storage, or memory: the new
 #: Where what is damaged goes.
 _ASIDE = "damaged"
 #: What a store of ours consists of.
-_OURS = {"base", "commit", "log", "state", _ASIDE, CLAIM}
+_OURS = {"base", "commit", "log", "state", _ASIDE, CLAIM, PINNED}
 #: How long an agent may take to save what it holds.
 _SAVE_SECONDS = 1800.0
 
 
-def _catalog_of(store: Store, run: Path) -> Catalog:
+def catalog_of(store: Store, run: Path) -> Catalog:
+    """All that a store holds of a run. Raises NothingHeldError, or ForeignStateError, if it holds nothing of ours."""
     catalog = read_catalog(store)
     if catalog.checkpoints or catalog.damaged or catalog.batches or catalog.unreadable:
         return catalog
@@ -92,7 +95,7 @@ def _catalog_of(store: Store, run: Path) -> Catalog:
     raise NothingHeldError(f"no checkpoints in {store.url}{hint}")
 
 
-def _check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_looks: bool = False) -> None:
+def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_looks: bool = False) -> None:
     """See that a store belongs to the run whose directory was given, if that knows which run it is.
 
     Args:
@@ -104,7 +107,7 @@ def _check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_lo
         if not catalog.owner:
             raise UsageError(f"--adopt: expected a store that belongs to a run, found none that {store.url} belongs to")
         if kept != catalog.owner:
-            keep_run(run, catalog.owner)
+            keep_run(run, catalog.owner, url_outside(store, run))
             err.print(f"{run} is the run {catalog.owner} from now on", markup=False, soft_wrap=True)
     elif kept and only_looks and catalog.owner not in ("", kept):
         said = f"{store.url} belongs to the run {catalog.owner}, and {run} is the run {kept}"
@@ -139,33 +142,39 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
     A store of another run is listed, and that is said. Exit status 4 if there are none, 5 if other files are there.
     """
     store = store_of(run, url)
-    catalog = _catalog_of(store, run)
-    _check_owner(store, catalog, run, adopt, only_looks=True)
-    newest = next(iter(stored_points(catalog)), None)
+    catalog = catalog_of(store, run)
+    check_owner(store, catalog, run, adopt, only_looks=True)
+    missing = missing_data(store, catalog)
+    pins, problem = _pins_of(store)
+    newest = next(iter(stored_points(without(catalog, missing))), None)
     if as_json:
         print_json(
             {
                 "url": store.url,
                 "owner": catalog.owner or None,
                 "step": newest.step if newest is not None else None,
-                "checkpoints": [_in_json(one) for one in catalog.checkpoints],
+                "checkpoints": [
+                    _in_json(one) | {"lacks_data": _lacks(one, missing), "pinned": one.key in pins}
+                    for one in catalog.checkpoints
+                ],
                 "batches": [_batch_in_json(one) for one in catalog.batches],
                 "damaged": catalog.damaged,
                 "unreadable": catalog.unreadable,
+                "missing": missing,
             }
         )
         return
     columns = ["step", "attempt", "written", "size", "ranks"]
     title = f"{store.url} ({catalog.owner})" if catalog.owner else store.url
-    whole = len(catalog.complete) == len(catalog.checkpoints)
-    table = plain_table(
-        *columns,
-        *([] if whole else ["parts"]),
-        title=escape(title),
-    )
+    whole = not missing and not pins and len(catalog.complete) == len(catalog.checkpoints)
+    table = plain_table(*columns, *([] if whole else ["parts"]), title=escape(title))
     for one in catalog.checkpoints:
         cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
         parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
+        if _lacks(one, missing):
+            parts = "[red]data are not there[/]"
+        elif one.key in pins:
+            parts += ", pinned"
         table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
     out.print(table)
     if catalog.batches:
@@ -173,10 +182,24 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
         reach = f"; the newest that can be produced is step {newest.step}" if newest is not None else ""
         logged = f"logged: {_steps_text(catalog.batches)} in {count(len(catalog.batches), 'batch', 'batches')} ({size})"
         out.print(logged + reach, markup=False)
-    for problem in catalog.damaged.values():
-        err.print(f"damaged: {problem}", style="red", markup=False)
-    for problem in catalog.unreadable.values():
-        err.print(f"not readable: {problem}", style="yellow", markup=False)
+    for said in catalog.damaged.values():
+        err.print(f"damaged: {said}", style="red", markup=False, soft_wrap=True)
+    for said in missing.values():
+        err.print(f"damaged: {said}", style="red", markup=False, soft_wrap=True)
+    for said in [*catalog.unreadable.values(), *([problem] if problem else [])]:
+        err.print(f"not readable: {said}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _lacks(one: Checkpoint, missing: Mapping[str, str]) -> bool:
+    return any(part.commit_path in missing for part in one.parts.values())
+
+
+def _pins_of(store: Store) -> tuple[frozenset[Key], str]:
+    """The keys of what is pinned, and why they are not known."""
+    try:
+        return read_pins(store), ""
+    except (StorageError, DamagedStateError) as error:
+        return frozenset(), str(error)
 
 
 def _batch_in_json(one: Batch) -> dict[str, Any]:
@@ -230,8 +253,8 @@ def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = Fal
     be read, 4 if there is nothing, 5 with --repair if the store is another run's.
     """
     store = store_of(run, url)
-    catalog = _catalog_of(store, run)
-    _check_owner(store, catalog, run, adopt, only_looks=not repair)
+    catalog = catalog_of(store, run)
+    check_owner(store, catalog, run, adopt, only_looks=not repair)
     found = _Verified(catalog)
     total = sum(one.nbytes for one in catalog.checkpoints) + sum(one.nbytes for one in catalog.batches)
     with _reading(total) as reading:
@@ -425,8 +448,8 @@ def _from_storage(
     store: Store, run: Path, step: int | None, to: Path, stack: contextlib.ExitStack, adopt: bool
 ) -> tuple[Store, Checkpoint]:
     """A step that storage can produce, verified; one that has to be redone is written beside first."""
-    catalog = _catalog_of(store, run)
-    _check_owner(store, catalog, run, adopt)
+    catalog = catalog_of(store, run)
+    check_owner(store, catalog, run, adopt)
     point = _chosen(catalog, step)
     if step is None and catalog.unreadable:
         raise StorageError(f"the newest step is not known: {next(iter(catalog.unreadable.values()))}; give --step")

@@ -49,11 +49,15 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first of the states in storage that proves to be whole. `reason`: why not memory."""
+    """All ranks restore the first of the states in storage that proves to be whole. `reason`: why not memory.
+
+    `newest` is the newest record of the run that some memory knows of, though it cannot produce it; None: none does.
+    """
 
     timeline: Timeline
     candidates: tuple[StoredPoint, ...]
     reason: str
+    newest: int | None = None
 
 
 Plan = StartOver | RestoreRecord | RestoreStored
@@ -124,7 +128,8 @@ def make_plan(
         reason = memory.why_nothing()
     candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
     if candidates:
-        return RestoreStored(timeline, candidates, reason)
+        known = [] if stale else [held.newest for held in nodes if held.newest]
+        return RestoreStored(timeline, candidates, reason, max(known, default=None))
     if isinstance(resume, int) and stored:
         reason += f"; storage has steps {sorted({one.step for one in stored})}"
     if resume == "auto":

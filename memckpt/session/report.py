@@ -35,6 +35,9 @@ class HeldState:
 class RestoreReport:
     """A restore that has happened: every field is known only once the state is back in the live tensors.
 
+    `steps_lost` is how many committed records lie beyond the restored one; None where that is not known: of what
+    storage does not have, only some node's memory could tell.
+
     `exact` is False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
     place in the data cannot be the same.
 
@@ -46,7 +49,7 @@ class RestoreReport:
     record: int
     tier: str
     seconds: float
-    steps_lost: int
+    steps_lost: int | None
     exact: bool = True
     check: ResumeCheck = field(default_factory=lambda: ResumeCheck("off", "off"))
     repeated: int | None = None

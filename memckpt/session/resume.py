@@ -117,6 +117,8 @@ class Resumption:
         self.drops_held = False
         self._check_choice = check
         self.check = ResumeCheck(check, "off" if check == "off" else "pending")
+        #: The newest record that memory knows of, where storage is resumed from; None: it knows of none.
+        self._newest_known: int | None = None
         #: The step that is being repeated; None while none is.
         self.repetition: Repetition | None = None
         #: Whether gradients come in buckets that all ranks reduce.
@@ -187,6 +189,7 @@ class Resumption:
             return Start(plan.timeline, plan.record + 1, anew=False)
         if isinstance(plan, RestoreStored):
             self.start_reason = plan.reason
+            self._newest_known = plan.newest
             stored = tier.open_newest(plan.candidates, spec, by_hand=isinstance(resume, int))
             record = self._open_stored(stored)
             asked = f"resume={resume!r}" if isinstance(resume, int) else ""
@@ -467,8 +470,10 @@ class Resumption:
             in_storage = InStorage(repeated, self._live)
             self.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         seconds = time.perf_counter() - started
+        reached = repeated.point.record if repeated is not None else point.record
+        lost = max(0, self._newest_known - reached) if self._newest_known is not None else None
         return RestoreReport(
-            point.step, point.record, "storage", seconds, 0, stored.exact, self.check, repeated=self.repeated
+            point.step, point.record, "storage", seconds, lost, stored.exact, self.check, repeated=self.repeated
         )
 
     def _restore_optimizers(self, resharded: bool = False) -> None:

@@ -18,8 +18,19 @@ from memckpt.state.layout import StateSpec, first_difference
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import place_of
-from memckpt.storage.owner import CLAIM, choose_run, claim, keep_run, kept_run, new_run, read_claim, refuse_other
-from memckpt.storage.store import LocalStore, Store, StoredFile, matches, open_store
+from memckpt.storage.owner import (
+    CLAIM,
+    choose_run,
+    claim,
+    keep_run,
+    kept_run,
+    kept_url,
+    new_run,
+    read_claim,
+    refuse_other,
+    url_outside,
+)
+from memckpt.storage.store import Store, StoredFile, matches, open_store
 
 _log = logging.getLogger("memckpt")
 
@@ -76,13 +87,18 @@ class StorageTier:
 
     def _look(self, patient: bool = False) -> None:
         self.catalog, self.problem, self.run = self._ranks.together(lambda: self._look_alone(patient))[0]
-        if self.problem:
-            _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
-        for problem in [*self.catalog.damaged.values(), *self.catalog.unreadable.values()]:
+        for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
         self.points = stored_points(self.catalog, also=self._step)
-        if self._owning is not None and self._owning.is_news(self.run):
+        if self._owning is not None:
             self._keep(self._owning)
+
+    def say_unread(self) -> None:
+        """Name what could not be read, where the start does without it."""
+        if self.problem:
+            _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
+        for problem in self.catalog.unreadable.values():
+            _log.warning("memckpt: passed over: %s", problem)
 
     def _look_alone(self, patient: bool) -> tuple[Catalog, str, str]:
         """What rank 0 finds: all that there is, why it could not be listed, and the id of the run."""
@@ -103,12 +119,18 @@ class StorageTier:
         return catalog, problem, self._owning.id_for("") if problem else self._owning.take(catalog)
 
     def _keep(self, owning: _Owning) -> None:
-        """Note in the run directories of all nodes which run this is."""
-        if self._ranks.rank != self._ranks.local_ranks[0] or owning.kept[self._ranks.rank] == self.run:
+        """Note in the run directories of all nodes which run this is, and where its store is."""
+        kept = owning.kept[self._ranks.rank]
+        run = self.run if owning.is_news(self.run) else kept
+        if self._ranks.rank != self._ranks.local_ranks[0] or not run:
             return
         try:
-            keep_run(owning.run_dir, self.run)
+            if run != kept or kept_url(owning.run_dir) != owning.url:
+                keep_run(owning.run_dir, run, owning.url)
         except StorageError as error:
+            if run == kept:
+                _log.warning("memckpt: where storage is (%s) is not noted in the run directory: %s", owning.url, error)
+                return
             _log.warning(
                 "memckpt: which run this is (%s) is not noted in its directory, and storage will refuse the next start "
                 "unless it is given storage.owner: %s",
@@ -150,6 +172,7 @@ class StorageTier:
             self._note(add=[*passed, *(one.checkpoint.key for one in candidates[:1])])
         if newer and not by_hand:
             raise self._not_read(self.catalog.unreadable[newer[0]], candidates[chosen:] if chosen >= 0 else ())
+        self.say_unread()
         if chosen < 0:
             raise DamagedStateError(
                 f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
@@ -282,9 +305,11 @@ def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable
         StorageError: neither memory nor what could be read of storage serves.
     """
     if resume == "never" or not tier.unread:
+        tier.say_unread()
         return make()
     plan, reason = _try_plan(make)
     if isinstance(plan, RestoreRecord):
+        tier.say_unread()
         return plan
     tier.look_again()
     if not tier.unread:
@@ -324,7 +349,8 @@ class _Owning:
         self.kept = kept
         #: The id of a run that has none yet.
         self._new = new_run(run_dir)
-        self._inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
+        #: Of a store outside the run directory.
+        self.url = url_outside(store, run_dir)
 
     def id_for(self, owner: str) -> str:
         """The id of this run, which is made if there is none yet.
@@ -332,7 +358,7 @@ class _Owning:
         Raises:
             ForeignStateError: `owner`, to whom the store belongs, is another one.
         """
-        run = choose_run(owner, self._given, self.kept, self._inside)
+        run = choose_run(owner, self._given, self.kept, not self.url)
         if run is None and owner == self._new:  # claimed when storage was looked into before
             run = owner
         refuse_other(self._store.url, owner, run, self.run_dir)

@@ -306,18 +306,26 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
         abandoned: parts of which it is known that their writer is dead.
     """
     newest = next(iter(catalog.complete), None)
+    dead = {place_of(part.commit_path) for part in abandoned}
+    return [
+        path
+        for path, place in uncommitted(catalog).items()
+        if place in dead or (newest is not None and _outlived(place, newest, node))
+    ]
+
+
+def uncommitted(catalog: Catalog) -> dict[str, Place]:
+    """Files without a commit file, and where they belong: somebody is writing them, or nobody will ever use them."""
     committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
     keys = {place.key for place in committed if place is not None and place.first is None}
-    dead = {place_of(part.commit_path) for part in abandoned}
-    left = []
+    found = {}
     for path in catalog.files:
         finished = finished_name(path)
         place = place_of(finished)
         if place is None or (path == finished and (place in committed or (not place.node and place.key in keys))):
             continue
-        if place in dead or (newest is not None and _outlived(place, newest, node)):
-            left.append(path)
-    return left
+        found[path] = place
+    return found
 
 
 def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:

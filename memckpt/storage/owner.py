@@ -21,7 +21,7 @@ from memckpt.storage.store import LocalStore, Store, is_missing
 _log = logging.getLogger("memckpt.storage")
 #: In a store: which run it belongs to.
 CLAIM = "owner.json"
-#: In a run directory: which run it is.
+#: In a run directory: which run it is, and where its store is.
 _KEPT = "run.json"
 
 
@@ -39,6 +39,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 class _Kept(msgspec.Struct):
     run: str
+    #: Of the store, where it lies outside the run directory.
+    url: str = ""
 
 
 def new_run(run_dir: Path) -> str:
@@ -54,11 +56,20 @@ def kept_run(run_dir: Path) -> str:
         DamagedStateError: the file is there, and is not what was written.
         StorageError: it cannot be read.
     """
+    return _kept(run_dir).run
+
+
+def kept_url(run_dir: Path) -> str:
+    """The url of the store that the run has used last; empty: in the run directory, or not known. Raises as above."""
+    return _kept(run_dir).url
+
+
+def _kept(run_dir: Path) -> _Kept:
     try:
-        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=_Kept).run
+        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=_Kept)
     except StorageError as error:
         if is_missing(error):
-            return ""
+            return _Kept("")
         raise
     except msgspec.MsgspecError as error:
         raise DamagedStateError(
@@ -67,9 +78,15 @@ def kept_run(run_dir: Path) -> str:
         ) from error
 
 
-def keep_run(run_dir: Path, run: str) -> None:
-    """Keep a run's id in its directory. Raises StorageError."""
-    LocalStore(run_dir).write(_KEPT, msgspec.json.encode(_Kept(run)) + b"\n")
+def keep_run(run_dir: Path, run: str, url: str = "") -> None:
+    """Keep a run's id in its directory, and where its store is, if it lies elsewhere. Raises StorageError."""
+    LocalStore(run_dir).write(_KEPT, msgspec.json.encode(_Kept(run, url)) + b"\n")
+
+
+def url_outside(store: Store, run_dir: Path) -> str:
+    """The url of a store; empty for one that lies in the run directory, and moves with it."""
+    inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
+    return "" if inside else store.url
 
 
 def read_claim(store: Store) -> Claim | None:

@@ -11,11 +11,12 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from memckpt.errors import StorageError, StorageFullError
+from memckpt.errors import DamagedStateError, StorageError, StorageFullError
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, examine, remove, remove_batch, superseded
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
 from memckpt.storage.format import Batch
 from memckpt.storage.store import Store
+from memckpt.storage.tidying import read_pins
 
 _log = logging.getLogger("memckpt.storage")
 
@@ -83,10 +84,10 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
     if free is None or free >= needed:
         return
     points = stored_points(catalog)
-    spare = _spare(catalog, points[0], keep_every_steps) if points else _Spare([], [])
+    spare = _spare(store, catalog, points[0], keep_every_steps) if points else _Spare([], [])
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
-    spare = _spare(catalog, _newest_good(store, points), keep_every_steps)
+    spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
     _let_go(store, spare, needed)
@@ -95,18 +96,23 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
 def let_go_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None) -> int:
     """The same where a write has been refused all the same (a quota): all that may go does. Returns its bytes."""
     points = stored_points(catalog)
-    if not points or not _spare(catalog, points[0], keep_every_steps).nbytes:
+    if not points or not _spare(store, catalog, points[0], keep_every_steps).nbytes:
         return 0
-    spare = _spare(catalog, _newest_good(store, points), keep_every_steps)
+    spare = _spare(store, catalog, _newest_good(store, points), keep_every_steps)
     _let_go(store, spare, None)
     return spare.nbytes
 
 
-def _spare(catalog: Catalog, needed: StoredPoint, keep_every_steps: int | None) -> _Spare:
+def _spare(store: Store, catalog: Catalog, needed: StoredPoint, keep_every_steps: int | None) -> _Spare:
     """What the store may do without, as long as it has what a state is made of."""
     if PASSED in catalog.unreadable or PASSED in catalog.damaged:
         return _Spare([], [])  # what has to be kept is not known
-    gone = superseded(catalog.checkpoints, 1, keep_every_steps, unsure=catalog.unsure)
+    try:
+        pins = read_pins(store)
+    except (StorageError, DamagedStateError) as error:
+        _log.warning("no checkpoint is let go of to make room: %s", error)
+        return _Spare([], [])
+    gone = superseded(catalog.checkpoints, 1, keep_every_steps, unsure=catalog.unsure | pins)
     gone = [one for one in gone if one.key != needed.checkpoint.key]
     kept = [one for one in catalog.complete if one not in gone]
     used = {batch.commit_path for batch in needed.batches}

@@ -19,7 +19,7 @@ from memckpt.agent.writer_messages import (
     LookForAnnounced,
     Save,
 )
-from memckpt.errors import MemckptError, StorageError, StorageFullError
+from memckpt.errors import DamagedStateError, MemckptError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.host_state import HostState
@@ -44,6 +44,7 @@ from memckpt.storage.format import NodeState, Part, encode_node_state
 from memckpt.storage.owner import refuse_other
 from memckpt.storage.room import let_go_blindly, make_room, no_room
 from memckpt.storage.store import Store, open_store
+from memckpt.storage.tidying import read_pins
 from memckpt.writer.complaints import Complaints
 
 _log = logging.getLogger("memckpt.writer")
@@ -208,7 +209,7 @@ class Untidy:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, StorageError):
+        if not isinstance(error, (StorageError, DamagedStateError)):
             return False
         self._first = self._first or str(error)
         self._count += 1
@@ -241,7 +242,8 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
         return  # other parts are on their way
     if PASSED in catalog.unreadable or PASSED in catalog.damaged:
         raise StorageError(f"nothing is let go of: {catalog.unreadable.get(PASSED) or catalog.damaged[PASSED]}")
-    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part, catalog.unsure)
+    kept = catalog.unsure | read_pins(store)
+    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part, kept)
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:
             with untidy:

@@ -1,0 +1,5 @@
+"""``python -m memckpt``: the ``memckpt`` command."""
+
+from memckpt.cli.main import main
+
+main()

@@ -1,0 +1,68 @@
+"""What is not as it should be with a run, from what its agent and its storage say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from memckpt.agent.messages import Status
+from memckpt.cli.common import count
+
+
+class HasStored(Protocol):
+    """What a look into storage has found."""
+
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def damaged(self) -> int: ...
+    @property
+    def unreadable(self) -> int: ...
+    @property
+    def missing(self) -> int: ...
+
+
+def alarms_of(agent: Status) -> Iterator[str]:
+    """What a live agent itself holds to be wrong, one sentence each."""
+    if agent.storage is not None and agent.storage.alarm:
+        yield f"the last checkpoint could not be written: {agent.storage.alarm}"
+    if agent.storage is not None and agent.storage.untidy:
+        yield f"storage could not be tidied up: {agent.storage.untidy}"
+    if agent.peers is not None and not agent.peers.protected:
+        yield f"other nodes do not protect this run{f': {agent.peers.problem}' if agent.peers.problem else ''}"
+    elif agent.peers is not None and agent.peers.problem:
+        yield agent.peers.problem
+    if "DIFFERENT" in agent.check:
+        yield f"the last resume was not exact: {agent.check}"
+
+
+def problems_of(agent: Status, stored: HasStored | None, max_behind: int | None) -> Iterator[str]:
+    """Why a run that should be training is not as well protected as it could be, one sentence each.
+
+    Args:
+        agent: what its agent says.
+        stored: None where storage is not looked at.
+        max_behind: steps that storage may be behind memory; None: any number.
+    """
+    if not agent.trainers:
+        yield "no trainer is connected"
+    if agent.step is None:
+        yield "nothing is held yet"
+    yield from alarms_of(agent)
+    if stored is None:
+        return
+    if stored.problem:
+        yield f"storage cannot be looked at: {stored.problem}"
+        return
+    for number, what in ((stored.damaged, "damaged"), (stored.unreadable, "not readable")):
+        if number:
+            yield f"{count(number, 'file')} in storage {'is' if number == 1 else 'are'} {what}; see memckpt verify"
+    if stored.missing:
+        yield f"the data of {count(stored.missing, 'commit file')} in storage are not there; see memckpt verify"
+    if max_behind is not None and agent.step is not None:
+        behind = agent.step - (stored.step if stored.step is not None else 0)
+        if behind > max_behind:
+            where = "has nothing" if stored.step is None else f"has step {stored.step}"
+            yield f"storage {where}, {count(behind, 'step')} behind step {agent.step} in memory: more than {max_behind}"

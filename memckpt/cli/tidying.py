@@ -1,0 +1,194 @@
+"""``memckpt pin``, ``rm`` and ``gc``: what a person keeps in a run's storage, and what goes; training may go on."""
+
+from __future__ import annotations
+
+import select
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status
+from memckpt.cli.common import AsJson, Node, Run, Url, count, err, nbytes_text, out, print_json, store_of
+from memckpt.cli.storage import Adopt, catalog_of, check_owner
+from memckpt.errors import MemckptError, NothingHeldError, UsageError
+from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
+from memckpt.storage.owner import kept_run, refuse_other, url_outside
+from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
+
+OfStep = Annotated[int, typer.Argument(help="The step of a checkpoint, as `memckpt ls` shows it.")]
+Off = Annotated[bool, typer.Option("--off", help="Let retention have it again.")]
+Force = Annotated[bool, typer.Option("--force", help="Delete it whatever is lost with it, pinned or not.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List what would go, and delete nothing.")]
+#: How long a writer that began before the pin may take to end.
+_WRITER_SECONDS = 60.0
+#: Nobody writes a file of a checkpoint that has not changed for so long, seconds: `storage.timeout_seconds` is less.
+_ABANDONED_SECONDS = 3600.0
+
+
+def _open(run: Path, url: str | None, adopt: bool) -> tuple[Store, Catalog]:
+    """A store that is this run's to change. Raises ForeignStateError if it is not."""
+    store = store_of(run, url)
+    catalog = catalog_of(store, run)
+    check_owner(store, catalog, run, adopt)
+    if url_outside(store, run):
+        refuse_other(store.url, catalog.owner, kept_run(run), run)
+    return store, catalog
+
+
+def _chosen(catalog: Catalog, step: int) -> Checkpoint:
+    """The newest checkpoint of a step."""
+    for one in catalog.checkpoints:
+        if one.step == step:
+            return one
+    steps = sorted({one.step for one in catalog.checkpoints})
+    logged = any(step in batch.steps for batch in catalog.batches)
+    hint = f"; step {step} is in the log only, from where `memckpt export --step {step}` brings it" if logged else ""
+    raise NothingHeldError(f"expected a checkpoint of step {step}, found those of the steps {steps}{hint}")
+
+
+def pin(
+    run: Run,
+    step: OfStep,
+    off: Off = False,
+    node: Node = None,
+    url: Url = None,
+    adopt: Adopt = False,
+    as_json: AsJson = False,
+) -> None:
+    """Keep a checkpoint from retention, until --off.
+
+    It is kept beside the `storage.keep_last` newest ones, and `rm` refuses it. Exit status 4 if it is not there, 5 if
+    the store is another run's.
+    """
+    store, catalog = _open(run, url, adopt)
+    one = _chosen(catalog, step)
+    if not off and not one.complete:
+        raise NothingHeldError(f"step {step} is not whole: only the parts of {', '.join(sorted(one.parts))} are there")
+    there = {other.key for other in catalog.checkpoints}
+    pins = (read_pins(store) & there) - {one.key} | (set() if off else {one.key})
+    write_pins(store, pins)
+    if not off:
+        _let_writer_see(AgentAddress.of(run, node))
+        if not still_there(store, one):
+            write_pins(store, pins - {one.key})
+            raise NothingHeldError(f"step {step} has just been let go of by retention: pin another one")
+    pinned = sorted(other.step for other in catalog.checkpoints if other.key in pins)
+    if as_json:
+        print_json({"step": step, "pinned": not off, "steps": pinned})
+        return
+    typer.echo(f"step {step} is {'no longer pinned' if off else 'pinned: retention keeps it'}")
+
+
+def _let_writer_see(address: AgentAddress) -> None:
+    """Wait for a writer of this node that has perhaps looked for pins before there was this one."""
+    deadline = time.monotonic() + _WRITER_SECONDS
+    while (status := ask_status(address)) is not None and status.storage is not None and status.storage.saving:
+        if time.monotonic() > deadline:
+            said = "a checkpoint is still being written, whose end lets go of older ones: look again with `memckpt ls`"
+            err.print(said, style="yellow", markup=False, soft_wrap=True)
+            return
+        select.select([], [], [], 0.1)
+
+
+def rm(
+    run: Run,
+    step: OfStep,
+    force: Force = False,
+    node: Node = None,
+    url: Url = None,
+    adopt: Adopt = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the newest checkpoint of a step.
+
+    Refused without --force: one that is pinned, the only whole one, one that logged steps are redone on, and the newest
+    one while an agent of the run answers. Exit status 1 if it is refused, 4 if it is not there, 5 if the store is
+    another run's.
+    """
+    store, catalog = _open(run, url, adopt)
+    one = _chosen(catalog, step)
+    pins = read_pins(store)
+    reasons = _reasons_to_keep(catalog, one, one.key in pins, AgentAddress.of(run, node))
+    if reasons and not force:
+        raise UsageError(f"step {step} is not deleted: {'; '.join(reasons)}. --force deletes it all the same")
+    for reason in reasons:
+        err.print(f"deleted all the same: {reason}", style="yellow", markup=False, soft_wrap=True)
+    remove(store, one)
+    if one.key in pins:
+        write_pins(store, pins - {one.key})
+    if as_json:
+        print_json({"step": step, "bytes": one.nbytes, "forced": reasons})
+        return
+    typer.echo(f"step {step}, attempt {one.timeline.number}, is deleted ({nbytes_text(one.nbytes)})")
+
+
+def _reasons_to_keep(catalog: Catalog, one: Checkpoint, pinned: bool, address: AgentAddress) -> list[str]:
+    reasons = [f"it is pinned (`memckpt pin RUN {one.step} --off`)"] if pinned else []
+    if not one.complete:
+        return reasons
+    if len(catalog.complete) == 1:
+        reasons.append("it is the only whole checkpoint")
+    lost = [step for step in only_on(catalog, one) if step != one.step]
+    if lost:
+        reasons.append(f"the logged steps {lost[0]} to {lost[-1]} are redone on it and on no other")
+    if one.key == catalog.complete[0].key and _is_served(address):
+        reasons.append("it is the newest one, and an agent of the run counts on it")
+    return reasons
+
+
+def _is_served(address: AgentAddress) -> bool:
+    """Whether an agent of the run lives on this node, or may: one that does not answer in time does."""
+    try:
+        return ask_status(address) is not None
+    except MemckptError:
+        return True
+
+
+def gc(
+    run: Run,
+    dry_run: DryRun = False,
+    node: Node = None,
+    url: Url = None,
+    adopt: Adopt = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what nothing in a run's storage refers to: the half-written, and records that can be redone on nothing.
+
+    That is files of checkpoints and batches that were never finished, checkpoints that lack parts and are older than a
+    whole one, and logged records whose checkpoint is gone. What an agent may be writing stays: without one, in a
+    directory, files that have not changed for an hour are taken for abandoned. Exit status 4 if there is nothing of the
+    run, 5 if the store is another run's, 10 if something in it cannot be read.
+    """
+    store, catalog = _open(run, url, adopt)
+    address = AgentAddress.of(run, node)
+    served = _is_served(address)
+
+    def abandoned(path: str) -> bool:
+        if served or not isinstance(store, LocalStore):
+            return False
+        try:
+            return time.time() - (store.root / path).stat().st_mtime > _ABANDONED_SECONDS
+        except FileNotFoundError:
+            return False
+
+    garbage = find_garbage(catalog, read_pins(store), None if served else address.node, abandoned)
+    checkpoints = [f"step {one.step}, attempt {one.timeline.number}" for one in garbage.incomplete]
+    batches = [batch.log_path for batch in garbage.batches]
+    if not dry_run:
+        delete(store, garbage)
+    if as_json:
+        found = {"unfinished": garbage.unfinished, "incomplete": checkpoints, "batches": batches}
+        print_json(found | {"deleted": not dry_run})
+        return
+    for kind, names in {"never finished": garbage.unfinished, "lacks parts": checkpoints, "no base": batches}.items():
+        for name in names:
+            out.print(f"{kind:<14}  {name}", markup=False, soft_wrap=True)
+    number = len(garbage.unfinished) + len(checkpoints) + len(batches)
+    if not number:
+        out.print("nothing that nothing refers to")
+    else:
+        out.print(f"{count(number, 'thing')} {'would be' if dry_run else 'are'} deleted")
