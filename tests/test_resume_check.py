@@ -317,6 +317,18 @@ def test_logged_values_may_be_rounded_and_nothing_else_that_is_no_tensor() -> No
     assert check.verdict == "different"
 
 
+def test_a_registered_tensor_has_a_distance() -> None:
+    comparison, held = Comparison(), {"mean": torch.ones(4), "count": 3}
+    comparison.value("registered", "average", {**held, "mean": torch.tensor([1.0, 1.0, 1.5, 1.0])}, held)
+    [difference] = comparison.findings().differences
+    assert difference.name == "average.mean"
+    assert difference.text == "1 of 4 elements differ, by 4.19e+06 ulp and 0.5 of the largest value at most"
+    assert (difference.relative, difference.dtype) == (0.5, "float32")
+    comparison = Comparison()
+    comparison.value("registered", "average", torch.ones(2), torch.ones(3))
+    assert comparison.findings().differences[0].text == "a tensor of 2 elements in place of a tensor of 3 elements"
+
+
 def test_ranks_are_named_and_causes_come_first() -> None:
     first, second = Comparison(), Comparison()
     first.tensor("parameter", "weight", torch.ones(4), torch.zeros(4))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memckpt.agent.address import AgentAddress
 from memckpt.agent.writer_messages import Save
 from memckpt.config import StorageConfig
 from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateError, UsageError
@@ -315,7 +316,9 @@ def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     assert refused.code == 3
     assert "ForeignStateError" in refused.log
     assert refused.losses == {}
-    lab.stop(tmp_path / "second")
+    # Its agent was started for nothing, and does not wait for its linger time.
+    serving = AgentAddress.of(tmp_path / "second").serving()
+    assert serving is None or serving.ends(20.0)
     final = lab.train(PLAIN, settings, seed=3)
     assert final.restored_step == 5
     lab.check_same(PLAIN, died, final)

@@ -45,6 +45,7 @@ from memckpt.agent.messages import (
     SaveRecord,
     Status,
     StatusRequest,
+    StopRequest,
     TakeSnapshot,
 )
 from memckpt.agent.peer_messages import (
@@ -104,8 +105,10 @@ class AgentClient:
     In a forked child the socket is closed: loader workers must not keep a dead trainer's connection open.
     """
 
-    def __init__(self, channel: Channel, config: AgentConfig) -> None:
+    def __init__(self, channel: Channel, config: AgentConfig, started: bool = False) -> None:
         self.channel = channel
+        #: Whether the agent was started for this connection, and held nothing before.
+        self.started = started
         self.agent_pid = peer(channel.sock)[0]
         self.applied = 0
         #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
@@ -125,10 +128,11 @@ class AgentClient:
         Raises:
             AgentError: there is none and none could be started.
         """
-        sock = address.connect()
+        sock, started = address.connect(), False
         if sock is None:
             try:
                 spawn_agent(address, config)
+                started = True
             except AgentError:
                 # Another rank of this node may have been faster.
                 sock = address.connect()
@@ -138,7 +142,7 @@ class AgentClient:
                 sock = address.connect()
         if sock is None:
             raise AgentError(f"the agent of {address.run_dir} started but does not answer; see {address.log_path}")
-        return cls(Channel(sock), config)
+        return cls(Channel(sock), config, started)
 
     def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
         self.channel.send(message, timeout=self._config.start_seconds)
@@ -431,8 +435,13 @@ class AgentClient:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.agent_pid, os.WNOHANG)
 
-    def abandon(self) -> None:
-        """Close the connection without a word."""
+    def abandon(self, dismiss: bool = False) -> None:
+        """Close the connection without a word; with `dismiss`, tell an agent that was started for it to leave."""
+        if dismiss and self.started:
+            try:
+                self.channel.send(StopRequest("the start that it was made for was refused"), timeout=1.0)
+            except AgentGoneError as error:
+                _log.info("memckpt: the agent (pid %d) leaves by itself: %s", self.agent_pid, error)
         self._drop_order()
         self.channel.close()
 

@@ -104,6 +104,10 @@ class Comparison:
             # What is logged follows from what was computed: where that is rounded, so is this.
             far = _distance(found, held)
             self._findings.count(kind, Difference(kind, path, text, far.relative, far.ulp))
+        elif isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor) and now.shape == before.shape:
+            far = _distance(now, before)
+            dtype = str(before.dtype).removeprefix("torch.")
+            self._findings.count(kind, Difference(kind, path, far.text, far.relative, far.ulp, dtype))
         else:
             self._findings.count(kind, Difference(kind, path, text))
 

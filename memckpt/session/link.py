@@ -185,11 +185,11 @@ class AgentLink:
 
     # End
 
-    def abandon(self) -> None:
-        """Close the connection without a word."""
+    def abandon(self, dismiss: bool = False) -> None:
+        """Close the connection without a word; with `dismiss`, an agent that was started for it leaves at once."""
         client, self._client = self._client, None
         if client is not None:
-            client.abandon()
+            client.abandon(dismiss)
 
     def close(self, finished: bool) -> None:
         """Say goodbye; with `finished` wait until the agent has brought the final step to storage and let go of all."""

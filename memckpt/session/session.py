@@ -150,9 +150,10 @@ class Session:
             self._peers.mark_phases(self._recorder)
             gradient_ops.listen(self)
             self._preemption.install()
-        except BaseException:  # whatever it is, an interrupt too: nobody else could close what is open
+        except BaseException as error:  # whatever it is, an interrupt too: nobody else could close what is open
             self._unhook()
-            self._abandon()
+            # Whoever is refused does not come back soon: an agent that was started for that has nothing to wait for.
+            self._abandon(dismiss=isinstance(error, MemckptError))
             raise
 
     # Start
@@ -772,9 +773,9 @@ class Session:
         self._staging.drop()
         self._resumption.close()
 
-    def _abandon(self) -> None:
+    def _abandon(self, dismiss: bool = False) -> None:
         self._close_regions()
-        self._link.abandon()
+        self._link.abandon(dismiss)
 
     def __enter__(self) -> Session:
         return self
