@@ -455,3 +455,11 @@ def test_looking_does_not_import_torch(run: Path) -> None:
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_the_command() -> None:
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "memckpt", "status", "--check", "nowhere"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 11, done.stderr
+    assert "memckpt: no agent answers for" in done.stderr

@@ -321,4 +321,5 @@ def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     assert serving is None or serving.ends(20.0)
     final = lab.train(PLAIN, settings, seed=3)
     assert final.restored_step == 5
+    assert final.of("restored")[0]["lost"] is None, "nobody is left who knows"
     lab.check_same(PLAIN, died, final)
