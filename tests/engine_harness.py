@@ -23,7 +23,8 @@ import torch
 
 from memckpt.agent.address import NODE_VARIABLE, AgentAddress
 from memckpt.agent.channel import Channel
-from memckpt.agent.messages import StatusRequest, StopRequest
+from memckpt.agent.control import stop_agent
+from memckpt.agent.messages import StatusRequest
 from memckpt.agent.serve import serve
 from memckpt.config import MemckptConfig
 from memckpt.session import session as session_module
@@ -266,14 +267,14 @@ class Lab:
         return self._ask(run_dir, StatusRequest())
 
     def stop(self, run_dir: Path | None = None) -> None:
-        """Have the agent let go of everything and leave; returns when it is gone."""
-        pid = self.status(run_dir).pid
-        handle = os.pidfd_open(pid)
-        try:
-            self._ask(run_dir, StopRequest())
-            assert select.select([handle], [], [], 20)[0], f"agent {pid} does not leave"
-        finally:
-            os.close(handle)
+        """Have the agent let go of everything and leave; returns when it is gone.
+
+        One that was started for a start that was refused leaves by itself.
+        """
+        address = AgentAddress.of(run_dir or self.run_dir)
+        serving = address.serving()
+        if stop_agent(address, timeout=20.0) is None:
+            assert serving is None or serving.ends(20.0), "an agent is there, and does not answer"
 
     def _ask(self, run_dir: Path | None, message: Any) -> Any:
         sock = AgentAddress.of(run_dir or self.run_dir).connect()
