@@ -1,6 +1,7 @@
 # `make help` lists the targets.
 
 PYTHON ?= python3
+SHARE  ?= 1/1
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -34,8 +35,8 @@ demo: setup  ## Kill a training run and see it resume
 test: setup  ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: setup  ## Run all tests
-	$(BIN)/python -m pytest
+test-all: setup  ## Run all tests, or a share of them (SHARE=1/4, say)
+	$(BIN)/python -m pytest --share $(SHARE)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)

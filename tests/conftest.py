@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests import shares
+
 if TYPE_CHECKING:
     from memckpt.storage.store import Store
     from tests.engine_harness import Lab
@@ -18,6 +20,19 @@ if TYPE_CHECKING:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the trainings of tests/gpu run: cpu (a few), or cuda (all)")
+    parser.addoption("--share", default="1/1", metavar="K/N", help="one of N shares of the tests")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    try:
+        share, of = shares.parse(config.getoption("--share"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--share: {error}") from None
+    taken = shares.taken([item.nodeid for item in items], share, of)
+    left = [item for item, mine in zip(items, taken, strict=True) if not mine]
+    items[:] = [item for item, mine in zip(items, taken, strict=True) if mine]
+    if left:
+        config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="session")

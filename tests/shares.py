@@ -1,0 +1,33 @@
+"""Shares of the tests, for machines that have no time for all of them at once."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Sequence
+
+
+def parse(text: str) -> tuple[int, int]:
+    """Share and number of shares, of "K/N". Raises ValueError."""
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError(f"expected K/N with K from 1 to N, found {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def taken(tests: Sequence[str], share: int, shares: int) -> list[bool]:
+    """Which tests belong to a share: every N-th case of each test function.
+
+    Args:
+        tests: ids of the tests, cases of a function in their order.
+        share: from 1 to `shares`.
+        shares: that are all tests together.
+    """
+    cases: dict[str, int] = {}
+    found: list[bool] = []
+    for test in tests:
+        function = test.partition("[")[0]
+        # Where a function's first case goes is a hash of its name, so that functions with one case are spread.
+        case = cases[function] = cases.get(function, zlib.crc32(function.encode())) + 1
+        found.append(case % shares == share - 1)
+    return found
