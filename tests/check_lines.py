@@ -21,7 +21,7 @@ REASONS = (
 
 
 def unproved(log: str, reasons: Sequence[str] = ()) -> list[str]:
-    """Verdicts that are not *equal*, and not *none* for a good reason.
+    """Resumes without a verdict, and verdicts that are not *equal*, and not *none* for a good reason.
 
     An eager replica goes on to a record once its step is repeated; a process that dies before its next commit leaves
     nothing before it. So a process that resumes where the one before did may find that the replica has gone past.
@@ -32,11 +32,16 @@ def unproved(log: str, reasons: Sequence[str] = ()) -> list[str]:
     """
     found: list[str] = []
     step = ""
+    judged = False  # the verdict comes before the line that says where training goes on
     for resumed, line in re.findall(r"memckpt: (?:resumed at step (\d+) |resume check: (.*))", log):
         if resumed:
             step = resumed
-        elif gone := re.search(r"the replica has gone past record (\d+)", line):
-            # The verdict comes before the line that says where training goes on.
+            if not judged:
+                found.append(f"resumed at step {step} without a verdict")
+            judged = False
+            continue
+        judged = True
+        if gone := re.search(r"the replica has gone past record (\d+)", line):
             found += [line] if step != str(int(gone[1]) + 1) else []
         elif "equal, bit for bit" not in line and not any(each in line for each in (*REASONS, *reasons)):
             found.append(line)
