@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 #: Why a resume may go without its proof: to repeat the step would repeat more, or nothing is before it.
 REASONS = (
@@ -31,18 +32,20 @@ def unproved(log: str, reasons: Sequence[str] = ()) -> list[str]:
         reasons: that are good ones in this test beside `REASONS`.
     """
     found: list[str] = []
-    step = ""
-    judged = False  # the verdict comes before the line that says where training goes on
+    steps: list[str] = []
+    verdicts = 0
     for resumed, line in re.findall(r"memckpt: (?:resumed at step (\d+) |resume check: (.*))", log):
         if resumed:
-            step = resumed
-            if not judged:
-                found.append(f"resumed at step {step} without a verdict")
-            judged = False
+            steps.append(resumed)
             continue
-        judged = True
+        verdicts += 1
         if gone := re.search(r"the replica has gone past record (\d+)", line):
-            found += [line] if step != str(int(gone[1]) + 1) else []
+            # Known before training goes on, so that the line that says where comes behind it.
+            found += [line] if (steps or [""])[-1] != str(int(gone[1]) + 1) else []
         elif "equal, bit for bit" not in line and not any(each in line for each in (*REASONS, *reasons)):
             found.append(line)
+    # Who dies in the repeated step has none, and whoever follows resumes where it did.
+    died = sum(step == following for step, following in pairwise(steps))
+    if verdicts < len(steps) - died:
+        found.append(f"{verdicts} verdicts on resumes at the steps {steps}")
     return found
