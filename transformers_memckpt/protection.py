@@ -96,6 +96,7 @@ class Protection:
         self._committed_step = 0
         self._commits = 0
         self._epoch_ended = False
+        self._for_file: dict[str, Any] = {}
         self._file: tuple[str, int, int] | None = None
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +296,8 @@ class Protection:
         session, loader = self._active()
         if self._commits % _LOOK_EVERY_COMMITS == 0:
             self._look_again()
+        if not self._for_file:
+            self._for_file = self._states.for_file()
         self._captured = {
             "epoch": epoch,
             "batches": batches or 0,
@@ -303,6 +306,7 @@ class Protection:
             "loader": loader.position(batches),
             "states": self._states.capture(),
             "attributes": self._attributes.capture(),
+            "file": self._for_file,
         }
         for line in self._attributes.left_out:
             self._messages.warn(f"not carried over a restart: {line}")

@@ -23,6 +23,10 @@ _STATE = (
     "total_flos",
     "num_input_tokens_seen",
 )
+# What follows from the arguments, and is read back from a file.
+_SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
+# Characters of a model's configuration, which is stored with each step for an export.
+_LARGE_CONFIG = 16 << 10
 _TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
@@ -104,6 +108,19 @@ class TrainerStates:
             "callbacks": {
                 name: _state_of(callback) for name, callback in self._callbacks() if name not in self.left_out
             },
+        }
+
+    def for_file(self) -> dict[str, Any]:
+        """What an export needs and no restart does; it does not change while training runs."""
+        trainer = self._trainer
+        config: Any = getattr(trainer.model, "config", None)
+        text = config.to_json_string() if hasattr(config, "to_json_string") else ""
+        exportable = {name: each for name, each in self._callbacks() if isinstance(each, ExportableState)}
+        arguments = {name: each.state().get("args", {}) for name, each in exportable.items()}
+        return {
+            "config": text if len(text) <= _LARGE_CONFIG else "",
+            "state": {name: getattr(trainer.state, name) for name in _SCHEDULE},
+            "arguments": {name: each for name, each in arguments.items() if not memckpt.unencodable_paths(each)},
         }
 
     def restore_counters(self, held: dict[str, Any]) -> None:

@@ -64,10 +64,13 @@ Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a d
 Adopt = Annotated[
     bool, typer.Option("--adopt", help="Go on as the run that the store belongs to: RUN's directory takes its id.")
 ]
-To = Annotated[Path, typer.Option(help="The file to write; a directory for dcp and accelerate. It must not exist.")]
+To = Annotated[
+    Path, typer.Option(help="What to write: a file; for dcp, accelerate, transformers a directory. It must not exist.")
+]
 Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
 Format = Annotated[
-    str, typer.Option("--format", help="torch, lightning, accelerate, safetensors (the model alone) or dcp.")
+    str,
+    typer.Option("--format", help="torch, lightning, accelerate, transformers, dcp, or safetensors (the model)."),
 ]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
 #: Where what is damaged goes.

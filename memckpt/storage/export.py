@@ -131,11 +131,12 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
 
     Args:
         store, checkpoint: what to export.
-        target: a file; for ``"dcp"`` and ``"accelerate"`` a directory. It must not exist.
+        target: a file; for ``"dcp"``, ``"accelerate"`` and ``"transformers"`` a directory. It must not exist.
         form: ``"dcp"``: a directory for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors;
             ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``;
             ``"lightning"``, where it is installed: a file for ``Trainer.fit(ckpt_path=...)``; ``"accelerate"``,
-            where it is installed: a directory for ``Accelerator.load_state``.
+            where it is installed: a directory for ``Accelerator.load_state``; ``"transformers"``, likewise: one for
+            ``Trainer.train(resume_from_checkpoint=...)``.
 
     Raises:
         UsageError: there is something at `target`.

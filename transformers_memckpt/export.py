@@ -1,0 +1,92 @@
+"""``memckpt export --format transformers``: a directory that ``Trainer.train(resume_from_checkpoint=...)`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import TrainerControl
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+
+from memckpt import ExportedState
+from memckpt.errors import ForeignStateError
+from transformers_memckpt.protection import STATE
+from transformers_memckpt.trainer_state import History
+
+
+def write(state: ExportedState, target: Path) -> None:
+    """Write the files of a ``checkpoint-N`` of the Trainer's own, as it saves them behind that step.
+
+    Missing are ``training_args.bin`` and the tokenizer's files, which no resume reads.
+
+    Raises:
+        ForeignStateError: the run was not trained with the callback for the Trainer.
+    """
+    ours = state.provided.get(STATE)
+    if ours is None:
+        raise ForeignStateError(
+            f"expected a run of a transformers.Trainer that memckpt has protected, found one that provides "
+            f"{sorted(state.provided)}; choose another format"
+        )
+    held, file = ours["states"], ours.get("file", {})
+    target.mkdir()
+    save_file(_once(state.model), target / SAFE_WEIGHTS_NAME, {"format": "pt"})
+    if file.get("config"):
+        (target / CONFIG_NAME).write_text(file["config"])
+    (optimizer,) = state.optimizers
+    torch.save(optimizer, target / OPTIMIZER_NAME)
+    torch.save(held["scheduler"], target / SCHEDULER_NAME)
+    if held["scaler"] is not None:
+        torch.save(held["scaler"], target / SCALER_NAME)
+    distributed = len(state.generators) > 1
+    for rank, generators in state.generators.items():
+        name = f"rng_state_{rank}.pth" if distributed else "rng_state.pth"
+        torch.save(_random_states(generators, distributed), target / name)
+    callbacks: Any = _callbacks(held["callbacks"], file.get("arguments", {}))  # as a file has them, not a Trainer
+    trainer_state = TrainerState(
+        **{**held["state"], "total_flos": held["state"]["total_flos"] + held["trainer"]["current_flos"]},
+        **file.get("state", {}),
+        log_history=History.decode(held["history"]),
+        stateful_callbacks=callbacks,
+    )
+    trainer_state.save_to_json(str(target / TRAINER_STATE_NAME))
+
+
+def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied weights under one of their names, as the Trainer saves them."""
+    kept: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        kept.setdefault(id(tensor), name)
+    return {name: tensors[name].contiguous() for name in kept.values()}
+
+
+def _random_states(generators: Mapping[str, Any], distributed: bool) -> dict[str, Any]:
+    states = {"python": generators["python"], "numpy": generators["numpy"], "cpu": generators["torch"]}
+    if cuda := generators["cuda"]:
+        every = [cuda.get(device) for device in range(max(cuda) + 1)]
+        if not distributed:
+            states["cuda"] = every[min(cuda)]
+        elif None not in every:  # the Trainer sets those of all devices, or of none
+            states["cuda"] = every
+    return states
+
+
+def _callbacks(attributes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Callbacks that are `ExportableState`, by class; a list where there are several of one."""
+    found: dict[str, Any] = {"TrainerControl": TrainerControl().state()}
+    for name, given in arguments.items():
+        if name not in attributes:
+            continue  # it could not be stored
+        kind, one = name.partition(":")[0].rpartition(".")[2], {"args": given, "attributes": attributes[name]}
+        if kind not in found:
+            found[kind] = one
+        elif isinstance(found[kind], list):
+            found[kind].append(one)
+        else:
+            found[kind] = [found[kind], one]
+    return found
