@@ -43,8 +43,10 @@ class AgentConfig:
         threads: CPU threads it may use for redo.
         linger_seconds: how long it keeps the state with no trainer connected.
         memory_budget_bytes: the most it may hold; None means what the machine and its cgroup have left.
-        start_seconds: time limit for its start and for each of its replies; an agent that stands still stops training
-            once, for at most so long.
+        start_seconds: time limit for its start and for each of its replies.
+        liveness_seconds: how long the agent, or its courier, may show no sign of life before it counts as standing
+            still (stopped, dead-locked). Training that waits for such an agent goes on without it; such a courier is
+            killed and replaced.
         fence_seconds: how long killed trainers of an earlier attempt may take to end, before a new one is refused; what
             has used a GPU takes longest.
         niceness: added to its CPU niceness, so that training comes first.
@@ -54,6 +56,7 @@ class AgentConfig:
     linger_seconds: float = 1800.0
     memory_budget_bytes: int | None = None
     start_seconds: float = 60.0
+    liveness_seconds: float = 15.0
     fence_seconds: float = 60.0
     niceness: int = 10
 
@@ -61,6 +64,7 @@ class AgentConfig:
         _require(self.threads >= 1, "agent.threads", "1 or more", self.threads)
         _require(self.linger_seconds >= 0, "agent.linger_seconds", "0 or more", self.linger_seconds)
         _require(self.start_seconds > 0, "agent.start_seconds", "more than 0", self.start_seconds)
+        _require(self.liveness_seconds > 0, "agent.liveness_seconds", "more than 0", self.liveness_seconds)
         _require(self.fence_seconds > 0, "agent.fence_seconds", "more than 0", self.fence_seconds)
         _require(0 <= self.niceness <= 19, "agent.niceness", "0 to 19", self.niceness)
         budget = self.memory_budget_bytes
@@ -132,6 +136,8 @@ class PeersConfig(ABC):
         overhead: the share of a step's time that sending may cost; it is slowed down to keep to it.
         domain_level: what is lost at once, at most: nodes, racks or zones; ``"auto"`` takes the widest that is known.
         rack, zone: where this node is; None: what the environment says (MEMCKPT_RACK, MEMCKPT_ZONE, Slurm, Kubernetes).
+        ack_timeout_seconds: with ``"wait"``, how long training waits for a node that acknowledges nothing; then it
+            goes on without, and says so.
         recovery_patience_seconds: how long a resume asks nodes again that do not answer, where it would go back further
             without them; 0: not at all.
     """
@@ -145,15 +151,18 @@ class PeersConfig(ABC):
     domain_level: DomainLevel = "auto"
     rack: str | None = None
     zone: str | None = None
+    ack_timeout_seconds: float = 15.0
     recovery_patience_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         rate, patience = self.rate_bytes_per_second, self.recovery_patience_seconds
+        timeout = self.ack_timeout_seconds
         _require(self.ack in ("wait", "proceed"), "peers.ack", "'wait' or 'proceed'", self.ack)
         _require(self.security in ("curve", "plain"), "peers.security", "'curve' or 'plain'", self.security)
         _require(0 <= self.port <= 65535, "peers.port", "0 to 65535", self.port)
         _require(rate is None or rate > 0, "peers.rate_bytes_per_second", "None or more than 0", rate)
         _require(0 < self.overhead <= 1, "peers.overhead", "more than 0, at most 1", self.overhead)
+        _require(timeout > 0, "peers.ack_timeout_seconds", "more than 0", timeout)
         _require(patience >= 0, "peers.recovery_patience_seconds", "0 or more", patience)
         levels = ("auto", "node", "rack", "zone")
         _require(

@@ -46,6 +46,9 @@ class Line:
         self.forgotten: list[str] = []
         self.refused: Counter[str] = Counter()
         self.bytes_sent = 0
+        self.unacknowledged: dict[str, int] = {}
+        self.taken: Counter[str] = Counter()
+        self.heard_at: dict[str, float | None] = {}
 
     def receive(self) -> Delivery | Met | None:
         return self.come.popleft() if self.come else None
@@ -58,6 +61,12 @@ class Line:
 
     def room(self, peer: str) -> int:
         return 1
+
+    def progress(self, peer: str) -> tuple[int, int]:
+        return self.unacknowledged.get(peer, 0), self.taken[peer]
+
+    def heard(self) -> dict[str, float | None]:
+        return dict(self.heard_at)
 
     def connect(self, peer: str, address: str) -> None:
         pass
@@ -105,6 +114,7 @@ class Node:
 
     def __init__(self, name: str = "b") -> None:
         self.name = name
+        self.now = 0.0
         self.line, self.wire = Line(), Wire()
         self.courier = Courier(self.wire)  # type: ignore[arg-type]
         self.holder = Holder(name, MemoryRoom)

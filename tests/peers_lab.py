@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memckpt.agent.address import AgentAddress
+from memckpt.agent.control import ask_status
 from memckpt.agent.peer_messages import Recover, Recovered
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.session.peers import Peers
@@ -95,7 +96,8 @@ class PeersJob(Job):
 
 def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
     """Peers on the loopback."""
-    ours = {name: settings.pop(name) for name in ("ack", "rate_bytes_per_second") if name in settings}
+    own = ("ack", "rate_bytes_per_second", "ack_timeout_seconds")
+    ours = {name: settings.pop(name) for name in own if name in settings}
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
 
 
@@ -122,13 +124,16 @@ class PeersRank(Rank):
 
     def __init__(self, job: PeersJob, rank: int) -> None:
         super().__init__(job, rank)
+        self._known = 0
         self._acts = {(act.step, act.place): act for act in job.acts if act.rank == rank}
         self.journal.note("started", pid=os.getpid())
 
     @property
     def acknowledged(self) -> int:
         """The newest record that this rank knows to be with the peers of every node."""
-        return 0 if self.session is None else self.session._link.client.passed
+        if self.session is not None and self.session._link.up:
+            self._known = max(self._known, self.session._link.client.passed)
+        return self._known
 
     def at(self, place: str) -> None:
         act = self._acts.pop((self.step, place), None)
@@ -295,6 +300,33 @@ _killed_once: set[str] = set()
 def stop_courier(rank: PeersRank) -> None:
     """That of the rank's node does nothing from now on."""
     os.kill(courier_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
+
+
+def stop_agent(rank: PeersRank) -> None:
+    """That of the rank's node does nothing from now on; its courier goes on."""
+    agent = agent_of(rank.job, rank.job.node(rank.rank))
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+
+
+def stop_both(rank: PeersRank) -> None:
+    """Agent and courier of the rank's node do nothing from now on."""
+    stop_courier(rank)
+    stop_agent(rank)
+
+
+def continue_both(rank: PeersRank) -> None:
+    """They go on, and the agent has heard what was said to it meanwhile."""
+    assert rank.session is not None
+    assert rank.session.agent_pid is None, "training waits for it no more"
+    name = rank.job.node(rank.rank)
+    continue_courier(rank)
+    agent = agent_of(rank.job, name)
+    assert agent is not None
+    assert rank.job.run_dir is not None
+    os.kill(agent, signal.SIGCONT)
+    address = AgentAddress.of(rank.job.run_dir, name)
+    wait_for(lambda: ask_status(address) is not None, "the agent answers")
 
 
 def continue_courier(rank: PeersRank) -> None:

@@ -291,5 +291,11 @@ class Port:
 
     in_flight_bytes = 0
 
+    def progress(self, peer: str) -> tuple[int, None]:
+        return 0, None
+
+    def heard(self) -> dict[str, float | None]:
+        return {}
+
     def room(self, peer: str) -> int:
         return self._room - len(self._network.queues[self._node, peer])

@@ -171,11 +171,12 @@ def test_training_goes_on_without_a_stopped_agent_and_with_it_when_it_goes_on(la
         os.kill(agent.pid, signal.SIGCONT)
         until(lambda: ask_status(address) is not None)
 
-    settings = config("eager", agent=AgentConfig(linger_seconds=60.0, start_seconds=4.0))
+    settings = config("eager", agent=AgentConfig(linger_seconds=60.0, start_seconds=600.0, liveness_seconds=2.0))
     actions = {("after commit", 5): stop, ("forward", 13): go_on, ("after commit", 15): kill_self}
     died = lab.train(PLAIN, settings, actions=actions)
     assert died.log.count("training goes on without protection since step") == 1
     assert died.log.count("stands still") == 1
+    assert "it has shown no sign of life for 2 s" in died.log
     assert "protected again from step 13 on" in died.log
     final = lab.train(PLAIN, settings, seed=2)
     assert final.restored_step == 15

@@ -63,7 +63,9 @@ class Desk:
         nothing: Any = None
         self.peers = Peers(nothing, find, lambda passed: None, self.lost.append, mirrors)
 
-    def _start(self, module: str, arguments: object, selector: object, received: Any, ended: Any) -> FakeCourier:
+    def _start(
+        self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object
+    ) -> FakeCourier:
         courier = self.make(self, ended)
         self.started.append(courier)
         return courier
@@ -82,6 +84,15 @@ class FakeCourier:
         self.sent: list[Any] = []
         self.asked: list[Any] = []
         self.closed = False
+        self.stopped = False
+
+    look_at = None
+
+    def stands_still(self) -> bool:
+        return self.stopped
+
+    def watch_for(self, liveness_seconds: float) -> None:
+        pass
 
     def send(self, message: object, fds: object) -> None:
         assert not self.closed
@@ -90,6 +101,8 @@ class FakeCourier:
     def ask(self, message: object, expected: type, timeout: float, patience: float | None = None) -> Any:
         assert not self.closed
         self.asked.append(message)
+        if self.stopped:
+            raise AgentGoneError("it has shown no sign of life")
         if isinstance(message, Listen):
             return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
         return Pieces(()) if isinstance(message, ListPieces) else Halted()
@@ -176,6 +189,45 @@ def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listen
     assert desk.started[2].asked[0] == LISTEN
     assert [type(one) for one in desk.started[2].sent] == [Join]
     assert not desk.lost
+
+
+def test_a_courier_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers.look_at_clock()
+    assert len(desk.started) == 1
+    desk.started[0].stopped = True
+    desk.peers.look_at_clock()
+    assert [one.closed for one in desk.started] == [True, False]
+    assert [type(one) for one in desk.started[1].sent] == [Join]
+
+
+def test_a_courier_that_stands_still_as_it_begins_to_listen_is_replaced(desk: Desk) -> None:
+    class Stopped(FakeCourier):
+        def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
+            super().__init__(desk, ended)
+            self.stopped = True
+            if len(desk.started) == 1:
+                desk.make = FakeCourier
+
+    desk.make = Stopped
+    assert desk.peers.listen(LISTEN).address == FakeCourier.address
+    assert [one.closed for one in desk.started] == [True, True, False]
+    desk.peers.begin_attempt()
+    desk.peers.close()
+    desk.make = Stopped
+    desk.started.clear()
+    desk.started.extend([FakeCourier(desk, lambda reason: None)] * 2)
+    with pytest.raises(AgentError, match="no sign of life"):
+        desk.peers.listen(LISTEN)
+
+
+def test_a_courier_that_stands_still_where_others_know_it_is_replaced_at_its_address(desk: Desk) -> None:
+    before = desk.peers.listen(LISTEN)
+    desk.started[0].stopped = True
+    assert desk.peers.listen(LISTEN) == before
+    assert [one.closed for one in desk.started] == [True, False]
+    assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
 
 
 def test_couriers_that_die_again_and_again_are_started_ever_more_seldom(

@@ -160,6 +160,32 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
     assert memory.rooms == {}
 
 
+def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> None:
+    memory = Memory()
+    shelf = Shelf(keeper=memory)
+    shelf.holder.open(records.window("g", CODE))
+    for record in (3, 4):
+        shelf.put(record, stripes=2, content=b"x")
+    expected = content(shelf.holder)
+    shelf.holder.leave()
+    shelf.holder = adopted(memory)
+    shelf.holder.begin("a1", None, CODE, rejoined=True)
+    window = shelf.holder.window((0, 1), "g")
+    assert window is not None
+    window._records[4].fragments[1][1][7] ^= 1  # a bit of what is kept
+    assert shelf.put(3, stripes=2) == [None, Stored((0, 1), "g", 3)]
+    first, second = shelf.put(4, stripes=2)
+    assert first is None
+    assert isinstance(second, NotStored)
+    assert "sent anew" in second.reason
+    assert shelf.records() == [3]
+    assert shelf.put(4, stripes=2) == [None, Stored((0, 1), "g", 4)]
+    assert content(shelf.holder) == expected
+    other = shelf.put(4, stripes=2, content=b"y")
+    assert isinstance(other[0], NotStored)
+    shelf.holder.close()
+
+
 def drop_beyond(holder: Holder) -> None:
     holder.halt()
     holder.begin("a2", 3, CODE)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from memckpt.config import StorageConfig
+from memckpt.config import AgentConfig, StorageConfig
 from tests.engine_harness import Lab
 from tests.peers_lab import (
     Act,
@@ -18,6 +18,7 @@ from tests.peers_lab import (
     PeersRank,
     agent_of,
     bounds,
+    continue_both,
     continue_courier,
     courier_of,
     damage,
@@ -34,6 +35,8 @@ from tests.peers_lab import (
     peers_job,
     recovers_with,
     start,
+    stop_agent,
+    stop_both,
     stop_courier,
     stop_here,
     survives,
@@ -506,6 +509,65 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
     last = replace(job, acts=acts, protected_at=(2, 9))
     finishes(lab, last, expected)
     assert len(noted(last, "acted")[2]) == 2
+
+
+# Agents and couriers stand still, training goes on
+
+
+@pytest.mark.parametrize(
+    ("setup", "redo", "who"),
+    [
+        (DDP, "eager", 1),
+        pytest.param(FSDP, "lazy", 1, marks=slow),
+        pytest.param(FSDP, "lazy", 0, marks=slow),
+        pytest.param(FSDP, "eager", 2, marks=slow),
+    ],
+    ids=named,
+)
+def test_a_courier_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lost(
+    lab: Lab, setup: Setup, redo: str, who: int
+) -> None:
+    """Nobody lets it go on. Protection becomes whole again, and a node that is lost after that is recovered."""
+    settings = peers_config(3, 1, redo, agent=AgentConfig(linger_seconds=60.0, liveness_seconds=2.0))
+    job = peers_job(lab, setup, settings)
+    expected = reference(lab, job)
+    acts = [Act(who, 3, "forward", stop_courier)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
+    assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
+    assert told(lab).count("it shows no sign of life") == 1
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+@pytest.mark.parametrize(
+    ("setup", "redo", "who", "stops"),
+    [
+        (DDP, "lazy", 1, stop_both),
+        pytest.param(DDP, "lazy", 1, stop_agent, marks=slow),
+        pytest.param(FSDP, "lazy", 2, stop_both, marks=slow),
+        pytest.param(FSDP, "lazy", 0, stop_both, marks=slow),
+        pytest.param(FSDP, "lazy", 0, stop_agent, marks=slow),
+        pytest.param(FSDP, "eager", 1, stop_both, marks=slow),
+        pytest.param(DDP, "eager", 1, stop_agent, marks=slow),
+    ],
+    ids=named,
+)
+def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_is_back(
+    lab: Lab, setup: Setup, redo: str, who: int, stops: Callable[[PeersRank], None]
+) -> None:
+    """Where it would wait for that node's acknowledgements. A node that is lost after that is recovered."""
+    agent = AgentConfig(linger_seconds=60.0, liveness_seconds=2.0)
+    settings = peers_config(3, 1, redo, agent=agent, ack_timeout_seconds=2.0)
+    job = peers_job(lab, setup, settings, last_step=20)
+    expected = reference(lab, job)
+    acts = [Act(who, 3, "forward", stops), Act(who, 10, "forward", continue_both)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 16)), Death("node3", 17, "backward"))
+    assert len(noted(died, "acted")[who]) == 2
+    assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 16]] * 4
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
 
 
 # Damage

@@ -30,6 +30,8 @@ class Member:
     next_record: int
     finished: bool = False
     left: bool = False
+    #: When it left, by the monotonic clock.
+    left_at: float = 0.0
 
 
 @dataclass
@@ -47,6 +49,14 @@ class Attempt:
 
     def living(self) -> list[Member]:
         return [member for member in self.members.values() if member.process.alive() and not member.left]
+
+    def deserters(self, before: float) -> list[Member]:
+        """Trainers that live, and went on without their agent before that time of the monotonic clock."""
+        return [
+            member
+            for member in self.members.values()
+            if member.left and not member.finished and member.left_at < before and member.process.alive()
+        ]
 
     @property
     def all_here(self) -> bool:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from memckpt import errors
 from memckpt.agent.address import AgentAddress, peer
-from memckpt.agent.channel import Channel
-from memckpt.agent.descriptors import readable
+from memckpt.agent.channel import Channel, encode
+from memckpt.agent.descriptors import readable, writable
 from memckpt.agent.launch import spawn_agent
 from memckpt.agent.messages import (
     Advance,
@@ -62,6 +62,7 @@ from memckpt.agent.peer_messages import (
 )
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.state.records import HeldRecords
@@ -133,6 +134,9 @@ class AgentClient:
         self._config = config
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
+        #: The page that the agent's loop moves, once it has said hello.
+        self._life: LifePage | None = None
+        self._watch: LifeWatch | None = None
         _live.add(self)
 
     @classmethod
@@ -159,18 +163,49 @@ class AgentClient:
         return cls(Channel(sock), config, started)
 
     def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
-        self.channel.send(message, timeout=self._config.start_seconds)
+        self.send(message)
         return self._answer(expected)
 
     def _answer(self, expected: type) -> tuple[Message, list[int]]:
         while True:
-            answer, fds = self.channel.receive(self._config.start_seconds)
+            received = self._poll(self._config.start_seconds)
+            if received is None:
+                raise AgentGoneError(f"no answer within {self._config.start_seconds:.0f} s")
+            answer, fds = received
             if isinstance(answer, Refused):
                 kind = getattr(errors, answer.kind, AgentError)
                 raise kind(answer.reason)
             if isinstance(answer, expected):
                 return answer, fds
             self._note(answer, fds)
+
+    def _poll(self, limit: float) -> tuple[Message, list[int]] | None:
+        """The next message; None if there is none within `limit` seconds, for which the agent has shown that it lives.
+
+        Raises:
+            AgentGoneError: it is gone, or stands still.
+        """
+        received: tuple[Message, list[int]] | None = None
+
+        def hear(seconds: float) -> bool:
+            nonlocal received
+            received = self.channel.poll(seconds)
+            return received is not None
+
+        self._wait(hear, limit)
+        return received
+
+    def _wait(self, ready: Callable[[float], bool], limit: float) -> bool:
+        """Wait for something, and look meanwhile whether the agent lives; False after `limit` seconds."""
+        until, watch = time.monotonic() + limit, self._watch
+        while True:
+            left = max(0.0, until - time.monotonic())
+            if ready(left if watch is None else min(left, watch.pause)):
+                return True
+            if left == 0.0:
+                return False
+            if watch is not None and watch.stands_still():
+                raise AgentGoneError(f"it has shown no sign of life for {watch.limit:g} s (stopped?)")
 
     def _note(self, message: Message, fds: Sequence[int] = ()) -> None:
         if isinstance(message, TakeSnapshot):
@@ -185,6 +220,10 @@ class AgentClient:
             _log.warning("memckpt: peers get nothing from this node: %s", message.reason)
         elif isinstance(message, Passed):
             self.passed = max(self.passed, message.record)
+            if self.lifted != message.lifted:
+                _log.info(
+                    "memckpt: training %s for peers", "does not wait" if message.lifted else "waits, where it has to,"
+                )
             self.whole, self.lifted = message.whole, message.lifted
         elif isinstance(message, Notice):
             self._notices.append(message)
@@ -205,13 +244,17 @@ class AgentClient:
         Raises:
             RunBusyError: another live trainer holds the run.
         """
-        answer, _ = self._request(hello, Inventory)
+        answer, fds = self._request(hello, Inventory)
         assert isinstance(answer, Inventory)
+        self._stop_watching()
+        self._life = LifePage.open(fds[0])
+        # Its redo thread computes while its loop waits for that.
+        self._watch = LifeWatch(self._life, self.agent_pid, self._config.liveness_seconds, "all")
         return answer.held
 
     def configure(self, message: Configure) -> None:
         """Give the agent the run's settings."""
-        self.channel.send(message)
+        self.send(message)
 
     def save_record(self, record: int, url: str, timeout: float) -> RecordSaved | None:
         """Have all that the agent holds of a record written; None if that takes longer than `timeout` seconds.
@@ -263,9 +306,14 @@ class AgentClient:
         """Send one of the messages that have no answer.
 
         Raises:
-            AgentGoneError: the agent is gone, or has taken nothing within the time limit.
+            AgentGoneError: the agent is gone, stands still, or has taken nothing within the time limit.
         """
-        self.channel.send(message, timeout=self._config.start_seconds)
+        body = encode(message)
+        if self.channel.offer(body):
+            return
+        limit = self._config.start_seconds
+        if not self._wait(lambda seconds: writable(self.channel.sock, seconds) and self.channel.offer(body), limit):
+            raise AgentGoneError(f"it has taken no message for {limit:.0f} s (overloaded?)")
 
     def notices(self) -> list[Notice]:
         """What the agent has said since the last call, without waiting. Raises AgentGoneError if it is gone."""
@@ -302,10 +350,10 @@ class AgentClient:
             AgentGoneError: the agent is gone.
             MemckptError: what it refuses, and why.
         """
-        self.channel.send(message)
+        self.send(message)
         waited = 0
         while True:
-            received = self.channel.poll(_PATIENCE_SECONDS)
+            received = self._poll(_PATIENCE_SECONDS)
             if received is None:
                 waited += 1
                 _log.warning(
@@ -326,16 +374,16 @@ class AgentClient:
                 self._note(answer, fds)
 
     def wait_passed(self, record: int) -> None:
-        """Wait until peers have acknowledged `record` for every node, however long that takes; says so now and then.
+        """Wait until peers have acknowledged `record` for every node, or nobody is to wait; says so now and then.
 
         Raises:
-            AgentGoneError: the agent is gone.
+            AgentGoneError: the agent is gone, or stands still.
         """
         waited = 0
         while self.passed < record and not self.lifted:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return
-            received = self.channel.poll(_PATIENCE_SECONDS)
+            received = self._poll(_PATIENCE_SECONDS)
             if received is not None:
                 self._note(*received)
                 continue
@@ -367,16 +415,16 @@ class AgentClient:
             AgentGoneError: the agent is gone, or stands still: it has not answered within the time limit.
         """
         half = self._config.start_seconds / 2
-        return self.channel.poll(half) or self._sign_of_life(half)
+        return self._poll(half) or self._sign_of_life(half)
 
     def _sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
         """The agent's answer to a question that it answers at once, or what it says before that.
 
         Raises:
-            AgentGoneError: it is gone, or has not answered within `limit` seconds.
+            AgentGoneError: it is gone, stands still, or has not answered within `limit` seconds.
         """
-        self.channel.send(StatusRequest(), timeout=limit)
-        received = self.channel.poll(limit)
+        self.send(StatusRequest())
+        received = self._poll(limit)
         if received is None:
             raise AgentGoneError(f"it has not answered for {limit:g} s (stopped or overloaded?)")
         return received
@@ -465,7 +513,13 @@ class AgentClient:
             except AgentGoneError as error:
                 _log.info("memckpt: the agent (pid %d) leaves by itself: %s", self.agent_pid, error)
         self._drop_order()
+        self._stop_watching()
         self.channel.close()
+
+    def _stop_watching(self) -> None:
+        life, self._life, self._watch = self._life, None, None
+        if life is not None:
+            life.close()
 
 
 def _forget_in_child() -> None:

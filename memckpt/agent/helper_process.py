@@ -20,6 +20,7 @@ from memckpt.agent.channel import Channel, encode
 from memckpt.agent.descriptors import writable
 from memckpt.agent.messages import Message
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.memory.life import LifePage, LifeWatch
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
@@ -60,6 +61,8 @@ class HelperProcess:
         selector: of the agent's loop, which reads its answers.
         received: called with each of them; an AgentError from it says that the process is not in its right mind.
         ended: called with the reason once it is gone, or not to be trusted.
+        liveness_seconds: without a sign of life after which it stands still; None: it is not watched.
+        life: the page that our own loop moves, which the process may watch in turn; belongs to the caller.
 
     Raises:
         AgentError: it cannot be started.
@@ -72,10 +75,28 @@ class HelperProcess:
         selector: selectors.BaseSelector,
         received: Callable[[Message], None],
         ended: Callable[[str], None],
+        liveness_seconds: float | None = None,
+        life: LifePage | None = None,
     ) -> None:
         self._selector = selector
         self._received = received
         self._ended = ended
+        self._own_life = life
+        #: The page that its loop moves, and who looks at it.
+        self._life = LifePage.create() if liveness_seconds is not None else None
+        self._watch: LifeWatch | None = None
+        try:
+            self._start(module, arguments)
+        except BaseException:  # raised again: nobody else knows of the page
+            self._close_life()
+            raise
+        if self._life is not None and liveness_seconds is not None:
+            # Its other threads are those of the network, which live on whatever becomes of its loop.
+            self._watch = LifeWatch(self._life, self._process.pid, liveness_seconds, "main")
+
+    def _start(self, module: str, arguments: Sequence[str]) -> None:
+        pages = {"--life": self._life, "--agent-life": self._own_life}
+        given = {option: page.fd for option, page in pages.items() if self._life is not None and page is not None}
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
@@ -84,11 +105,12 @@ class HelperProcess:
         path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")]))
         try:
             connection = ["--fd", str(theirs.fileno()), "--agent", str(os.getpid())]
+            connection += [word for option, fd in given.items() for word in (option, str(fd))]
             with _signals_held_back():
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", module, *connection, *arguments],
                     stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), *given.values()],
                     env={**os.environ, "PYTHONPATH": path},
                 )
         except OSError as error:
@@ -105,7 +127,7 @@ class HelperProcess:
         #: Messages that wait to be taken, with descriptors that are ours.
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._waiting_bytes = 0
-        selector.register(ours, selectors.EVENT_READ, self._attend)
+        self._selector.register(ours, selectors.EVENT_READ, self._attend)
 
     def _attend(self) -> None:
         if self._channel.fileno() < 0:
@@ -128,6 +150,41 @@ class HelperProcess:
             self._came = before
             for fd in fds:
                 os.close(fd)
+
+    @property
+    def look_at(self) -> float | None:
+        """When :meth:`stands_still` is to be asked again, by the monotonic clock; None: it is not watched."""
+        return None if self._watch is None else self._watch.due
+
+    def stands_still(self) -> bool:
+        """Whether it has shown no sign of life for too long: it is stopped, or dead-locked."""
+        return self._watch is not None and self._watch.stands_still()
+
+    def watch_for(self, liveness_seconds: float) -> None:
+        """It stands still after so many seconds without a sign of life, from now on."""
+        if self._watch is not None:
+            self._watch.limit = liveness_seconds
+
+    def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
+        """Wait for something, and look meanwhile whether the process lives; None after so many seconds.
+
+        Args:
+            ready: waits at most so many seconds for it; None: it has not come.
+            seconds: for all of that.
+
+        Raises:
+            AgentGoneError: it stands still.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            left = max(0.0, until - time.monotonic())
+            found = ready(left if self._watch is None else min(left, self._watch.pause))
+            if self._own_life is not None:
+                self._own_life.beat()  # who watches us is to see that we only wait
+            if found is not None or left == 0.0:
+                return found
+            if self._watch is not None and self._watch.stands_still():
+                raise AgentGoneError(f"it has shown no sign of life for {self._watch.limit:g} s")
 
     def take_descriptors(self) -> list[int]:
         """Those that came with the message that is being received; the caller's from now on."""
@@ -168,19 +225,19 @@ class HelperProcess:
             patience: how long to wait instead while it lives, and the log says that it does not answer.
 
         Raises:
-            AgentGoneError: the process is gone, or has not answered in time; or what it has said meanwhile has led to
-                its end.
+            AgentGoneError: the process is gone, stands still, or has not answered in time; or what it has said
+                meanwhile has led to its end.
         """
         deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())
         self._send_waiting()
         while self._waiting:
-            if not writable(self._channel.sock, deadline - time.monotonic()):
+            if not self._wait(self._writable, deadline - time.monotonic()):
                 raise AgentGoneError("the process takes no message (stopped or overloaded?)")
             self._send_waiting()
         longer = 0.0
         while True:
-            received = self._channel.poll(longer or timeout)
+            received = self._wait(self._channel.poll, longer or timeout)
             if received is None:
                 if patience is None or longer or self._process.poll() is not None:
                     raise AgentGoneError(f"no answer within {timeout + longer:.0f} s")
@@ -198,6 +255,9 @@ class HelperProcess:
             self._receive(answer, fds)
             if self._channel.fileno() < 0:
                 raise AgentGoneError("what it said has led to its end")
+
+    def _writable(self, seconds: float) -> bool | None:
+        return writable(self._channel.sock, seconds) or None
 
     def close(self, last: Callable[[Message], None] | None = None) -> None:
         """Kill it, wait for its end a while, and close the connection. Idempotent.
@@ -217,8 +277,14 @@ class HelperProcess:
         if last is not None:
             self._receive_last(last)
         self._channel.close()
+        self._close_life()
         while self._waiting:
             self._drop_first()
+
+    def _close_life(self) -> None:
+        self._watch = None
+        if self._life is not None:
+            self._life.close()
 
     def _receive_last(self, last: Callable[[Message], None]) -> None:
         self._received = last

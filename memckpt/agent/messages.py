@@ -25,6 +25,7 @@ from memckpt.agent.peer_messages import (
     CourierLost,
     Describe,
     Described,
+    Deserted,
     Drain,
     Drained,
     Fill,
@@ -83,7 +84,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of a rank. `nonce` is the attempt's, equal on all ranks; `next_record` is what it commits next.
 
     `local_ranks` are all ranks of the node, `unit` those among them that hold the same shards as this one. For at most
-    `fence_seconds` the agent waits for killed trainers of an earlier attempt to end.
+    `fence_seconds` the agent waits for killed trainers of an earlier attempt to end. An agent that shows no sign of
+    life for `liveness_seconds` is not waited for.
     """
 
     version: int
@@ -97,6 +99,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rejoining: bool = False
     next_record: int = 1
     fence_seconds: float = 60.0
+    liveness_seconds: float = 15.0
 
 
 class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
@@ -106,7 +109,10 @@ class Fencing(msgspec.Struct, frozen=True, tag="fencing"):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
-    """Answer to Hello: what this node can produce of each set of shards that it holds."""
+    """Answer to Hello: what this node can produce of each set of shards that it holds.
+
+    The page in which the agent shows that it lives comes along as a descriptor.
+    """
 
     held: tuple[HeldRecords, ...]
     agent_pid: int
@@ -596,6 +602,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     MirrorApplied,
     MirrorFailed,
     CloseMirror,
+    Deserted,
     Drain,
     Drained,
 ]

@@ -26,7 +26,8 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     """A trainer's, and the agent's to its courier: be there for peers that have these keys (None: for everybody).
 
     Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
-    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo.
+    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo. A courier that shows no sign
+    of life for `liveness_seconds` is killed and replaced.
     """
 
     attempt: str
@@ -36,6 +37,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     keys: PeerKeys | None
     memory_budget_bytes: int | None = None
     threads: int = 1
+    liveness_seconds: float = 15.0
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
@@ -76,6 +78,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         rate_bytes_per_second, overhead: of the traffic budget.
         record: the one behind which the attempt goes on; None: it starts over, or from storage.
         forget: a person wants it to start over, and nothing that is kept.
+        ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.
     """
 
     attempt: str
@@ -90,6 +93,7 @@ class PeerJob(msgspec.Struct, frozen=True):
     overhead: float
     record: int | None
     forget: bool = False
+    ack_timeout_seconds: float = 15.0
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -332,6 +336,10 @@ class LetGoOfRoom(msgspec.Struct, frozen=True, tag="let go of room"):
     slot: int
 
 
+class Deserted(msgspec.Struct, frozen=True, tag="deserted"):
+    """To the courier: a trainer of this node goes on without its agent, so that no record becomes whole here."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
     """To the courier: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
 
@@ -344,7 +352,7 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
 
     `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
-    some node has lost all that it had and can begin anew only if training goes on.
+    some node has lost all that it had and can begin anew only if training goes on, or stands still for too long.
     """
 
     record: int

@@ -21,6 +21,7 @@ from memckpt.agent.mirrors import MirrorKey, Mirrors
 from memckpt.agent.peer_messages import (
     BadSourceSeen,
     Described,
+    Deserted,
     Drain,
     Drained,
     Filled,
@@ -49,6 +50,7 @@ from memckpt.agent.peer_messages import (
 from memckpt.agent.piece_rooms import PieceRooms
 from memckpt.agent.recovery import Recovery
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
+from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
 from memckpt.state.records import HeldPieces, HeldRecords
 
@@ -59,6 +61,8 @@ _ANSWER_SECONDS = 20.0
 _HALT_SECONDS = 50.0
 #: Between two attempts at starting one that does not come up, so many times as long as that took.
 _REST_FACTOR = 5.0
+#: So many couriers that stand still as they begin to listen are replaced at once.
+_MOST_STANDING = 2
 #: It says every second how things are.
 _QUIET_SECONDS = 5.0
 
@@ -72,6 +76,7 @@ class Peers:
         passed: called when the watermark has got further.
         lost: called with the reason when there is no courier for a while, or for the rest of the attempt.
         mirrors: of other nodes' ranks; belong to the caller.
+        life: the page that the agent's loop moves; belongs to the caller.
 
     Attributes:
         watermark: the newest record that is acknowledged for every node of the job; None: no peers take part.
@@ -84,8 +89,10 @@ class Peers:
         passed: Callable[[Passed], None],
         lost: Callable[[str], None],
         mirrors: Mirrors,
+        life: LifePage | None = None,
     ) -> None:
         self._mirrors = mirrors
+        self._life = life
         self._rooms = PieceRooms()
         self._selector = selector
         self._holding = holding
@@ -172,6 +179,11 @@ class Peers:
             self._report, protected=False, problem=f"the courier of this node has said nothing for {quiet:.0f} s"
         )
 
+    def tell_deserted(self) -> None:
+        """A trainer of this node goes on without us: have nobody wait for what it would have committed."""
+        if self._job is not None:
+            self._send(Deserted())
+
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
         self._fingerprints[rank] = fingerprint
@@ -217,20 +229,41 @@ class Peers:
             self._restart()  # a trainer that is back asks for it before its time
             if self._courier is None:
                 raise AgentError(f"there is no courier: {self._problem}")
-        try:
-            if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
-                if self._courier is None:
-                    self._backoff.started()
-                    self._told_own = None
-                    self._courier = self._start_courier()
-                self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
-            return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
-        except AgentGoneError as error:
-            raise AgentError(f"the courier does not answer: {error}") from error
+        for standing in range(_MOST_STANDING + 1):
+            try:
+                return self._have_listen(message)
+            except AgentGoneError as error:
+                if standing == _MOST_STANDING or not self._replaces_standing(message, str(error)):
+                    raise AgentError(f"the courier does not answer: {error}") from error
+        raise AssertionError("the last one is an answer or an error")
 
-    def _start_courier(self) -> HelperProcess:
+    def _have_listen(self, message: Listen) -> Listening:
+        if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
+            if self._courier is None:
+                self._backoff.started()
+                self._told_own = None
+                self._courier = self._start_courier(message.liveness_seconds)
+            self._courier.watch_for(message.liveness_seconds)
+            self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
+        return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
+
+    def _replaces_standing(self, message: Listen, reason: str) -> bool:
+        """Whether the courier has not answered because it stands still; then it is killed, and may be replaced."""
+        courier = self._courier
+        if courier is None or not courier.stands_still():
+            return False
+        if self._listening is not None and self._listening[0].attempt == message.attempt:
+            self._ended(reason)  # others may know where it listens
+            return self._courier is not None
+        _log.error("the courier stands still as it begins to listen, and is replaced: %s", reason)
+        self._lose_courier(reason)
+        return True
+
+    def _start_courier(self, liveness_seconds: float) -> HelperProcess:
         """Another courier; it goes on with what the last one kept."""
-        courier = HelperProcess("memckpt.courier", [], self._selector, self._received, self._ended)
+        courier = HelperProcess(
+            "memckpt.courier", [], self._selector, self._received, self._ended, liveness_seconds, self._life
+        )
         try:
             for message, fd in self._rooms.handover():
                 courier.send(message, [fd])
@@ -493,6 +526,10 @@ class Peers:
         self._lose_courier(reason)
         self._give_up_recovery("the courier is gone")
         self._sent.clear()
+        if self._job is not None and self._job.wait and self.watermark is not None:
+            # One that takes its place begins with nothing, so that all others are told the same.
+            self._newest = Passed(self.watermark, False, lifted=True)
+            self._told_passed(self._newest)
         pause = self._backoff.died()
         if self._job is None and (self._listening is None or pause):
             self._do_without(reason)
@@ -518,10 +555,13 @@ class Peers:
 
     def deadline(self) -> float | None:
         """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
-        return self._retry_at
+        looks = None if self._courier is None else self._courier.look_at
+        return min((at for at in (self._retry_at, looks) if at is not None), default=None)
 
     def look_at_clock(self) -> None:
         """Do what is due."""
+        if self._courier is not None and self._courier.stands_still():
+            self._ended("it shows no sign of life (stopped, or dead-locked), and is killed")
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             self._restart()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import selectors
 import time
@@ -62,6 +63,7 @@ from memckpt.agent.peer_messages import AskPhases, CourierLost, Join, Listen, Pa
 from memckpt.agent.peers import Peers
 from memckpt.agent.status import add_holdings
 from memckpt.errors import AgentError, RunBusyError
+from memckpt.memory.life import LifePage, look_seconds
 from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
@@ -105,6 +107,10 @@ class Agent:
         self._check = ""
         self._leaving: str | None = None
         self._started = time.monotonic()
+        #: Where this loop shows that it lives; and how often it comes round, at least, while trainers may look.
+        self._life = LifePage.create()
+        self._beat_seconds = 1.0
+        self._liveness_seconds = 15.0
         self._committed_at: float | None = None
         self._stall_ms: float | None = None
         self._lonely_since: float | None = self._started
@@ -129,7 +135,12 @@ class Agent:
             lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._holdings),
         )
         self._peers = Peers(
-            self._selector, self._holdings.get, self._watermark_passed, self._courier_lost, self._mirrors
+            self._selector,
+            self._holdings.get,
+            self._watermark_passed,
+            self._courier_lost,
+            self._mirrors,
+            self._life,
         )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
         self._leaving_when_saved: str | None = None
@@ -150,6 +161,7 @@ class Agent:
         try:
             ready()
             while self._leaving is None:
+                self._life.beat()
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
                 self._look_at_clock()
@@ -171,7 +183,7 @@ class Agent:
 
     def _patience(self) -> float | None:
         """How long to wait for events: until something is due by the clock, or for ever."""
-        limits = [self._linger_left()]
+        limits = [self._linger_left(), self._beat_seconds if self._attempt is not None else None]
         if self._must_save_alone:
             limits.append(self._holdings.patience(self._lonely_since or 0.0))
         for deadline in (self._holdings.deadline(), self._peers.deadline()):
@@ -193,6 +205,7 @@ class Agent:
         self._holdings.look_at_clock()
         self._peers.look_at_clock()
         self._peers.tell_own(sum(one.nbytes for one in self._holdings))
+        self._look_for_deserters()
         if self._lonely_since is not None:
             self._holdings.save_asked()
         if self._must_save_alone and self._holdings.patience(self._lonely_since or 0.0) <= 0:
@@ -245,6 +258,7 @@ class Agent:
         self._holdings.close()
         self._mirrors.close()
         self._connections.close(Leaving())
+        self._life.close()
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -254,9 +268,18 @@ class Agent:
     def _trainer_left(self, connection: Connection) -> None:
         assert connection.member is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
-            connection.member.left = True
+            connection.member.left, connection.member.left_at = True, time.monotonic()
             if not self._attempt.living() and self._fence is None:
                 self._lonely_since = time.monotonic()
+
+    def _look_for_deserters(self) -> None:
+        """Where a trainer goes on without us, others are not to wait for this node's records."""
+        if self._attempt is None or self._fence is not None:
+            return
+        for member in self._attempt.deserters(time.monotonic() - self._liveness_seconds):
+            member.left_at = math.inf  # told once
+            _log.warning("rank %d goes on without protection: peers do not wait for this node", member.rank)
+            self._peers.tell_deserted()
 
     def _tell_members(self, message: Message) -> None:
         """To all trainers of the attempt."""
@@ -474,7 +497,9 @@ class Agent:
         self._peers.introduce(hello.rank, hello.fingerprint)
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
         held = () if hello.rejoining else (*self._holdings.inventory(hello), *self._peers.inventory_of_mirrors())
-        self._connections.answer(connection, Inventory(held, os.getpid()))
+        self._liveness_seconds = hello.liveness_seconds
+        self._beat_seconds = look_seconds(hello.liveness_seconds)
+        self._connections.answer(connection, Inventory(held, os.getpid()), [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.members):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))

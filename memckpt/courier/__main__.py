@@ -18,14 +18,19 @@ from memckpt.agent.descriptors import raise_limit
 from memckpt.agent.log import logging_to_stderr
 from memckpt.courier.courier import Courier
 from memckpt.errors import AgentGoneError
+from memckpt.memory.life import LifePage, LifeWatch
 
 _PR_SET_PDEATHSIG = 1
+#: Without a sign of life of its agent, until that says for how long.
+_AGENT_SECONDS = 15.0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m memckpt.courier", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
     parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
+    parser.add_argument("--life", type=int, help="descriptor of the page in which it shows that it lives")
+    parser.add_argument("--agent-life", type=int, help="descriptor of the page in which its agent does")
     arguments = parser.parse_args()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != arguments.agent:
@@ -36,7 +41,10 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=arguments.fd))
     with logging_to_stderr("courier"):
         raise_limit()
-        courier = Courier(channel)
+        life = None if arguments.life is None else LifePage.open(arguments.life)
+        agent = None if arguments.agent_life is None else LifePage.open(arguments.agent_life)
+        watch = None if agent is None else LifeWatch(agent, arguments.agent, _AGENT_SECONDS, "all")
+        courier = Courier(channel, life, watch)
         try:
             courier.run()
         except AgentGoneError:
@@ -44,6 +52,9 @@ def main() -> int:
         finally:
             courier.close()
             channel.close()
+            for page in (life, agent):
+                if page is not None:
+                    page.close()
     return 0
 
 

@@ -19,6 +19,7 @@ from memckpt.agent.messages import Message
 from memckpt.agent.mirror_messages import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.agent.peer_messages import (
     Describe,
+    Deserted,
     Drain,
     Drained,
     Fill,
@@ -48,6 +49,7 @@ from memckpt.courier.reader import Reader
 from memckpt.courier.serving import Serving
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.budget import check_budget
+from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.peers import wire
@@ -104,10 +106,20 @@ class _AgentKeeps:
 
 
 class Courier:
-    """Belongs to one thread. The channel to the agent belongs to the caller."""
+    """Belongs to one thread.
 
-    def __init__(self, channel: Channel) -> None:
+    Args:
+        channel: to the agent; belongs to the caller.
+        life: the page in which it shows that it lives; belongs to the caller.
+        agent: who looks at that of its agent.
+    """
+
+    def __init__(self, channel: Channel, life: LifePage | None = None, agent: LifeWatch | None = None) -> None:
         self._channel = channel
+        self._life = life
+        self._agent = agent
+        #: The loop comes round that often, at least.
+        self._beat_seconds = 1.0
         self._poller = zmq.Poller()
         self._poller.register(channel.fileno(), zmq.POLLIN)
         self._transport: Transport | None = None
@@ -136,6 +148,7 @@ class Courier:
     def run(self) -> None:
         """Serve until the agent is gone; that raises AgentGoneError."""
         while True:
+            self._beat()
             self._poller.poll(math.ceil(self._patience() * 1000))
             while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
                 self._handle(*received)
@@ -149,6 +162,7 @@ class Courier:
                         self._member.pacer.mark(mark.step, mark.phase, mark.ns, mark.position)
                 if self._transport is not None:
                     self._member.unheard = self._transport.silent
+                self._look_at_agent()
                 self._member.work(now)
                 self._report(now)
             for reader in self._readers:
@@ -156,6 +170,15 @@ class Courier:
             for asking in self._asking:
                 asking.tend(now)
             self._finish_readers()
+
+    def _beat(self) -> None:
+        if self._life is not None:
+            self._life.beat()
+
+    def _look_at_agent(self) -> None:
+        assert self._member is not None
+        if self._agent is not None and self._agent.stands_still():
+            self._member.deserted = "its agent stands still"
 
     def _drain(self, now: float) -> None:
         """See what is on its way to peers arrive; then say so."""
@@ -168,7 +191,7 @@ class Courier:
 
     def _patience(self) -> float:
         now = time.monotonic()
-        limits = [0.0 if self._unheard else 60.0]
+        limits = [0.0 if self._unheard else self._beat_seconds]
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
@@ -242,7 +265,11 @@ class Courier:
                 self._send_generation(message, regions)
             case SendRecord():
                 if self._member is not None:
+                    self._member.deserted = ""
                     self._member.committed(message)
+            case Deserted():
+                if self._member is not None:
+                    self._member.deserted = "its trainers go on without their agent"
             case GiveUp():
                 if self._member is not None:
                     self._member.give_up(message)
@@ -272,6 +299,9 @@ class Courier:
         self._security = "plain" if message.keys is None else "curve"
         keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
         self._node = message.node
+        self._beat_seconds = look_seconds(message.liveness_seconds)
+        if self._agent is not None:
+            self._agent.limit = message.liveness_seconds
         if self._holder is None:
             holder = Holder(message.node, self._reserve, _AgentKeeps(self._channel))
             self._holder = Mirroring(holder, self._ask_for_mirror, self._channel.send)
@@ -326,7 +356,11 @@ class Courier:
         """Have the agent make room, and wait for it; what it says beside that is heard afterwards."""
         self._channel.send(message)
         while True:
-            answer, fds = self._channel.receive(None)
+            received = self._channel.poll(self._beat_seconds)
+            self._beat()  # it is the agent that takes its time
+            if received is None:
+                continue
+            answer, fds = received
             if isinstance(answer, MirrorOpened):
                 return answer, [Region.open(fd) for fd in fds]
             if isinstance(answer, MirrorRefused):
@@ -362,6 +396,7 @@ class Courier:
         if message.serve:
             self._serving.add(message, regions)
         elif self._member is not None:
+            self._member.deserted = ""
             self._member.begin(message, regions)
         else:
             for region in regions:

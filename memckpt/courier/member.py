@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import msgspec
 
@@ -23,6 +23,7 @@ from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
 from memckpt.peers.code import Code
+from memckpt.peers.overdue import Absence, Overdue
 from memckpt.peers.owner import Outgoing, Owner
 from memckpt.peers.pace import Pacer
 from memckpt.peers.placement import place
@@ -83,6 +84,7 @@ class Member:
         loopback: messages of this node to itself.
         refused: what could not be understood, by reason.
         unheard: peers of which nothing is heard, as the transport says.
+        deserted: why no record becomes whole on this node, in words; empty if they do.
     """
 
     def __init__(
@@ -106,6 +108,10 @@ class Member:
         self.loopback: deque[Delivery] = deque()
         self.refused: Counter[str] = Counter()
         self.unheard: frozenset[str] = frozenset()
+        self.deserted = ""
+        #: Holders that acknowledge nothing of what they are sent, and nodes of which nothing is heard, for too long.
+        self._overdue = Overdue(job.ack_timeout_seconds)
+        self._away = Absence(job.ack_timeout_seconds)
         names = [one.name for one in job.nodes]
         self._leader_node = names[0]
         self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
@@ -137,7 +143,7 @@ class Member:
         self._ahead: dict[tuple[int, ...], int] = {}
         self._waiting_since: float | None = None
         #: Nobody waited for a while, and training may still be further ahead than it is to be.
-        self._strayed = False
+        self._strayed = rejoined
         #: By unit: how many records later the node cannot go back to one.
         self._reach: dict[tuple[int, ...], int] = {}
         self._told = Acknowledged(node, start, start, False, rejoined)
@@ -280,8 +286,8 @@ class Member:
 
     def _pass_led(self) -> None:
         """What the leader has said counts as whole only while it is heard."""
-        led = self._led
-        self._pass(Watermark(led.record, led.whole and self._leader_node not in self.unheard, led.lifted))
+        led, lifted = self._led, self._led.lifted or self._leader_node in self._away.nodes
+        self._pass(Watermark(led.record, led.whole and not lifted and self._leader_node not in self.unheard, lifted))
 
     def _pass(self, watermark: Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
@@ -391,7 +397,9 @@ class Member:
         )
         since = max((owner.since for owner in self._owners.values()), default=record)
         anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
-        lost = anew or self._leaving
+        self._look_for_overdue(now)
+        away = any(not self._away.nodes.isdisjoint(owner.holders) for owner in self._owners.values())
+        lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self._overdue.nodes or away))
         told = Acknowledged(self._node, record, since, whole, lost)
         if told != self._told:
             self._told = told
@@ -401,8 +409,40 @@ class Member:
                 self.send(self._leader_node, told, b"")
         if self._leader is not None:
             self._announce(self._leader.unheard(self.unheard))
+            self._announce(self._leader.give_up(self._away.nodes))
         else:
             self._pass_led()
+
+    def _look_for_overdue(self, now: float) -> None:
+        """Who has acknowledged nothing, or was not heard, for so long that training does not wait for it."""
+        if not self.job.wait:
+            return
+        owing: dict[str, Hashable] = {}
+        for owner in self._owners.values():
+            for holder, progress in owner.owing(self._transport.progress).items():
+                owing[holder] = owing.get(holder), progress
+        before = self._overdue.nodes
+        # Of one that is not heard at all nobody knows whether it is lost: that is the leader's to judge.
+        self._overdue.look({node: one for node, one in owing.items() if node not in self.unheard}, now)
+        self._tell_overdue(before, self._overdue.nodes, "acknowledges nothing")
+        newest = max((owner.newest or 0 for owner in self._owners.values()), default=0)
+        before, every = self._away.nodes, max((one.every for one in self._owners.values()), default=1)
+        self._away.look(
+            {node: at for node, at in self._transport.heard().items() if self.knows(node)}, newest, every, now
+        )
+        self._tell_overdue(before, self._away.nodes, "is not heard")
+
+    def _tell_overdue(self, before: frozenset[str], after: frozenset[str], what: str) -> None:
+        for node in sorted(after - before):
+            _log.warning(
+                "%s %s for too long (ack_timeout_seconds=%g): training does not wait for it, and what it lacks is a "
+                "gap in protection",
+                node,
+                what,
+                self.job.ack_timeout_seconds,
+            )
+        for node in sorted(before - after):
+            _log.info("%s is waited for again; it is sent what it lacks", node)
 
     def _pump(self) -> int:
         """Send a piece, of the owners in turns; returns the bytes."""
@@ -513,9 +553,13 @@ class Member:
         if self.watermark.whole:
             problem = self._holder.problem
             return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
+        if self.deserted:
+            return f"training goes on without the peers of this node: {self.deserted}"
         for owner in self._owners.values():
             for holder, problem in owner.problems.items():
                 return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
+        if left := self._overdue.nodes | self._away.nodes:
+            return f"training does not wait for {', '.join(sorted(left))}, of which nothing comes"
         silent = [link.node for link in self._links() if not link.connected]
         if silent:
             return f"nothing is heard of {', '.join(silent)}"

@@ -10,8 +10,9 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
+from memckpt.errors import DamagedStateError
 from memckpt.peers.blob import STATIC
-from memckpt.peers.fragments import Fragment
+from memckpt.peers.fragments import Fragment, check
 from memckpt.peers.windows import differing, misfit, sizes_of
 from memckpt.peers.wire import Window
 from memckpt.state.layout import first_difference
@@ -213,10 +214,12 @@ class KeptWindow:
         """Keep a fragment that fits; True when that makes its piece of the record complete.
 
         Raises:
-            MemckptError: there is no room for it.
+            MemckptError: there is no room for it, or what is here of the record is not what is sent, and is dropped.
         """
         number = fragment.record
         kept = self._records.get(number)
+        if kept is not None and kept.complete:
+            self._compare(kept, fragment)
         if (kept is not None and kept.complete) or STATIC < number <= self._past or self._is_too_old(number):
             # Sent once more, or not needed: its owner waits to hear of it, at its end.
             return fragment.stripe == fragment.stripes - 1
@@ -228,6 +231,15 @@ class KeptWindow:
         kept.step = step
         kept.fragments[fragment.stripe] = (fragment, self._cells(kept.slot).write(fragment, step, payload))
         return kept.complete
+
+    def _compare(self, kept: _KeptRecord, fragment: Fragment) -> None:
+        """Look at what is here of a record that is sent once more: its owner, or we, were away for a while."""
+        known = kept.fragments.get(fragment.stripe)
+        same = known is not None and (known[0].checksum, known[0].digest) == (fragment.checksum, fragment.digest)
+        problem = check(*known) if known is not None and same else "it is another record of the same number"
+        if problem:
+            self._drop(fragment.record)
+            raise DamagedStateError(f"what was kept of it is dropped, and it is to be sent anew: {problem}")
 
     def _is_too_old(self, number: int) -> bool:
         """Whether a record would take the slot of a later one: there are as many slots as records that are needed."""

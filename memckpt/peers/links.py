@@ -105,6 +105,11 @@ class Link:
     def unacknowledged_messages(self) -> int:
         return len(self._waiting) + len(self._on_the_way)
 
+    @property
+    def acknowledged_messages(self) -> int:
+        """Those of this pair that the peer has said that it has."""
+        return self._next - len(self._on_the_way)
+
     def room(self) -> int:
         return self._window_bytes - self.unacknowledged_bytes if self.met else 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -123,6 +123,8 @@ class _Stream:
         self.waits = False
         self.retry_at = 0.0
         self._backoff = _FIRST_RETRY_SECONDS
+        #: How often it has said that it has a record.
+        self._heard = 0
         #: What is on its way or yet to be sent, in order; and what the holder has said that it has.
         self._pending: deque[tuple[Outgoing, int]] = deque()
         self._stored: set[tuple[str, int]] = set()
@@ -152,6 +154,11 @@ class _Stream:
     def bytes_per_record(self) -> float | None:
         """What the link carries while training commits a record; None: all that there was, or it is not known."""
         return self._busy_bytes / self._busy_records if self._busy_records and self._busy_bytes else None
+
+    @property
+    def progress(self) -> int | None:
+        """How many records it has said that it has, where it is to say more; None where nothing is asked of it."""
+        return self._heard if self._pending or self.problem or not self.met else None
 
     def restart(self, outgoing: Outgoing | None) -> None:
         """Send what there is of a generation, from its beginning."""
@@ -217,6 +224,7 @@ class _Stream:
         """The holder has a record. It counts if all of it was sent, and was not known to be there."""
         found = [one for one in self._pending if (one[0].generation, one[1]) == (message.generation, message.record)]
         if found and found[0] not in self.queue:
+            self._heard += 1
             self._stored.add((message.generation, message.record))
             self._advance()
 
@@ -378,6 +386,26 @@ class Owner:
                 )
                 stream.not_stored(message, now)
 
+    def owing(self, progress: Callable[[str], tuple[int, Hashable]]) -> dict[str, Hashable]:
+        """Holders that have something to acknowledge, each with what changes as it does.
+
+        Args:
+            progress: bytes that a node has not acknowledged, and what changes whenever it acknowledges something.
+        """
+        found: dict[str, Hashable] = {}
+        if self._newest is None:
+            return found
+        for stream in self._streams:
+            told = stream.progress
+            if told is None:
+                continue
+            nbytes, acknowledged = progress(stream.holder)
+            if stream.problem or not stream.met:
+                found[stream.holder] = told  # that it refuses counts for nothing
+            elif nbytes or not stream.queue or self._room(stream.holder) <= 0:
+                found[stream.holder] = told, acknowledged
+        return found
+
     @property
     def acknowledged(self) -> int:
         """The newest record that all holders have."""
@@ -435,6 +463,12 @@ class Owner:
         each = 0 if newest is None else newest.window.record_bytes // self._code.data
         behind = self.behind
         return each * sum(behind[holder] for holder in self.holders if self._room(holder) > 0)
+
+    @property
+    def every(self) -> int:
+        """Records of the newest generation have numbers that are multiples of it."""
+        newest = self._newest
+        return 1 if newest is None else newest.window.every
 
     @property
     def kept(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -172,6 +172,17 @@ class Transport:
         """Bytes of bodies and payloads that were handed over, and that peers that are heard have not acknowledged."""
         peers = self._directory.peers.items()
         return sum(known.link.in_flight_bytes for peer, known in peers if peer not in self.silent)
+
+    def progress(self, peer: str) -> tuple[int, Hashable]:
+        """Bytes that a peer has not acknowledged, and what changes whenever it acknowledges something."""
+        known = self._directory.peers.get(peer)
+        if known is None:
+            return 0, None
+        return known.link.unacknowledged_bytes, (known.link.met, known.link.acknowledged_messages)
+
+    def heard(self) -> dict[str, float | None]:
+        """When anything last came of each peer, or it was named first, as of the last :meth:`tend`."""
+        return {peer: known.heard_at for peer, known in self._directory.peers.items()}
 
     # Sending
 

@@ -19,6 +19,7 @@ class Leader:
         self._said: dict[str, Acknowledged] = {}
         self._nodes = set(nodes)
         self._unheard: frozenset[str] = frozenset()
+        self._given_up: frozenset[str] = frozenset()
         self._told = Watermark(record, False)
 
     @property
@@ -40,8 +41,15 @@ class Leader:
         self._unheard = nodes
         return self._change()
 
+    def give_up(self, nodes: frozenset[str]) -> Watermark | None:
+        """Of which nothing is heard for so long that nobody is to wait for them; a new watermark if it has changed."""
+        if nodes == self._given_up:
+            return None
+        self._given_up = nodes
+        return self._change()
+
     def _change(self) -> Watermark | None:
-        lifted = any(one.lost for one in self._said.values())
+        lifted = bool(self._given_up) or any(one.lost for one in self._said.values())
         if set(self._said) != self._nodes:
             return self._tell(Watermark(self._told.record, False, lifted))
         record = min(one.record for one in self._said.values())

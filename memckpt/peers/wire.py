@@ -97,7 +97,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
 
     `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
     a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
-    takes T records. `lost`: the node has lost all that it had, and begins anew at one of the next records.
+    takes T records. `lost`: nobody is to wait for the node. It has lost all that it had and begins anew at one of the
+    next records, or its agent or one of its holders stands still.
     """
 
     node: str
@@ -110,8 +111,8 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
 class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
 
-    `lifted`: some node has lost all that it had. Nobody is to wait for it: to begin anew it has to get to another
-    record, which takes all ranks.
+    `lifted`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another record,
+    which takes all ranks; or some node stands still for too long.
     """
 
     record: int

@@ -80,6 +80,7 @@ class AgentLink:
             rejoining=rejoining,
             next_record=next_record,
             fence_seconds=self._config.fence_seconds,
+            liveness_seconds=self._config.liveness_seconds,
         )
         return self._client.hello(hello)
 

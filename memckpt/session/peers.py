@@ -130,7 +130,16 @@ class Peers:
     def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | None, alone: bool) -> Listening | None:
         address = _own_address(config.host, alone)
         budget, threads = self._agent.memory_budget_bytes, self._agent.threads
-        self._listen = Listen(self._ranks.nonce, self._ranks.node, address, config.port, keys, budget, threads)
+        self._listen = Listen(
+            attempt=self._ranks.nonce,
+            node=self._ranks.node,
+            host=address,
+            port=config.port,
+            keys=keys,
+            memory_budget_bytes=budget,
+            threads=threads,
+            liveness_seconds=self._agent.liveness_seconds,
+        )
         return self._link.client.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
@@ -241,6 +250,7 @@ class Peers:
             overhead=config.overhead,
             record=plan.record if isinstance(plan, RestoreRecord) else None,
             forget=isinstance(plan, StartOver) and plan.asked,
+            ack_timeout_seconds=config.ack_timeout_seconds,
         )
         assert self._ranks.node in names
         job = self._job

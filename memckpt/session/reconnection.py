@@ -33,7 +33,7 @@ class Reconnection:
     Args:
         address: of the agent.
         patience: how long the first look waits for an answer, in seconds.
-        pauses: whether there may be any; False where the job stands still until this node is protected again.
+        pauses: whether there may be any; False where the others wait for this node, until it is overdue.
         clock: in seconds.
     """
 
@@ -93,7 +93,7 @@ class Reconnection:
         return False
 
     def _answered_late(self, question: Channel) -> bool:
-        if question.poll(0.0 if self._pauses else self._patience) is None:
+        if question.poll() is None:
             return False
         self.forget()
         pause = self._stops.died() if self._pauses else 0.0

@@ -46,7 +46,7 @@ from memckpt.session.peers import Peers
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import Parts, RankState
 from memckpt.session.ranks import Ranks
-from memckpt.session.reconnection import PROBE_SECONDS, Reconnection
+from memckpt.session.reconnection import Reconnection
 from memckpt.session.repetition import Repetition, any_accelerator, compare_following
 from memckpt.session.report import HeldState, RestoreReport, describe_protection
 from memckpt.session.resume import Resumption
@@ -98,9 +98,8 @@ class Session:
         self._staging = Staging(self._live, self._recorder, self._copier, self._clock, self._changes, self._ranks.rank)
         address = AgentAddress.of(run_dir)
         self._link = AgentLink(address, self._ranks, config)
-        # Where training waits for peers, the others soon wait for this node, and no later record ever comes.
-        patience = config.agent.start_seconds if self._link.waits else PROBE_SECONDS
-        self._reconnection = Reconnection(address, patience, pauses=not self._link.waits)
+        # Where training waits for peers, the others wait for this node until it is overdue.
+        self._reconnection = Reconnection(address, pauses=not self._link.waits)
         self._rank_state = RankState(self._live, self._copier, self._device)
         self._peers = Peers(config.peers, self._ranks, self._link, config.agent)
         self._resumption = Resumption(
