@@ -157,6 +157,27 @@ def test_an_agent_that_is_busy_and_answers_is_waited_for(address: AgentAddress, 
     client.abandon()
 
 
+def test_an_agent_that_answers_and_applies_nothing_is_not_waited_for_for_ever(
+    address: AgentAddress, agent: StandingAgent
+) -> None:
+    sock = address.connect()
+    assert sock is not None
+    client = AgentClient(Channel(sock), AgentConfig(start_seconds=0.02))
+    there, _ = agent.listener.sockets[0].accept()
+    channel = Channel(there)
+    agent.asked.append(channel)
+
+    def answer() -> bool:
+        channel.send(Credit(0))
+        return False
+
+    with pytest.raises(AgentGoneError, match="it answers, and has applied no record"):
+        client.wait_applied(1, give_up=answer)
+    channel.send(Credit(2))
+    client.wait_applied(2)
+    client.abandon()
+
+
 def test_training_goes_on_without_a_stopped_agent_and_with_it_when_it_goes_on(lab: Lab) -> None:
     agent = lab.start_agent()
     address = AgentAddress.of(lab.run_dir)

@@ -71,6 +71,8 @@ Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
 #: At the end of a training, how long to see the agent leave once all is in storage.
 _END_SECONDS = 20.0
+#: A record may take so many times as long to be applied as the agent may take to answer.
+_RECORD_LIMITS = 10
 #: How often to say that training waits for peers.
 _PATIENCE_SECONDS = 30.0
 _live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
@@ -401,11 +403,17 @@ class AgentClient:
         """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
 
         Raises:
-            AgentGoneError: the agent is gone, or stood still for the time limit.
+            AgentGoneError: the agent is gone, stands still, or answers and applies nothing for ten time limits.
         """
+        limit, applied = _RECORD_LIMITS * self._config.start_seconds, self.applied
+        until = time.monotonic() + limit
         while self.applied < record:
             if any(isinstance(notice, Alarm) for notice in self._notices) or give_up():
                 return
+            if self.applied > applied:
+                applied, until = self.applied, time.monotonic() + limit
+            if time.monotonic() >= until:
+                raise AgentGoneError(f"it answers, and has applied no record for {limit:g} s")
             self._note(*self._hear())
 
     def _hear(self) -> tuple[Message, list[int]]:
