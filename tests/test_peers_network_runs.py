@@ -15,6 +15,7 @@ from memckpt.agent import client
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status
 from memckpt.agent.peer_messages import PeersStatus
+from memckpt.config import AgentConfig
 from tests import netns
 from tests.engine_harness import Child, Lab
 from tests.netns import Network
@@ -88,6 +89,8 @@ TROUBLES = [
         lambda job: os.kill(courier_of(job, "node1"), signal.SIGCONT),
     ),
 ]
+#: A courier that is stopped here is not to be replaced.
+PATIENT = AgentConfig(linger_seconds=60.0, liveness_seconds=600.0)
 troubles = pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
 
 
@@ -122,7 +125,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     lab: Lab, network: Network, trouble: Trouble
 ) -> None:
     """So many steps that what is sent in vain would be more than may wait for one peer."""
-    config = peers_config(1, 1, ack="proceed")
+    config = peers_config(1, 1, ack="proceed", agent=PATIENT)
     job = peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
     expected = reference(lab, job)
 
@@ -147,7 +150,8 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
 
 @troubles
 def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trouble: Trouble) -> None:
-    job = peers_job(lab, Setup(world_size=3), peers_config(2, 1), network=network)
+    config = peers_config(2, 1, agent=PATIENT, ack_timeout_seconds=600.0)
+    job = peers_job(lab, Setup(world_size=3), config, network=network)
     expected = reference(lab, job)
 
     class Ends(logging.Handler):
