@@ -14,6 +14,7 @@ from benchmarks.command import Options, run
 from benchmarks.report import Report
 from benchmarks.workloads import SharedCopy, Trainee, best_of, copy_bandwidth, protected
 from memckpt import Session
+from memckpt.capture.digests import Digests
 from memckpt.state import codec, rng
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, decode_meta, encode_meta
@@ -21,7 +22,8 @@ from memckpt.state.records import RecordMeta, SubStep, decode_meta, encode_meta
 TITLE = "The pieces of a protected step, each by itself"
 METHOD = """\
 Best of several repetitions of each piece in a loop of its own, with a session attached to a GPT in lazy mode at T =
-8. Copies are given as bandwidth, beside a copy between private tensors and one into shared memory. The rank state is
+8. Copies are given as bandwidth, beside a copy between private tensors and one into shared memory, and so
+are the digests that ranks take of averages they hold once. The rank state is
 what every commit carries beside tensors: random generators, hyperparameters and flags; beside the safe codec stands
 what `pickle` takes for the same values, without being safe to read."""
 
@@ -52,6 +54,7 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
         ("gradients to shared memory", lambda: shared.take(gradients), nbytes),
         ("gradients to their slot", lambda: copy_all(views), nbytes),
         ("anchors due in one record to their slot", lambda: writer.stage_anchors(record), anchors),
+        ("digests of as many bytes as gradients", lambda: Digests(gradients, writer._copier), nbytes),
     ]
     table = report.table("Copies", "what", "MiB", "ms", "GB/s")
     with torch.no_grad():

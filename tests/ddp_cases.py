@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -68,6 +69,8 @@ class Job:
         optimizer: makes it.
         fails_test: a rank on which the self-test of the optimizer fails.
         other_batch: a rank that goes on with another batch than its own.
+        averages: whether each rank keeps a moving average of the model.
+        flip: (rank, step) where one bit of a rank's average flips.
     """
 
     directory: Path
@@ -92,6 +95,8 @@ class Job:
     )
     fails_test: int | None = None
     other_batch: int | None = None
+    averages: bool = False
+    flip: tuple[int, int] | None = None
 
     def result(self, rank: int) -> Path:
         return self.directory / f"result-{rank}"
@@ -152,6 +157,7 @@ def train(job: Job, rank: int) -> None:
         os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
     net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables)
+    average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
     model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
     if job.own_tables:
         net.table.fill_(rank + 1 if job.number == 0 else -1.0)
@@ -165,7 +171,8 @@ def train(job: Job, rank: int) -> None:
     start = resumed = 0
     journal = Journal(job.journal(rank))
     if job.run_dir is not None:
-        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config)
+        beside = {} if average is None else {"average": average}
+        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config, extra_modules=beside)
         print("described:", session.describe())
         report = session.restore()
         start, resumed = 0 if report is None else report.step, note_resume(journal, report)
@@ -199,9 +206,14 @@ def train(job: Job, rank: int) -> None:
             raise
         if (rank, step) in job.by_hand:
             net.table += rank + 1
+        if average is not None:
+            _follow(average, net)
+            if job.flip == (rank, step):
+                average.middle.weight.view(torch.int32)[7, 3] ^= 1
         at(step, "stepped")
         if session is not None:
             assert commit(journal, session, step)
+            _note_what_is_shared(journal, session)
         if session is not None and session._unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
             while session._due.after is None and session._staging.writer is None:
@@ -224,6 +236,7 @@ def train(job: Job, rank: int) -> None:
     state = {
         "params": [param.detach().numpy().tobytes() for param in net.parameters()],
         "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],
+        "average": [] if average is None else [each.numpy().tobytes() for each in average.parameters()],
         "optimizer": freeze(optimizer.state_dict()),
         "rng": torch.get_rng_state().numpy().tobytes(),
     }
@@ -233,6 +246,19 @@ def train(job: Job, rank: int) -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # taking DDP's reducer down has been seen to hang in gloo, with and without memckpt
+
+
+def _follow(average: Net, net: Net) -> None:
+    with torch.no_grad():
+        for ours, theirs in zip(average.parameters(), net.parameters(), strict=True):
+            ours.lerp_(theirs, 0.1)
+
+
+def _note_what_is_shared(journal: Journal, session: memckpt.Session) -> None:
+    writer = session._staging.writer
+    if writer is not None and writer.spec.by_value:
+        spec, ring = writer.spec, writer.layout.by_value_ring
+        journal.note("shared", names=spec.shared, apart=spec.apart, nbytes=writer._slots.nbytes, ring=ring)
 
 
 def _step(

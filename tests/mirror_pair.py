@@ -461,8 +461,8 @@ class Pair:
                 found = tensor_at(held.replica_region.map, states[0, state.key], state.shape, state.dtype)
                 assert torch.equal(found, expected[state.key]), f"{name}'s {state.key} after record {record}"
             assert plain.get(index, {}).get(0, {}) == truth["plain"].get(name, {})
-        base = layout.by_value_base(record, RANKS[0])
-        mean = tensor_at(held.slots.map, base + layout.by_value_offsets[0], (2,), "float32")
+        base = layout.by_value_base(record)
+        mean = tensor_at(held.slots.map, base + layout.by_value_offsets(RANKS[0])[0], (2,), "float32")
         assert torch.equal(mean, truth["tensors"]["mean"]), f"mean after record {record}"
         assert held.static is not None
         fixed = tensor_at(held.static.map, 0, (4,), "float32")

@@ -166,7 +166,7 @@ class Records:
 
     def own_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
         """Of a record's slot, what is its ranks' own."""
-        start = self.layout.by_value_base(record, self.spec.local_ranks[0])
+        start = self.layout.by_value_base(record)
         return regions[0].map[start : start + self.layout.by_value_area()[1]]
 
     def _bytes(self, record: int, regions: Sequence[Region], areas: Sequence[tuple[int, int]]) -> bytes:

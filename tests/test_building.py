@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from memckpt.agent.building import Building
+from memckpt.agent.building import Building, Difference
 from memckpt.agent.channel import Channel
 from memckpt.agent.client import AgentClient
 from memckpt.agent.messages import Begin, GenerationCommit, Message, NeedGeneration, Prepare
@@ -37,7 +37,7 @@ class Ranks:
         self.gone: list[str] = []
         self.building = Building(lambda message: None, self.gone.append)
 
-    def prepare(self, rank: int, record: int, spec: StateSpec = PLAIN) -> tuple[int, frozenset[str] | None]:
+    def prepare(self, rank: int, record: int, spec: StateSpec = PLAIN) -> tuple[int, Difference | None]:
         """The number of the generation that the rank gets, and what it is told to bring together."""
         message = request(record, spec)
         differing = self.building.ask(rank, message)
@@ -66,9 +66,9 @@ def test_all_ranks_get_the_same_though_the_first_has_written_its_part(ranks: Ran
 def test_ranks_that_have_seen_different_tensors_change_are_told_all_of_them(ranks: Ranks) -> None:
     assert ranks.prepare(0, 5, staging("both", "a")) == (1, None)
     ranks.writes(0, 5)
-    assert ranks.prepare(1, 5, staging("both", "b")) == (2, {"a", "b"})
+    assert ranks.prepare(1, 5, staging("both", "b")) == (2, Difference(frozenset({"a", "b"})))
     ranks.writes(1, 5)
-    assert ranks.prepare(2, 5, staging("both")) == (3, {"a", "b"})
+    assert ranks.prepare(2, 5, staging("both")) == (3, Difference(frozenset({"a", "b"})))
     together = staging("a", "b", "both")
     assert {ranks.prepare(rank, 6, together) for rank in range(3)} == {(4, None)}
 
@@ -76,7 +76,7 @@ def test_ranks_that_have_seen_different_tensors_change_are_told_all_of_them(rank
 def test_what_one_rank_has_begun_is_not_given_to_another_for_a_later_record(ranks: Ranks) -> None:
     """The one that had seen more gets what it wants the second time, too: only the record differs."""
     ranks.prepare(0, 5)
-    assert ranks.prepare(1, 5, staging("a")) == (2, {"a"})
+    assert ranks.prepare(1, 5, staging("a")) == (2, Difference(frozenset({"a"})))
     ranks.writes(1, 5)
     assert ranks.prepare(0, 6, staging("a")) == (3, None)
     assert ranks.prepare(1, 6, staging("a")) == (3, None)
@@ -84,7 +84,14 @@ def test_what_one_rank_has_begun_is_not_given_to_another_for_a_later_record(rank
 
 def test_another_difference_than_tensors_that_change_has_no_names(ranks: Ranks) -> None:
     ranks.prepare(0, 5)
-    assert ranks.prepare(1, 5, msgspec.structs.replace(PLAIN, static=(TensorSpec("x", (1,), "int8"),))) == (2, set())
+    other = msgspec.structs.replace(PLAIN, static=(TensorSpec("x", (1,), "int8"),))
+    assert ranks.prepare(1, 5, other) == (2, Difference())
+
+
+def test_ranks_that_know_of_different_tensors_that_differ_are_told_all_of_them(ranks: Ranks) -> None:
+    ranks.prepare(0, 5, msgspec.structs.replace(PLAIN, apart=("a", "both")))
+    other = msgspec.structs.replace(PLAIN, apart=("b", "both"))
+    assert ranks.prepare(1, 5, other) == (2, Difference(apart=frozenset({"a", "b"})))
 
 
 def test_ranks_that_all_ask_for_something_else_before_they_write_agree(ranks: Ranks) -> None:

@@ -102,7 +102,7 @@ def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None
 
 
 def test_a_budget_that_is_too_small_says_what_averages_take() -> None:
-    with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 4 records by each of 2 ranks"):
+    with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 2 tensors by each of 2 ranks"):
         Generation(1, example(2), held_bytes=0, budget=1 << 20, threads=1, notify=lambda message: None)
 
 
@@ -162,7 +162,8 @@ class Held:
         self.generation.commit(rank, Commit(1, record, record, b"", meta))
 
     def average(self, rank: int, record: int) -> Any:
-        base = self.generation.layout.by_value_base(record, rank)
+        layout = self.generation.layout
+        base = layout.by_value_base(record) + layout.by_value_offsets(rank)[0]
         return tensor_at(self.generation.slots.map, base, (4,), "float32")
 
     def has_window(self, record: int) -> bool:
@@ -342,8 +343,9 @@ def test_bytes_of_a_record_go_to_both_of_its_slots() -> None:
         assert [(room.offset, room.view.nbytes) for room in rooms] == [(0, begin), (begin, nbytes)]
         for room in rooms:
             room.view[:] = bytes([1]) * room.view.nbytes
-        assert [layout.by_value_base(7, rank) - layout.by_value_slot_offset(7) for rank in (0, 1)] == [4096, 4160]
-        start = layout.by_value_base(7, 0)
+        start = layout.by_value_base(7)
+        assert start - layout.by_value_slot_offset(7) == 4096
+        assert [layout.by_value_offsets(rank) for rank in (0, 1)] == [[0], [64]]
         assert region.map[start : start + nbytes] == bytes([1]) * nbytes
         assert region.map[:].count(1) == begin + nbytes
         del rooms, room
@@ -381,7 +383,7 @@ def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
         tensors = {"weight": model["weight"], "average": torch.zeros(4)}
         restorer = Restorer(layout, region, None, None, ring, tensors, [optimizer])
         ring.seal(5, 0)
-        tensor_at(region.map, layout.by_value_base(5, 0), (4,), "float32").fill_(5.0)
+        tensor_at(region.map, layout.by_value_base(5), (4,), "float32").fill_(5.0)
         restorer._restore_by_value(5, 0)
         assert tensors["average"].tolist() == [5.0] * 4
         ring.open_by_value(5 + 3, 0)

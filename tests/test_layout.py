@@ -57,11 +57,13 @@ def specs(draw: Any) -> StateSpec:
         params.append(ParamSpec(tensor, tuple(owners), draw(st.booleans()), draw(st.sampled_from([0, 0, 1000]))))
     mode = draw(st.sampled_from(["lazy", "eager", "capture"]))
     slots = draw(st.integers(2, 5))
+    by_value = draw(tensors("buffer", 3))
     return StateSpec(
         params=tuple(params),
         optimizers=tuple(an_optimizer(i, draw(st.integers(1, 3))) for i in range(optimizers)),
         static=draw(tensors("static", 3)),
-        by_value=draw(tensors("buffer", 3)),
+        by_value=by_value,
+        shared=tuple(one.name for one in by_value if draw(st.booleans())),
         mode=mode,
         period=1 if mode == "capture" else draw(st.integers(1, 9)),
         every=draw(st.integers(1, 20)) if mode == "capture" else 1,
@@ -99,13 +101,16 @@ def by_value_ranges(layout: Layout, record: int) -> list[tuple[int, int, str]]:
     """(start, stop, what) in the slots' region of the by-value tensors of record number `record`, with their stamps."""
     if not layout.spec.by_value:
         return []
-    start = layout.by_value_slot_offset(record)
+    start, base = layout.by_value_slot_offset(record), layout.by_value_base(record)
     found = [(start, start + HEADER_BYTES, f"stamps {record}")]
     for rank in layout.spec.local_ranks:
-        base = layout.by_value_base(record, rank)
-        for tensor, offset in zip(layout.spec.by_value, layout.by_value_offsets, strict=True):
-            found.append((base + offset, base + offset + tensor.nbytes, f"by value {record} {rank} {tensor.name}"))
-    return found
+        digests = layout.digests_base(record, rank)
+        found.append((digests, digests + 16 * len(layout.shared), f"digests {record} {rank}"))
+        for position, offset in enumerate(layout.by_value_offsets(rank)):
+            tensor = layout.spec.by_value[position]
+            holder = f"{rank}" if position not in layout.shared else "all"
+            found.append((base + offset, base + offset + tensor.nbytes, f"by value {record} {holder} {tensor.name}"))
+    return sorted(set(found))
 
 
 def assert_disjoint(ranges: list[tuple[int, int, str]], limit: int) -> None:

@@ -131,7 +131,7 @@ class Private:
         self.replica = Records(layout_spec((2,)), seed=4)
         # What all replicas have is the same; what is by value is not.
         for ours, theirs in ((1, 1), (2, 2), (3, 3), (4, 4), (5, 5)):
-            start, nbytes = self.replica.layout.by_value_base(theirs, 2), self.replica.layout.by_value_bytes
+            start, nbytes = self.replica.layout.by_value_base(theirs), self.replica.layout.by_value_bytes
             self.replica.regions[0].map[start : start + nbytes] = bytes(nbytes)
             self._copy(ours)
         self.replica.regions[1].map[:] = self.records.regions[1].map[:]

@@ -119,7 +119,7 @@ def tear_up_ring(control: Control) -> None:
     writer = session._staging.writer
     assert writer is not None
     layout, slots = writer.layout, writer._slots.map
-    start = layout.by_value_base(session._last.record, 0)
+    start = layout.by_value_base(session._last.record)
     by_value = slots[start : start + layout.by_value_bytes]
     slots[:] = bytes(len(slots))
     slots[start : start + layout.by_value_bytes] = by_value

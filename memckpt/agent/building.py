@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import Message, Prepare
@@ -11,6 +12,18 @@ from memckpt.errors import MemckptError
 from memckpt.state.layout import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
+
+
+class Difference(NamedTuple):
+    """Names in which what ranks of one node want to write differs; none where it differs otherwise.
+
+    Attributes:
+        changing: tensors that some stage by value and others do not.
+        apart: tensors of which some know that ranks have different ones, and others do not.
+    """
+
+    changing: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
 
 
 class Building:
@@ -35,12 +48,12 @@ class Building:
         self._begins = 0
         self.generation: Generation | None = None
 
-    def ask(self, rank: int, message: Prepare) -> frozenset[str] | None:
+    def ask(self, rank: int, message: Prepare) -> Difference | None:
         """Note what a rank wants to write.
 
         Returns:
             None if no other rank of the node wants anything else for the same record. Otherwise none of them can
-            complete what it writes; the tensors that some stage by value and others do not, if that is what differs.
+            complete what it writes; what differs, as far as that has names.
         """
         if message.record != self._record or rank in self._asked:
             self._record, self._asked = message.record, {}
@@ -48,8 +61,11 @@ class Building:
         self._asked[rank] = message.spec
         if not others:
             return None
-        names = [frozenset(tensor.name for tensor in spec.by_value) for spec in [message.spec, *others]]
-        return frozenset.union(*names) - frozenset.intersection(*names)
+        specs = [message.spec, *others]
+        return Difference(
+            _not_in_all([frozenset(tensor.name for tensor in spec.by_value) for spec in specs]),
+            _not_in_all([frozenset(spec.apart) for spec in specs]),
+        )
 
     def allocate(self, rank: int, message: Prepare, held_bytes: int, beside: int = 0) -> tuple[Generation, bool]:
         """The generation for a rank that has asked, and whether it is a new one.
@@ -106,3 +122,7 @@ class Building:
         """A new attempt begins: what the ranks of the one before have asked for is of no account."""
         self.drop()
         self._asked = {}
+
+
+def _not_in_all(names: Sequence[frozenset[str]]) -> frozenset[str]:
+    return frozenset.union(*names) - frozenset.intersection(*names)

@@ -56,8 +56,11 @@ class Generation:
         if by_value > layout.total_bytes // 10:
             detail += (
                 f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
-                f"{layout.by_value_ring} records by each of {len(spec.local_ranks)} ranks"
+                f"{layout.by_value_ring} records"
             )
+            own = len(spec.by_value) - len(layout.shared)
+            detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
+            detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
         check_budget(layout.total_bytes, held_bytes, budget, detail)
         self.static = self.replica_region = None
         self.replica: Replica | None = None
@@ -122,7 +125,8 @@ class Generation:
             self._missing, self._plain = message.missing, message.plain
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
         self._started.add(rank)
-        self.complete = self._started == set(self.spec.local_ranks)
+        # Where the ranks do not agree on what it holds once, nothing can be produced, and another one follows.
+        self.complete = self._started == set(self.spec.local_ranks) and self.agrees(message.record)
         if self.complete and self.replica is not None:
             self.replica.begin(message.record, self._missing, self._plain)
             for record in sorted(number for number in self._metas if number > message.record):
@@ -221,6 +225,10 @@ class Generation:
             and self._has_by_value(record)
             and self._has_window(record)
         ]
+
+    def agrees(self, record: int) -> bool:
+        """Whether all local ranks have had the same of what is held once, and it is held."""
+        return not self.layout.shared or self._has_by_value(record)
 
     def _is_whole(self, record: int) -> bool:
         """Whether a captured record is known with all that belongs to it, and its slot still holds it."""

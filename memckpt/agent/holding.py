@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from memckpt.agent.attempt import Attempt
-from memckpt.agent.building import Building
+from memckpt.agent.building import Building, Difference
 from memckpt.agent.generation import Generation, branch_off
 from memckpt.agent.messages import (
     Advance,
@@ -30,6 +30,7 @@ from memckpt.agent.messages import (
 )
 from memckpt.agent.saver import Saver, StartWriter
 from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
@@ -192,15 +193,16 @@ class Holding:
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
         return generation
 
-    def _bring_together(self, record: int, differing: frozenset[str]) -> None:
+    def _bring_together(self, record: int, differing: Difference) -> None:
         """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.
 
         The rank that has just asked waits for its answer, and no other one gets past the next record without it.
         """
-        names = ", ".join(sorted(differing))
-        if differing:
+        changing, apart = differing
+        names = ", ".join(sorted(changing | apart))
+        if names:
             _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
-            self._tell(Begin(record + 1, f"another rank has seen {names} change", differing))
+            self._tell(Begin(record + 1, f"another rank has seen {names} change", changing, apart))
         else:
             self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
 
@@ -358,11 +360,13 @@ class Holding:
         """
         assert self.held is not None
         gate = self._gate(self)
+        # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
+        later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
         if self.held.spec.world_size == 1:
             self._let_go_of_before()
             return
         bases = [one.base or 0 for one in (*self.before[1:], self.held)]
-        while self.before and record > bases[0] + 1 and (gate is None or gate >= bases[0]):
+        while self.before and record > bases[0] + 1 + later and (gate is None or gate >= bases[0]):
             bases.pop(0)
             self.before.pop(0).close()
 

@@ -109,7 +109,7 @@ class JobMaker:
         generation.replica.freeze()
         missing, plain = generation.replica.describe_state()
         assert generation.replica_region is not None
-        base = generation.layout.by_value_base(record, generation.spec.local_ranks[0])
+        base = generation.layout.by_value_base(record)
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
         regions = [generation.replica_region, generation.slots]
         self._submit(save, _with_static(generation, regions), None, done)

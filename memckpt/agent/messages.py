@@ -66,7 +66,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -269,11 +269,13 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Order to all local ranks: begin a new generation after `record`.
 
     `changing`: tensors that some rank has seen to change; all of them copy these with every record from then on.
+    `apart`: tensors of which some rank knows that they differ from rank to rank; none of them is held once.
     """
 
     record: int
     reason: str
     changing: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):

@@ -33,7 +33,7 @@ _RETRY_SECONDS = 5.0
 
 def record_bytes(layout: Layout) -> int:
     """How large a record is in the log, about: gradients and by-value tensors."""
-    return layout.gradient_bytes + layout.by_value_bytes * len(layout.spec.local_ranks)
+    return layout.gradient_bytes + layout.by_value_bytes
 
 
 def batch_steps_for(layout: Layout, asked: int | None) -> int:

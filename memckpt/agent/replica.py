@@ -301,10 +301,10 @@ class Replica:
         layout = self._layout
         room = torch.frombuffer(snapshot.map, dtype=torch.uint8)
         room[: layout.state_bytes].copy_(torch.frombuffer(self._replica_map, dtype=torch.uint8)[: layout.state_bytes])
-        nbytes = layout.by_value_bytes * len(layout.spec.local_ranks)
+        nbytes = layout.by_value_bytes
         if nbytes:
             self._ring.check_by_value(record, layout.spec.local_ranks)
-            base = layout.by_value_base(record, layout.spec.local_ranks[0])
+            base = layout.by_value_base(record)
             by_value = torch.frombuffer(self._slots_map, dtype=torch.uint8, count=nbytes, offset=base)
             room[layout.state_bytes : layout.state_bytes + nbytes].copy_(by_value)
         return self.describe_state()

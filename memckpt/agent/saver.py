@@ -315,6 +315,9 @@ class Saver:
             return
         self._snapshots.drop(again=True)
         records = [one for one in standing_still(generation) if record is None or one <= record]
+        committed = min(generation.committed.values(), default=0)
+        if generation.ring.disagreed(committed):
+            _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
         if not records or self._saved_record == (self._timeline, records[-1]):
             return
         if self._mode == "log":

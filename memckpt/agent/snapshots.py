@@ -143,6 +143,11 @@ class Snapshots:
             _log.info("the order for a snapshot after record %d could not be met; once more", snapshot.record)
             self.drop(again=True)
             return
+        if not snapshot.generation.agrees(snapshot.record):
+            # It has one copy of what not all ranks had alike; or so late that this cannot be seen any more.
+            _log.info("the snapshot after record %d is of no use; once more", snapshot.record)
+            self.drop(again=True)
+            return
         snapshot.missing, snapshot.plain = parts[ranks[0]].missing, parts[ranks[0]].plain
         snapshot.seconds = max(part.seconds for part in parts.values())
         self._current = None

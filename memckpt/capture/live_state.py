@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,12 @@ SMALL_BYTES = 64 << 10
 #: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
+#: Larger by-value tensors are held once for all ranks that share slots, as long as these agree.
+SHARED_ABOVE_BYTES = 64 << 10
+#: Slots that a job takes whose ranks share tensors while others have slots of their own, with an accelerator: as many
+#: records others may be ahead of the newest one on which all agree (docs/design.md, "Held once").
+_SLOTS_BETWEEN_UNITS = 5
+
 #: By-value tensors of a record, of all local ranks: up to so many bytes they stay as long as its gradients, so that a
 #: log of small records, which storage may choose by itself, may lag behind by a whole batch.
 SMALL_BY_VALUE_BYTES = 4 << 20
@@ -55,7 +61,8 @@ class SpecRequest:
     """Settings that a layout depends on beside the live tensors.
 
     `reads_late` says that records are read out of their slots as long as they lie there, and not only for restores: by
-    peers, by the log in storage.
+    peers, by the log in storage. `shares` says that some ranks of the job share slots; `asynchronous` that commits are
+    sent later than they are made.
     """
 
     mode: RedoMode
@@ -67,16 +74,20 @@ class SpecRequest:
     every: int = 1
     trails: bool = False
     reads_late: bool = False
+    shares: bool = False
+    asynchronous: bool = False
 
 
 @dataclass
 class Growth:
     """What earlier records have shown to need room: sub-steps of an optimizer, bytes of a sparse gradient, tensors
-    that change; none of these ever shrinks. And the dtypes of gradients, as they were last."""
+    that change, tensors of which ranks have had different ones; none of these ever shrinks. And the dtypes of
+    gradients, as they were last."""
 
     sub_steps: dict[int, int] = field(default_factory=dict)
     sparse_bytes: dict[str, int] = field(default_factory=dict)
     changing: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)
     grad_dtypes: dict[str, str] = field(default_factory=dict)
 
     def take_over(self, spec: StateSpec) -> None:
@@ -84,6 +95,7 @@ class Growth:
         self.sub_steps = {index: optimizer.sub_steps for index, optimizer in enumerate(spec.optimizers)}
         self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
         self.changing = {tensor.name for tensor in spec.by_value}
+        self.apart |= {*spec.apart}
         self.grad_dtypes = {param.tensor.name: param.grad_dtype for param in spec.params}
 
 
@@ -291,6 +303,11 @@ class LiveState:
             else:
                 static.append(described)
         keys = self._state_dict_keys()
+        once = self._held_once(by_value, request)
+        slots = request.slots
+        if once and request.asynchronous and len(request.local_ranks) < request.world_size:
+            slots = max(slots, _SLOTS_BETWEEN_UNITS)
+        shared = once if len(request.local_ranks) > 1 else ()
         return StateSpec(
             params=tuple(params),
             optimizers=tuple(self._optimizer_spec(index, request) for index in range(len(self.optimizers))),
@@ -298,7 +315,7 @@ class LiveState:
             by_value=tuple(by_value),
             mode=request.mode,
             period=request.period,
-            slots=request.slots,
+            slots=slots,
             local_ranks=request.local_ranks,
             world_size=request.world_size,
             replicas=request.replicas,
@@ -307,8 +324,20 @@ class LiveState:
             outside=tuple(name for name in self.tensors() if keys.get(name) != name),
             flattened=bool(self._flattened),
             trails=request.trails,
-            by_value_slots=_by_value_slots(by_value, request),
+            by_value_slots=_by_value_slots(by_value, shared, slots, request),
+            shared=shared,
+            apart=tuple(sorted(self.growth.apart)),
         )
+
+    def _held_once(self, by_value: Sequence[TensorSpec], request: SpecRequest) -> tuple[str, ...]:
+        """Names of the by-value tensors of which ranks that share slots hold one copy; the same on all ranks.
+
+        Whoever reads records late has each rank's own: bytes of a record are the same whenever they are read.
+        """
+        if not request.shares or request.mode != "lazy" or request.reads_late:
+            return ()
+        apart = self.growth.apart
+        return tuple(one.name for one in by_value if one.nbytes > SHARED_ABOVE_BYTES and one.name not in apart)
 
     def _state_dict_keys(self) -> dict[str, str]:
         """Keys of the model's ``state_dict()`` with the names of their tensors here; no hook of the user's runs."""
@@ -458,13 +487,13 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
     return state
 
 
-def _by_value_slots(by_value: Sequence[TensorSpec], request: SpecRequest) -> int:
+def _by_value_slots(by_value: Sequence[TensorSpec], shared: Collection[str], slots: int, request: SpecRequest) -> int:
     """Of how many records by-value tensors are held; 0: of as many as there are slots.
 
     With lazy redo a record that can be restored lies at most D behind the newest one: to begin the next takes from the
     log what older ones need. Its own by-value tensors are written later, at its end.
     """
-    nbytes = sum(one.nbytes for one in by_value) * len(request.local_ranks)
+    nbytes = sum(one.nbytes * (1 if one.name in shared else len(request.local_ranks)) for one in by_value)
     if request.mode != "lazy" or request.reads_late or nbytes <= SMALL_BY_VALUE_BYTES:
         return 0
-    return request.slots + 1
+    return slots + 1

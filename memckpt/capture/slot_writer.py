@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memckpt.capture.anchor_copies import AnchorCopies
 from memckpt.capture.copier import Copier
+from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState, state_of
 from memckpt.capture.views import Batch, Places
 from memckpt.errors import UnsupportedError
@@ -62,9 +63,14 @@ class SlotWriter:
         self.index = {id(param): index for index, param in enumerate(self.params)}
         holders = live.buffer_holders()
         self._by_value = [(tensors[one.name], holders.get(one.name)) for one in spec.by_value]
+        stagers = self.layout.shared_stagers
+        #: Which of them this rank copies: its own, and its part of what is held once.
+        self._copied = [at for at in range(len(spec.by_value)) if stagers.get(at, rank) == rank]
+        self._by_value_offsets = self.layout.by_value_offsets(rank)
+        #: Of what is held once, as this rank has staged it last.
+        self._digests: Digests | None = None
         self._static_tensors = [(tensors[one.name], holders.get(one.name)) for one in spec.static]
-        stagers = self.layout.stagers
-        self.mine = [stager == rank for stager in stagers]
+        self.mine = [stager == rank for stager in self.layout.stagers]
         self.leads = spec.local_ranks[0] == rank
         #: Nothing is redone: the whole state is written now and then, and what has no room here is encoded.
         self.captures = spec.mode == "capture"
@@ -271,29 +277,62 @@ class SlotWriter:
             LayoutChangedError: a buffer has another shape or dtype than before, or is gone.
         """
         self.ring.open_by_value(record, self.rank)
-        self._stage_by_value_at(self._slots, self.layout.by_value_base(record, self.rank))
+        self._digests = None
+        self._stage_by_value_at(self._slots, self.layout.by_value_base(record))
+        if self.layout.shared:
+            self._digests = Digests([self._by_value_now(position) for position in self.layout.shared], self._copier)
+
+    def take_digests(self) -> Digests | None:
+        """Of what is held once, as it was staged last; None where nothing is."""
+        digests, self._digests = self._digests, None
+        return digests
+
+    def seal(self, record: int, digests: Digests | None) -> None:
+        """State that this rank's part of a record is complete; after the copies are done."""
+        if digests is not None:
+            self.ring.note_digests(record, self.rank, digests.encode())
+        self.ring.seal(record, self.rank)
+
+    def _by_value_now(self, position: int) -> torch.Tensor:
+        """The live tensor; raises LayoutChangedError where it has no place."""
+        spec, held = self.spec.by_value[position], _now_at(self._by_value[position])
+        tensor = None if held is None else local(held)
+        if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
+            found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
+        return tensor
 
     def _stage_by_value_at(self, region: Region, base: int) -> None:
-        now = [_now_at(place) for place in self._by_value]
+        now = [_now_at(self._by_value[position]) for position in self._copied]
         found_all = [tensor for tensor in now if tensor is not None]
         if len(found_all) == len(now) and not self._copier.asynchronous:
             if self._by_value_batch is None:
-                offsets = zip(self.layout.by_value_offsets, self.spec.by_value, strict=True)
-                self._by_value_batch = Batch([(offset, spec.shape, spec.dtype) for offset, spec in offsets])
+                places = [(self._by_value_offsets[at], self.spec.by_value[at]) for at in self._copied]
+                self._by_value_batch = Batch([(offset, spec.shape, spec.dtype) for offset, spec in places])
             if self._by_value_batch.copy(region.map, base, found_all):
                 return
-        for offset, spec, held in zip(self.layout.by_value_offsets, self.spec.by_value, now, strict=True):
-            tensor = None if held is None else local(held)
-            if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
-                found = "nothing" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
-                raise LayoutChangedError(f"{spec.name}: expected {list(spec.shape)} {spec.dtype}, found {found}")
-            self._copier.copy(tensor_at(region.map, base + offset, spec.shape, spec.dtype), tensor)
+        for position in self._copied:
+            tensor, spec = self._by_value_now(position), self.spec.by_value[position]
+            place = base + self._by_value_offsets[position]
+            self._copier.copy(tensor_at(region.map, place, spec.shape, spec.dtype), tensor)
 
     def by_value_differs(self, record: int) -> bool:
-        """Whether a buffer or the like is not what this rank has staged of it for a record, bit for bit."""
-        base = self.layout.by_value_base(record, self.rank)
-        for offset, spec, place in zip(self.layout.by_value_offsets, self.spec.by_value, self._by_value, strict=True):
-            held = _now_at(place)
+        """Whether a buffer or the like is not what this rank has had of it at the end of a record, bit for bit.
+
+        What is shared another rank may still be copying, and may have another one of: there its own digests count.
+        """
+        base, shared = self.layout.by_value_base(record), self.layout.shared
+        try:
+            now = Digests([self._by_value_now(position) for position in shared], self._copier)
+        except LayoutChangedError:
+            return True
+        self._copier.token()()
+        if shared and now.encode() != self.ring.digests(record, self.rank):
+            return True
+        for position, (spec, place) in enumerate(zip(self.spec.by_value, self._by_value, strict=True)):
+            if position in shared:
+                continue
+            offset, held = self._by_value_offsets[position], _now_at(place)
             staged = tensor_at(self._slots.map, base + offset, spec.shape, spec.dtype)
             if held is None or not _same_bits(local(held).detach().cpu(), staged):
                 return True
@@ -353,6 +392,9 @@ class SlotWriter:
     def seal_generation(self, record: int) -> None:
         """State that this rank's part of the start is complete; after the copies are done."""
         first = record if self.spec.mode == "eager" else record - self.spec.period + 1
+        digests = self.take_digests()
+        if digests is not None:
+            self.ring.note_digests(record, self.rank, digests.encode())
         for virtual in range(first, record + 1):
             self.ring.seal(virtual, self.rank, by_value=virtual == record)
 
@@ -363,9 +405,7 @@ class SlotWriter:
             LayoutChangedError: the state does not fit the layout any more.
         """
         missing, plain = self._fill(region)
-        base = self.layout.state_bytes
-        base += self.spec.local_ranks.index(self.rank) * self.layout.by_value_bytes
-        self._stage_by_value_at(region, base)
+        self._stage_by_value_at(region, self.layout.state_bytes)
         return missing, plain
 
     def _fill(self, region: Region) -> tuple[Missing, bytes]:

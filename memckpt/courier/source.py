@@ -96,7 +96,7 @@ class RegionSource:
                 self._add_from_slot(record, meta, extents, views)
         if part != "shared" and record >= self._by_value_from:
             offset, nbytes = self.layout.by_value_area()
-            start = self.layout.by_value_base(record, self.spec.local_ranks[0])
+            start = self.layout.by_value_base(record)
             self._add_from(extents, views, Extent(offset, nbytes), start)
         tail = RecordTail(
             step, b"" if part == "private" else meta, rank_states if part != "shared" else {}, tuple(extents)
@@ -137,7 +137,7 @@ def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
     start = layout.slot_offset(record)
     rooms = [Room(0, whole[start : start + begin])]
     if nbytes:
-        start = layout.by_value_base(record, layout.spec.local_ranks[0])
+        start = layout.by_value_base(record)
         rooms.append(Room(begin, whole[start : start + nbytes]))
     return rooms
 

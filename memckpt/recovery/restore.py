@@ -251,8 +251,8 @@ class Restorer:
     def _restore_by_value(self, record: int, rank: int) -> None:
         self._ring.check(record, [rank])
         self._ring.check_by_value(record, [rank])
-        base = self._layout.by_value_base(record, rank)
-        for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets, strict=True):
+        base = self._layout.by_value_base(record)
+        for spec, offset in zip(self._layout.spec.by_value, self._layout.by_value_offsets(rank), strict=True):
             held = tensor_at(self._slots, base + offset, spec.shape, spec.dtype)
             if self._comparison is not None:
                 self._comparison.tensor("buffer", spec.name, local(self._tensors[spec.name]), held)

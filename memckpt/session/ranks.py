@@ -33,6 +33,7 @@ class Ranks:
         unit: those among them that hold the same shards as this one, as :meth:`share` has found.
         replicas: all ranks of the job that do.
         groups: the ranks of the job by what they hold, each group ascending.
+        shares: whether anywhere in the job ranks of one node hold the same, and thus share slots.
         nonce: the attempt's, equal on all ranks.
     """
 
@@ -45,7 +46,8 @@ class Ranks:
             self._group = dist.new_group(backend="gloo")
         self.node = node_name()
         nodes = self.gather((self.node, secrets.token_hex(8)))
-        self.local_ranks = tuple(rank for rank, (node, _) in enumerate(nodes) if node == self.node)
+        self._nodes = [node for node, _ in nodes]
+        self.local_ranks = tuple(rank for rank, node in enumerate(self._nodes) if node == self.node)
         self.nonce = nodes[0][1]
         self.unit, self.replicas = self.local_ranks, tuple(range(self.world_size))
         self.groups = [self.replicas]
@@ -63,6 +65,11 @@ class Ranks:
         self.groups = [tuple(ranks) for ranks in groups.values()]
         self.replicas = tuple(groups[shards])
         self.unit = tuple(rank for rank in self.local_ranks if rank in groups[shards])
+
+    @property
+    def shares(self) -> bool:
+        places = [[self._nodes[rank] for rank in ranks] for ranks in self.groups]
+        return any(len(set(nodes)) < len(nodes) for nodes in places)
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank."""

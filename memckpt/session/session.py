@@ -133,7 +133,8 @@ class Session:
             )
         if self._live.redone_only_here and self._mode.redoes and config.storage is not None:
             self._tell_redone_only_here()
-        self._live.growth.changing |= self._ranks_own_buffers()
+        self._live.growth.apart = self._ranks_own_buffers()
+        self._live.growth.changing |= self._live.growth.apart
         self._request = self._make_request()
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap, self.tap_reason, caveats = choose_tap(
@@ -205,6 +206,8 @@ class Session:
             world_size=self._ranks.world_size,
             replicas=self._ranks.replicas if len(self._ranks.groups) > 1 else (),
             reads_late=self._config.reads_late,
+            shares=self._ranks.shares,
+            asynchronous=self._copier.asynchronous,
         )
 
     def _start(self, resume: ResumeChoice | int) -> None:
@@ -506,6 +509,8 @@ class Session:
 
     def _commit_or_begin(self, point: RestorePoint) -> None:
         record = point.record
+        if self._staging.ranks_disagree(record):
+            self._due.after = record
         self._broken_records = self._broken_records + 1 if self._recorder.broken else 0
         if self._broken_records == _MOST_BROKEN:
             self._broken_records = 0
@@ -583,6 +588,7 @@ class Session:
 
     def _note_order(self, order: Begin) -> None:
         self._live.growth.changing |= order.changing
+        self._live.growth.apart |= order.apart
         self._due.note(order)
 
     def _change_tap(self, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +15,13 @@ from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
+from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.session.changes import Changes
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.tensors import version
+
+_log = logging.getLogger("memckpt")
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,28 @@ class Staging:
         except LayoutChangedError as error:
             self._recorder.fail(str(error))
 
+    def ranks_disagree(self, record: int) -> bool:
+        """Whether, at the end of `record`, it shows that ranks had different ones of what is held once for them.
+
+        All ranks that share slots find the same: it is asked of a record that all of them have committed, since this
+        rank is through a reduction that they entered afterwards (docs/design.md, "Held once").
+        """
+        writer = self.writer
+        if writer is None:
+            return False
+        earlier = record - (AGREEMENT_RECORDS if self._copier.asynchronous else 1)
+        names = writer.ring.disagreed(earlier)
+        self._live.growth.apart.update(names)
+        if names and writer.leads:
+            _log.warning(
+                "memckpt: the ranks %s of this node have had different values of %s since record %d, which cannot be "
+                "resumed; from now on each of them keeps its own",
+                list(writer.spec.local_ranks),
+                ", ".join(names),
+                earlier,
+            )
+        return bool(names)
+
     def outgrown(self, record: int, request: SpecRequest) -> bool:
         """Whether the record is to be captured, and what there is to capture is no longer what the layout says.
 
@@ -204,14 +230,14 @@ class Staging:
             return self._seal_captured(writer, point, stalled * 1e3)
         missing, plain = self._anchored
         copied = self._copier.token()
-        sub_steps = self._recorder.take_sub_steps()
+        sub_steps, digests = self._recorder.take_sub_steps(), writer.take_digests()
 
         def finish() -> Commit:
             copied()
             meta = b""
             if writer.leads:
                 meta = encode_meta(RecordMeta(point.record, point.record - 1, False, sub_steps(), missing, plain))
-            writer.ring.seal(point.record, self._rank)
+            writer.seal(point.record, digests)
             return Commit(writer.generation, point.record, point.step, point.rank_state, meta, stalled * 1e3)
 
         return finish

@@ -10,7 +10,9 @@ A slot holds one record::
 By-value tensors lie behind all slots, in a ring of their own, since a restore needs those of the newest few records
 only. One of its slots holds what belongs to one record::
 
-    header | by-value tensors of each local rank
+    header | digests of each local rank | shared by-value tensors | other by-value tensors of each local rank
+
+Shared ones are held once for all local ranks, whose digests of them show that they agree.
 
 Where a record is spoken of as one (pieces for peers), its bytes are counted as if its by-value tensors followed the
 anchors in its slot.
@@ -36,6 +38,8 @@ from memckpt.config import RedoMode
 PAGE = 4096
 ALIGN = 64
 HEADER_BYTES = PAGE
+#: Of one shared tensor, as one rank has it.
+DIGEST_BYTES = 16
 #: Of the landings of one rank: the record, its generation, the tap's name.
 LANDING_HEAD_BYTES = 64
 #: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
@@ -191,6 +195,9 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     can be repeated.
 
     `by_value_slots` is how many records' by-value tensors are held at once; 0: those of as many as there are slots.
+
+    `shared` are names of by-value tensors that are held once for all local ranks, as long as these agree; `apart` those
+    that are known to differ from rank to rank.
     """
 
     params: tuple[ParamSpec, ...]
@@ -209,6 +216,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     flattened: bool = False
     trails: bool = False
     by_value_slots: int = 0
+    shared: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
 
     @property
     def serves(self) -> tuple[int, ...]:
@@ -227,6 +236,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     def content(self) -> str:
         """A digest that is equal exactly when states consist of the same parts, however they are protected."""
         how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
+        how |= {"shared": (), "apart": ()}
         return msgspec.structs.replace(self, **how).digest()
 
     def structure(self) -> tuple[Any, ...]:
@@ -404,39 +414,55 @@ class Layout:
 
         In memory they lie elsewhere: see :meth:`by_value_base`.
         """
-        start = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
-        return start, self.by_value_bytes * len(self.spec.local_ranks)
+        return HEADER_BYTES + self.gradient_bytes + self.anchor_bytes, self.by_value_bytes
 
     # By-value tensors, static tensors, replica
 
     def _place_by_value(self) -> None:
-        offset = 0
-        self.by_value_offsets: list[int] = []
-        for tensor in self.spec.by_value:
-            self.by_value_offsets.append(offset)
-            offset += aligned(tensor.nbytes)
-        #: Of one local rank.
-        self.by_value_bytes = offset
+        spec, ranks = self.spec, len(self.spec.local_ranks)
+        shared_names = set(spec.shared)
+        #: Positions, among the by-value tensors, of those that are held once for all local ranks.
+        self.shared = [at for at, tensor in enumerate(spec.by_value) if tensor.name in shared_names]
+        held_once = set(self.shared)
+        shared = own = 0
+        self._by_value_places: list[int] = []
+        for at, tensor in enumerate(spec.by_value):
+            self._by_value_places.append(shared if at in held_once else own)
+            if at in held_once:
+                shared += aligned(tensor.nbytes)
+            else:
+                own += aligned(tensor.nbytes)
+        self._shared_bytes, self._own_bytes = shared, own
+        #: Of all local ranks, in one record.
+        self.by_value_bytes = shared + own * ranks
         #: How many records' by-value tensors are held at once.
-        self.by_value_ring = min(self.ring, self.spec.by_value_slots or self.ring) if self.spec.by_value else 0
+        self.by_value_ring = min(self.ring, spec.by_value_slots or self.ring) if spec.by_value else 0
+        #: Of one rank's digests of shared tensors, in one record.
+        self.digest_bytes = DIGEST_BYTES * len(self.shared)
+        self._by_value_start = aligned(HEADER_BYTES + self.digest_bytes * ranks)
         self.by_value_slot_bytes = 0
-        if self.spec.by_value:
-            self.by_value_slot_bytes = aligned(HEADER_BYTES + offset * len(self.spec.local_ranks), PAGE)
+        if spec.by_value:
+            self.by_value_slot_bytes = aligned(self._by_value_start + self.by_value_bytes, PAGE)
 
     def by_value_slot_offset(self, record: int) -> int:
         """Offset in the slots' region of the by-value tensors of record number `record`, with their header."""
         number = record // self.spec.every % self.by_value_ring
         return self.slot_bytes * self.ring + number * self.by_value_slot_bytes
 
-    def by_value_base(self, record: int, rank: int) -> int:
-        """Offset in the slots' region of the by-value tensors that a rank of this node has in a record.
+    def by_value_base(self, record: int) -> int:
+        """Offset in the slots' region of the by-value tensors of a record, of all local ranks; 0 if there are none."""
+        return self.by_value_slot_offset(record) + self._by_value_start if self.by_value_ring else 0
 
-        Those of the ranks lie one after the other; 0 where there are none.
-        """
-        if not self.by_value_ring:
-            return 0
+    def by_value_offsets(self, rank: int) -> list[int]:
+        """For each by-value tensor the offset, behind :meth:`by_value_base`, of that which a local rank has of it."""
+        own = self._shared_bytes + self.spec.local_ranks.index(rank) * self._own_bytes
+        held_once = set(self.shared)
+        return [place if at in held_once else own + place for at, place in enumerate(self._by_value_places)]
+
+    def digests_base(self, record: int, rank: int) -> int:
+        """Offset in the slots' region of a local rank's digests of the shared tensors of a record."""
         position = self.spec.local_ranks.index(rank)
-        return self.by_value_slot_offset(record) + HEADER_BYTES + position * self.by_value_bytes
+        return self.by_value_slot_offset(record) + HEADER_BYTES + position * self.digest_bytes
 
     def landing_base(self, rank: int) -> int:
         """Offset in a slot of the landings of a rank of this node: behind all that peers and storage are given."""
@@ -466,8 +492,8 @@ class Layout:
         #: Parameters and optimizer state, each once.
         self.state_bytes = aligned(max(offset, 1), PAGE) if self.spec.params else 0
         self.replica_bytes = self.state_bytes if self.spec.mode == "eager" else 0
-        #: A snapshot is that, and then the by-value tensors of each local rank.
-        self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes * len(self.spec.local_ranks), PAGE)
+        #: A snapshot is that, and then the by-value tensors of all local ranks.
+        self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes, PAGE)
 
     @property
     def total_bytes(self) -> int:
@@ -490,13 +516,22 @@ class Layout:
     @cached_property
     def stagers(self) -> list[int]:
         """For each parameter the local rank that stages it: balanced by bytes, so that each link carries it once."""
+        return self._balanced([param.tensor.nbytes for param in self.spec.params])
+
+    @cached_property
+    def shared_stagers(self) -> dict[int, int]:
+        """The local rank that stages each shared tensor, by its position among the by-value tensors."""
+        sizes = [self.spec.by_value[position].nbytes for position in self.shared]
+        return dict(zip(self.shared, self._balanced(sizes), strict=True))
+
+    def _balanced(self, sizes: Sequence[int]) -> list[int]:
+        """A local rank for each of so many bytes."""
         ranks = self.spec.local_ranks
         loads = [0] * len(ranks)
-        chosen = [ranks[0]] * len(self.spec.params)
-        order = sorted(range(len(chosen)), key=lambda i: (-self.spec.params[i].tensor.nbytes, i))
-        for index in order:
+        chosen = [ranks[0]] * len(sizes)
+        for index in sorted(range(len(chosen)), key=lambda i: (-sizes[i], i)):
             lightest = loads.index(min(loads))
-            loads[lightest] += self.spec.params[index].tensor.nbytes
+            loads[lightest] += sizes[index]
             chosen[index] = ranks[lightest]
         return chosen
 

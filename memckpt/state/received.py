@@ -32,6 +32,8 @@ def _problem(spec: StateSpec) -> str:
             return f"{name}={getattr(spec, name)}"
     if not 0 <= spec.by_value_slots <= _MOST:
         return f"by_value_slots={spec.by_value_slots}"
+    if not {*spec.shared} <= {one.name for one in spec.by_value}:
+        return f"shared={spec.shared} that are not by value"
     ranks = {*spec.local_ranks, *spec.replicas}
     if not spec.local_ranks or min(ranks) < 0 or max(ranks) >= spec.world_size:
         return f"local_ranks={spec.local_ranks}, replicas={spec.replicas} of {spec.world_size} ranks"

@@ -114,15 +114,13 @@ def state_tensors(
 
 
 def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str, torch.Tensor]:
-    """Views of the by-value tensors of all local ranks, which lie one rank after the other from `base` on."""
+    """Views of the by-value tensors of all local ranks, from `base` on; several of one tensor where that is shared."""
     spec = layout.spec
     names = StoredNames(spec)
     tensors: dict[str, torch.Tensor] = {}
-    for position, rank in enumerate(spec.local_ranks):
-        start = base + position * layout.by_value_bytes
-        for tensor, offset in zip(spec.by_value, layout.by_value_offsets, strict=True):
-            name = names.by_value(tensor, rank)
-            tensors[name] = tensor_at(by_value, start + offset, tensor.shape, tensor.dtype)
+    for rank in spec.local_ranks:
+        for tensor, offset in zip(spec.by_value, layout.by_value_offsets(rank), strict=True):
+            tensors[names.by_value(tensor, rank)] = tensor_at(by_value, base + offset, tensor.shape, tensor.dtype)
     return tensors
 
 

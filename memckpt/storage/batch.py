@@ -94,12 +94,11 @@ class RecordCopy:
         self._layout = layout
         self.record = record
         base = layout.slot_offset(record)
-        ranks = layout.spec.local_ranks
-        by_value = layout.by_value_base(record, ranks[0])
+        by_value = layout.by_value_base(record)
         with memoryview(slots) as slot:
             start = base + HEADER_BYTES
             self._gradients = memoryview(bytes(slot[start : start + layout.gradient_bytes * full]))
-            self._by_value = memoryview(bytes(slot[by_value : by_value + layout.by_value_bytes * len(ranks)]))
+            self._by_value = memoryview(bytes(slot[by_value : by_value + layout.by_value_bytes]))
 
     @property
     def nbytes(self) -> int:
@@ -118,10 +117,9 @@ class RecordCopy:
         for rank, state in sorted(rank_states.items()):
             yield _bytes_tensor(rank_state_name(self.record, rank), state)
         spec = self._layout.spec
-        for position, rank in enumerate(spec.local_ranks):
-            base = position * self._layout.by_value_bytes
-            for tensor, offset in zip(spec.by_value, self._layout.by_value_offsets, strict=True):
-                data = self._by_value[base + offset : base + offset + tensor.nbytes]
+        for rank in spec.local_ranks:
+            for tensor, offset in zip(spec.by_value, self._layout.by_value_offsets(rank), strict=True):
+                data = self._by_value[offset : offset + tensor.nbytes]
                 yield FileTensor(by_value_name(self.record, rank, tensor.name), tensor.dtype, tensor.shape, data)
         for sub_step in sub_steps:
             yield from self._gradients_of(sub_step)

@@ -158,8 +158,7 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
     extend_search_path(job.search_path)
     ring = SlotRing(slots, layout, job.generation)
     ring.check_by_value(part.record, spec.local_ranks)
-    base = layout.by_value_base(part.record, spec.local_ranks[0])
-    by_value = by_value_tensors(layout, slots.map, base)
+    by_value = by_value_tensors(layout, slots.map, layout.by_value_base(part.record))
     if not part.full:
         return by_value, NodeState(spec, (), b"", job.rank_states)
     host = HostState(spec, by_value=False)

@@ -1,0 +1,83 @@
+"""Digests of tensors that several ranks should have alike: of each, so that one copy can stand for all.
+
+In host memory xxh3 of the bytes. On a device two sums of 32-bit words, each times a key of 64 bits that belongs to its
+place, modulo 2^64: integers, so that the order of the additions is of no account, and two tensors that differ have
+equal sums once in 2^64 times or so. Nothing waits for the device: the sums come to the host as tensors in slots do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from memckpt.capture.copier import Copier
+from memckpt.state.layout import DIGEST_BYTES
+from memckpt.state.tensors import local
+
+#: Words that are multiplied at once: bounds the temporary, which has 16 bytes for each.
+_CHUNK = 1 << 20
+_SUMS = 2
+_SEED = 0x6D656D636B7074
+_keys: dict[torch.device, torch.Tensor] = {}
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes can be read where they are."""
+    return tensor.device.type == "cpu"
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """xxh3_128 of the bytes of a tensor in host memory, in row-major order."""
+    return xxhash.xxh3_128_digest(_as_bytes(tensor).numpy().data)
+
+
+@torch.no_grad()
+def sums(tensor: torch.Tensor) -> torch.Tensor:
+    """The digest of a tensor on a device: int64 of shape ``(2,)``, on that device and in its stream."""
+    words = _as_bytes(tensor)
+    rest = words.numel() % 4
+    if rest or words.storage_offset() % 4:
+        words = torch.cat([words, words.new_zeros((4 - rest) % 4)])
+    return _sums(words.view(torch.int32))
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    keys = _keys_on(words.device)
+    parts = [(chunk * keys[:, : chunk.numel()]).sum(1) for chunk in words.split(_CHUNK)]
+    return parts[0] if len(parts) == 1 else _sums(torch.stack(parts).view(torch.int32).view(-1))
+
+
+def _keys_on(device: torch.device) -> torch.Tensor:
+    """The keys, int64 of shape ``(2, chunk)``; the same in every process."""
+    if device not in _keys:
+        generator = torch.Generator("cpu").manual_seed(_SEED)
+        made = torch.randint(-(2**63), 2**63 - 1, (_SUMS, _CHUNK), generator=generator, device="cpu")
+        _keys[device] = made.to(device)
+    return _keys[device]
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+class Digests:
+    """Those of some tensors as they are now; :meth:`encode` them once the copier's copies are done."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
+        here = [local(tensor) for tensor in tensors]
+        self._of_host = [digest(tensor) if on_host(tensor) else None for tensor in here]
+        away = [sums(tensor) for tensor in here if not on_host(tensor)]
+        self._fetched = copier.fetch(torch.stack(away)) if away else None
+
+    def encode(self) -> bytes:
+        """All of them, in order, each of 16 bytes."""
+        fetched = b"" if self._fetched is None else self._fetched.numpy().tobytes()
+        found: list[bytes] = []
+        for one in self._of_host:
+            if one is None:
+                one, fetched = fetched[:DIGEST_BYTES], fetched[DIGEST_BYTES:]
+            found.append(one)
+        return b"".join(found)

@@ -1,0 +1,31 @@
+"""Digests of tensors on a device: those that the host would take, and nothing waits for them."""
+
+from __future__ import annotations
+
+import torch
+
+from memckpt.capture import digests
+from tests.engine_harness import Lab
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
+
+
+def compare(device: str) -> None:
+    for dtype in DTYPES:
+        tensor = torch.randn(1237, 1021).to(dtype)
+        away = tensor.to(device)
+        digests.sums(away)  # the keys are made
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("error")
+        found = [digests.sums(away), digests.sums(away.t())]
+        if device != "cpu":
+            torch.cuda.set_sync_debug_mode("default")
+        assert found[0].cpu().equal(digests.sums(tensor))
+        assert found[1].cpu().equal(digests.sums(tensor.t().contiguous()))
+        away[1000, 7] = away[1000, 7] == 0
+        assert not digests.sums(away).equal(found[0])
+
+
+def test_sums_are_those_of_the_host(lab: Lab, device: str) -> None:
+    child = lab.fork(lambda: compare(device), "digests")
+    assert child.wait() == 0, child.log.read_text()[-4000:]

@@ -1,0 +1,528 @@
+"""By-value tensors that ranks of a node hold once, as long as they agree: what that takes, and what is promised."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from memckpt.agent.attempt import Attempt
+from memckpt.agent.generation import Generation
+from memckpt.agent.holding import Holding
+from memckpt.agent.messages import Commit, GenerationCommit, Prepare, SnapshotTaken
+from memckpt.agent.snapshots import Snapshots
+from memckpt.capture import digests
+from memckpt.capture.copier import HostCopier
+from memckpt.capture.digests import Digests
+from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.recovery.plan import common_records
+from memckpt.state.layout import DIGEST_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.received import read_spec
+from memckpt.state.records import RecordMeta, Timeline, encode_meta
+from memckpt.state.redo import tensor_at
+
+# Who shares, and what that takes
+
+
+def example(count: int = 2, live: LiveState | None = None, **request: Any) -> StateSpec:
+    """A model of about a million parameters with an average of it, T = 8 and D = 3."""
+    live = live or averaged()
+    ranks = tuple(range(count))
+    arguments = {"mode": "lazy", "period": 8, "slots": 3, "local_ranks": ranks, "world_size": count, "shares": True}
+    return live.spec(SpecRequest(**{**arguments, **request}))
+
+
+def averaged() -> LiveState:
+    model = nn.Linear(1024, 1024)
+    average = nn.Linear(1024, 1024).requires_grad_(False)
+    live = LiveState(model, [torch.optim.AdamW(model.parameters())], {"average": average})
+    live.growth.changing = {"average.weight", "average.bias"}
+    return live
+
+
+def test_an_average_is_held_once_a_node() -> None:
+    once = Layout(example(2))
+    each = Layout(msgspec.structs.replace(once.spec, shared=()))
+    assert once.spec.shared == ("average.weight",)  # the bias is small
+    assert once.by_value_ring == each.by_value_ring == 3 + 1
+    # Of the node, in MiB: 11 slots of a gradient (4) and anchors (1.5); 4 times the average of one rank or of two (4).
+    assert [round(one.total_bytes / 2**20) for one in (each, once)] == [93, 77]
+
+
+def test_an_average_of_100_million_parameters_on_8_ranks() -> None:
+    """By formula, T = 8 and D = 3: 11 slots of 4 + 12/8 bytes a parameter, and 4 averages of 4 bytes."""
+    parameter = TensorSpec("weight", (10_000, 10_000), "float32")
+    spec = ring_spec(8, 8, 3, shared=("average",))
+    state = OwnerSpec(0, 0, ())
+    spec = msgspec.structs.replace(
+        spec,
+        params=(ParamSpec(parameter, (state,), False, 0),),
+        by_value=(TensorSpec("average", (10_000, 10_000), "float32"),),
+    )
+    sizes = [spec, msgspec.structs.replace(spec, shared=()), msgspec.structs.replace(spec, shared=(), by_value_slots=0)]
+    by_value = [Layout(one).by_value_slot_bytes * Layout(one).by_value_ring / 2**30 for one in sizes]
+    assert [round(one, 1) for one in by_value] == [1.5, 11.9, 32.8]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"mode": "eager"},
+        {"mode": "capture", "period": 1, "every": 5},
+        {"reads_late": True},
+        {"local_ranks": (0,)},
+    ],
+)
+def test_elsewhere_each_rank_has_its_own(request_of: dict[str, Any]) -> None:
+    assert example(2, **request_of).shared == ()
+
+
+def test_what_is_known_to_differ_is_each_rank_s_own_for_ever() -> None:
+    live = averaged()
+    live.growth.apart = {"average.weight"}
+    spec = example(2, live)
+    assert (spec.shared, spec.apart) == ((), ("average.weight",))
+    resumed = averaged()
+    resumed.growth.take_over(spec)
+    assert example(2, resumed) == spec
+
+
+@pytest.mark.parametrize(
+    ("request_of", "slots"),
+    [
+        ({}, 3),
+        ({"asynchronous": True}, 3),
+        ({"world_size": 4}, 3),
+        ({"world_size": 4, "asynchronous": True}, 5),
+        ({"world_size": 4, "asynchronous": True, "slots": 7}, 7),
+        ({"world_size": 3, "asynchronous": True, "local_ranks": (2,)}, 5),  # others share, and may disagree
+        ({"world_size": 4, "asynchronous": True, "reads_late": True}, 3),
+    ],
+)
+def test_units_that_are_ahead_keep_what_another_goes_back_to(request_of: dict[str, Any], slots: int) -> None:
+    assert example(2, **request_of).slots == slots
+
+
+def test_who_holds_what_is_of_no_account_for_what_a_state_is() -> None:
+    spec = example(2)
+    other = msgspec.structs.replace(spec, shared=(), apart=("average.weight",))
+    assert spec.shared
+    assert other.content() == spec.content()
+
+
+def test_a_budget_that_is_too_small_says_how_often_averages_are_held() -> None:
+    for spec, words in [
+        (example(2), "after 4 records, 1 tensors by each of 2 ranks, 1 tensors once for them"),
+        (example(2, shares=False), "after 4 records, 2 tensors by each of 2 ranks"),
+    ]:
+        with pytest.raises(MemoryBudgetError, match=words):
+            Generation(1, spec, held_bytes=0, budget=1 << 20, threads=1, notify=lambda message: None)
+
+
+# Digests
+
+
+def changed(tensor: torch.Tensor, places: Sequence[int], bit: int) -> torch.Tensor:
+    """A copy in which one bit of some bytes is another."""
+    copy = tensor.clone()
+    words = copy.view(-1).view(torch.uint8)
+    for place in places:
+        words[place] ^= 1 << bit
+    return copy
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 1023])
+def test_equal_tensors_have_equal_digests_and_others_have_not(dtype: torch.dtype, numel: int) -> None:
+    tensor = torch.arange(numel).to(dtype)
+    for of in (digests.digest, lambda one: digests.sums(one).numpy().tobytes()):
+        assert len(of(tensor)) == DIGEST_BYTES
+        assert of(tensor.clone()) == of(tensor)
+        nbytes = numel * tensor.element_size()
+        found = {of(changed(tensor, [place], bit)) for place in (0, nbytes // 2, nbytes - 1) for bit in (0, 7) if numel}
+        assert of(tensor) not in found
+
+
+def test_a_sum_sees_what_would_cancel_out_without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of two elements, elements that change places, and the same in different pieces of a tensor."""
+    monkeypatch.setattr(digests, "_CHUNK", 16)
+    monkeypatch.setattr(digests, "_keys", {})
+    tensor = torch.randn(100)
+    sums = lambda one: tuple(digests.sums(one).tolist())  # noqa: E731
+    variants = [tensor] + [changed(tensor, [4 * a + 3, 4 * b + 3], 7) for a, b in itertools.combinations(range(100), 2)]
+    for a, b in [(0, 1), (3, 19), (50, 66), (15, 16)]:
+        swapped = tensor.clone()
+        swapped[[a, b]] = tensor[[b, a]]
+        variants.append(swapped)
+    assert len({sums(one) for one in variants}) == len(variants)
+
+
+def test_views_are_read_in_row_major_order() -> None:
+    tensor = torch.randn(6, 5)
+    assert digests.digest(tensor.t()) == digests.digest(tensor.t().contiguous())
+    assert digests.sums(tensor[1:]).equal(digests.sums(tensor[1:].clone()))
+    halves = torch.arange(9, dtype=torch.int8)[1:]  # begins within a word
+    assert digests.sums(halves).equal(digests.sums(halves.clone()))
+
+
+def test_those_of_host_and_device_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.full((4,), value) for value in (1.0, 2.0, 3.0)]
+    away = tensors[1]
+    monkeypatch.setattr(digests, "on_host", lambda tensor: float(tensor[0]) != 2.0)
+    expected = [digests.digest(tensors[0]), digests.sums(away).numpy().tobytes(), digests.digest(tensors[2])]
+    assert Digests(tensors, HostCopier()).encode() == b"".join(expected)
+
+
+# Stamps
+
+
+def ring_spec(ranks: int, period: int, slots: int, shared: Sequence[str] = (), **other: Any) -> StateSpec:
+    average = TensorSpec("average", (4,), "float32")
+    return StateSpec(
+        params=(ParamSpec(TensorSpec("weight", (4,), "float32"), (OwnerSpec(0, 0, ()),), True, 0),),
+        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),),
+        static=(),
+        by_value=(TensorSpec("count", (2,), "float32"), average, TensorSpec("second", (4,), "float32")),
+        mode="lazy",
+        period=period,
+        slots=slots,
+        local_ranks=tuple(range(ranks)),
+        world_size=ranks,
+        by_value_slots=slots + 1,
+        shared=tuple(shared),
+        **other,
+    )
+
+
+@pytest.fixture
+def ring() -> Iterator[SlotRing]:
+    layout = Layout(ring_spec(3, 2, 3, ("average", "second")))
+    region = Region.create("slots", layout.slots_bytes)
+    with closing(region):
+        ring = SlotRing(region, layout, 1)
+        yield ring
+        del ring
+
+
+def test_a_generation_at_whose_start_ranks_disagree_replaces_none() -> None:
+    unit = Unit(ring_spec(2, 1, 3, ("average",)))
+    with closing(unit.holding):
+        for number, base, values in [(1, 4, (7, 7)), (2, 5, (7, 8)), (3, 6, (9, 9))]:
+            for rank in (0, 1):
+                held = unit.holding.prepare(rank, Prepare(unit.spec, Timeline(1, "a"), 1, None, False, base))
+                held.ring.note_digests(base, rank, bytes([values[rank]]) * DIGEST_BYTES)
+                held.ring.seal(base, rank)
+                metas = () if rank else (encode_meta(RecordMeta(base, base, True)),)
+                unit.holding.generation_committed(rank, GenerationCommit(number, base, base, b"", metas))
+            assert unit.holding.held is not None
+            assert unit.holding.held.number == (1 if number == 2 else number)
+            assert list(unit.holding.standing_still()) == ([4] if number < 3 else [4, 6])
+
+
+def note(ring: SlotRing, rank: int, *found: int) -> None:
+    ring.note_digests(5, rank, b"".join(bytes([one]) * DIGEST_BYTES for one in found))
+    ring.seal(5, rank)
+
+
+def test_a_record_counts_when_all_ranks_have_said_the_same(ring: SlotRing) -> None:
+    for rank in (0, 1):
+        note(ring, rank, 1, 2)
+        assert ring.disagreed(5) == []
+        # Whoever restores one rank's needs what another one may have staged.
+        with pytest.raises(DamagedStateError, match=f"the part of rank {rank + 1}"):
+            ring.check_by_value(5, [0])
+    note(ring, 2, 1, 2)
+    ring.check_by_value(5, [0])
+
+
+def test_what_differs_is_named_and_the_record_is_refused(ring: SlotRing) -> None:
+    for rank in range(3):
+        note(ring, rank, 1, 2 + (rank == 1))
+    assert ring.disagreed(5) == ["second"]
+    with pytest.raises(DamagedStateError, match=r"expected all of the ranks \[0, 1, 2\] to have the same second"):
+        ring.check_by_value(5, [0])
+    ring.open_by_value(5, 2)
+    assert ring.disagreed(5) == []
+
+
+def test_a_layout_from_elsewhere_shares_by_value_tensors_only() -> None:
+    for shared, found in [(("average",), ""), (("average", "weight"), r"shared=\('average', 'weight'\)")]:
+        data = msgspec.msgpack.encode(ring_spec(2, 2, 3, shared))
+        if not found:
+            assert read_spec(data).shared == shared
+            continue
+        with pytest.raises(ValueError, match=found):
+            read_spec(data)
+
+
+def test_each_of_them_is_staged_by_one_rank() -> None:
+    layout = Layout(ring_spec(2, 2, 3, ("average", "second")))
+    assert sorted(layout.shared_stagers) == [1, 2]
+    assert sorted(layout.shared_stagers.values()) == [0, 1]
+    places = [layout.by_value_offsets(rank) for rank in (0, 1)]
+    assert [len({one[position] for one in places}) for position in range(3)] == [2, 1, 1]
+
+
+def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again() -> None:
+    spec = ring_spec(2, 2, 3, ("average",))
+    for differs in (False, True):
+        made, again = [], []
+        held = Generation(1, spec, held_bytes=0, budget=None, threads=1, notify=lambda message: None)
+        with closing(held):
+            for rank in (0, 1):
+                held.ring.note_digests(5, rank, bytes([differs and rank]) * DIGEST_BYTES)
+                held.ring.seal(5, rank)
+            snapshots = Snapshots(lambda message, fd: None, made.append, again.append)
+            assert snapshots.begin(held, 5, "", lambda message: None)
+            for rank in (0, 1):
+                snapshots.taken(rank, SnapshotTaken(5, 0.0))
+            assert (len(made), len(again)) == (1 - differs, int(differs))
+            for snapshot in made:
+                snapshot.region.close()
+
+
+# Ranks that begin, stage, commit, disagree and die
+
+
+@dataclass
+class Unit:
+    """Ranks that share slots, as their agent sees them."""
+
+    spec: StateSpec
+    holding: Holding = field(init=False)
+    attempt: Attempt = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.attempt = Attempt("n", self.spec.world_size, tuple(range(self.spec.world_size)))
+        nothing: Any = lambda *args, **kwargs: None  # noqa: E731
+        self.holding = Holding(
+            "n", self.spec.local_ranks, "n", tell=nothing, notify=nothing, start_writer=nothing,
+            save_failed=nothing, announce=nothing,
+        )  # fmt: skip
+
+
+class Trainer:
+    """One rank: `ended` is the record that its training thread is through, `sent` that of its last commit.
+
+    They differ where commits are sent later: by one at most, since the one before is sent before the next reduction.
+    Its mapping of a generation is its own, whatever the agent lets go of.
+    """
+
+    def __init__(self, rank: int, unit: Unit, late: bool) -> None:
+        self.rank, self.unit, self.late = rank, unit, late
+        self.leads = rank == unit.spec.local_ranks[0]
+        #: By tensor, from which record on this rank's is another one, and up to which.
+        self.strays: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
+        self.apart: set[str] = set()
+        self.ended = self.sent = self.number = 0
+        self.region: Region | None = None
+        self.ring: SlotRing
+        self.digests = b""
+
+    def close(self) -> None:
+        if self.region is not None:
+            del self.ring
+            self.region.close()
+
+    def value(self, name: str, record: int) -> float:
+        strays = any(first <= record < last for first, last in self.strays[name])
+        return 100.0 * record + (self.rank + 1 if strays or name == "count" else 0)
+
+    def held(self, region: Region, layout: Layout, name: str, record: int) -> torch.Tensor:
+        position = [one.name for one in layout.spec.by_value].index(name)
+        place = layout.by_value_base(record) + layout.by_value_offsets(self.rank)[position]
+        return tensor_at(region.map, place, layout.spec.by_value[position].shape, "float32")
+
+    def stage(self, record: int) -> None:
+        assert self.region is not None
+        self.ring.open_by_value(record, self.rank)
+        spec = self.layout.spec
+        for position, tensor in enumerate(spec.by_value):
+            if self.layout.shared_stagers.get(position, self.rank) == self.rank:
+                self.held(self.region, self.layout, tensor.name, record).fill_(self.value(tensor.name, record))
+        found = [torch.tensor(self.value(spec.by_value[position].name, record)) for position in self.layout.shared]
+        self.digests = b"".join(digests.digest(one) for one in found)
+
+    def seal(self, record: int, first: int) -> None:
+        self.ring.note_digests(record, self.rank, self.digests)
+        for number in range(first, record + 1):
+            self.ring.seal(number, self.rank, by_value=number == record)
+
+    def begin_generation(self, record: int) -> None:
+        spec = self.unit.spec
+        names = tuple(one.name for one in spec.by_value if one.name not in {"count", *self.apart})
+        shared = names if len(spec.local_ranks) > 1 else ()
+        spec = msgspec.structs.replace(spec, shared=shared, apart=tuple(sorted(self.apart)))
+        generation = self.unit.holding.prepare(self.rank, Prepare(spec, Timeline(1, "a"), 1, None, False, record))
+        self.close()
+        self.region, self.layout, self.number = (
+            Region.open(os.dup(generation.slots.fd)),
+            Layout(spec),
+            generation.number,
+        )
+        self.ring = SlotRing(self.region, self.layout, self.number)
+        window = range(record - spec.period + 1, record + 1)
+        for number in window:
+            self.ring.open_for_writing(number, self.rank)
+        self.stage(record)
+        self.seal(record, window[0])
+        metas = tuple(encode_meta(RecordMeta(number, record, True)) for number in window) if self.leads else ()
+        self.unit.holding.generation_committed(self.rank, GenerationCommit(self.number, record, record, b"", metas))
+        self.ended = self.sent = record
+        self.ring.open_for_writing(record + 1, self.rank)
+
+    @property
+    def disagreed(self) -> list[str]:
+        """What shows at the end of the next record."""
+        return self.ring.disagreed(self.ended + 1 - (2 if self.late else 1))
+
+    def end(self) -> None:
+        """The training thread comes to the end of a record."""
+        self.ended += 1
+        self.stage(self.ended)
+        self.ring.open_for_writing(self.ended + 1, self.rank)
+        if not self.late:
+            self.send()
+
+    def send(self) -> None:
+        record = self.sent = self.ended
+        self.seal(record, record)
+        meta = encode_meta(RecordMeta(record, record - 1, False)) if self.leads else b""
+        self.unit.holding.commit(self.rank, Commit(self.number, record, record, b"", meta), self.unit.attempt)
+
+
+class Job:
+    """Units of ranks, whose moves come in any order that reductions allow."""
+
+    def __init__(self, units: Sequence[int], period: int, slots: int, late: bool) -> None:
+        first = 0
+        self.units: list[Unit] = []
+        self.trainers: list[Trainer] = []
+        for size in units:
+            ranks = tuple(range(first, first + size))
+            spec = msgspec.structs.replace(
+                ring_spec(size, period, slots), local_ranks=ranks, world_size=sum(units), replicas=ranks
+            )
+            unit = Unit(spec)
+            self.units.append(unit)
+            self.trainers += [Trainer(rank, unit, late) for rank in ranks]
+            first += size
+        self.late = late
+        #: Records after which all units begin a generation for another reason.
+        self.due: set[int] = set()
+        self.best = 0
+        for trainer in self.trainers:
+            trainer.begin_generation(period)
+        self.best = period
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+        for unit in self.units:
+            unit.holding.close()
+
+    def through(self, record: int) -> bool:
+        """Whether the reduction of a record is done: every rank has entered it behind its commit of the one before."""
+        return min(one.sent for one in self.trainers) >= record - 1
+
+    def move(self, trainer: Trainer, sends: bool) -> None:
+        """Let a rank go on, if it can."""
+        if trainer.sent < trainer.ended and self.through(trainer.ended):
+            trainer.send()
+        # The next reduction is entered when the last commit has been sent.
+        if trainer.sent < trainer.ended or sends or not (self.late or self.through(trainer.ended + 1)):
+            return
+        differing = trainer.disagreed
+        if not differing and trainer.ended + 1 not in self.due:
+            trainer.end()
+        elif self.through(trainer.ended + 1):  # a generation is written when the device is done
+            trainer.apart |= {*differing}
+            trainer.begin_generation(trainer.ended + 1)
+
+    def check(self) -> dict[int, int]:
+        """What all can go back to is what they had, and goes as far as it ever went."""
+        found = common_records([unit.holding.inventory(None) for unit in self.units])
+        for record in found:
+            for trainer in self.trainers:
+                held = trainer.unit.holding.standing_still()[record]
+                for number in range(record - held.spec.period + 1, record + 1):
+                    held.ring.check(number, held.spec.local_ranks)
+                for tensor in held.spec.by_value:
+                    values = set(trainer.held(held.slots, held.layout, tensor.name, record).tolist())
+                    assert values == {trainer.value(tensor.name, record)}, (record, trainer.rank, tensor.name)
+        assert max(found, default=-1) >= self.best, (found, [(one.ended, one.sent) for one in self.trainers])
+        self.best = max(found)
+        return found
+
+
+UNITS = pytest.mark.parametrize("units", [(2,), (3,), (2, 1), (2, 2)], ids=str)
+LATE = pytest.mark.parametrize("late", [False, True], ids=["host", "device"])
+
+
+@LATE
+@UNITS
+@given(data=st.data())
+@settings(max_examples=8, deadline=None)
+def test_ranks_that_disagree_cost_nothing_that_could_be_restored(
+    units: tuple[int, ...], late: bool, data: st.DataObject
+) -> None:
+    disagree(units, late, data)
+
+
+@pytest.mark.slow
+@LATE
+@UNITS
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_same_many_times(units: tuple[int, ...], late: bool, data: st.DataObject) -> None:
+    disagree(units, late, data)
+
+
+def disagree(units: tuple[int, ...], late: bool, data: st.DataObject) -> None:
+    """Whenever the job dies, all can go back as far as they could at any time before, each to what it had."""
+    period = data.draw(st.integers(1, 4))
+    job = Job(units, period, 5 if late and len(units) > 1 else 3, late)
+    strayed = begun = 0
+    try:
+        for _ in range(data.draw(st.integers(0, 120))):
+            trainer = data.draw(st.sampled_from(job.trainers))
+            now = max(one.ended for one in job.trainers) + 1
+            # With several units another one has no time to begin with what it parts ways about before.
+            rarely = len(units) > 1 and now - strayed < 8
+            if not rarely and data.draw(st.integers(0, 5)) == 0 and now > trainer.ended:
+                strayed = now
+                until = now + data.draw(st.sampled_from([1, 2, 1000]))
+                trainer.strays[data.draw(st.sampled_from(["average", "second"]))].append((now, until))
+            if now - begun > 7 and data.draw(st.integers(0, 5)) == 0:
+                begun = now
+                job.due.add(now)
+            job.move(trainer, data.draw(st.booleans()))
+            job.check()
+        for trainer in job.trainers:
+            for spans in trainer.strays.values():
+                spans[:] = [(first, last) for first, last in spans if first <= job.best or first <= trainer.ended]
+        # Once nobody strays any more, the newest record of all can be had again.
+        for _ in range(12):
+            for trainer in job.trainers:
+                job.move(trainer, False)
+                job.check()
+        assert job.best == min(one.sent for one in job.trainers)
+    finally:
+        job.close()
