@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from memckpt.agent import fence
-from memckpt.agent.address import AgentAddress
 from memckpt.agent.processes import ProcessHandle
 from memckpt.config import StorageConfig
 from tests.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
@@ -203,20 +202,6 @@ def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nod
     check_verdicts([died, last], died=False)
     for ours, theirs in zip(results(last), expected, strict=True):
         assert ours["resumed"] == 5
-        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
-
-
-def test_ranks_copy_the_final_state_as_they_leave(lab: Lab) -> None:
-    settings = config("lazy", storage=StorageConfig(every_steps=1000, min_seconds=3600))
-    job = replace(job_of(lab), config=settings)
-    expected = reference(lab, job)
-    assert run(lab, job) == [0, 0]
-    log = AgentAddress.of(lab.run_dir).log_path.read_text()
-    assert f"the ranks have copied the final state, after record {job.last_step}" in log
-    again = replace(job, directory=fresh_directory(lab), number=1)
-    assert run(lab, again) == [0, 0]
-    for ours, theirs in zip(results(again), expected, strict=True):
-        assert ours["resumed"] == job.last_step
         assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
 
 

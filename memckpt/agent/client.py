@@ -43,7 +43,6 @@ from memckpt.agent.messages import (
     Saved,
     SaveFailed,
     SaveRecord,
-    SnapshotTaken,
     Status,
     StatusRequest,
     StopRequest,
@@ -101,19 +100,6 @@ class SnapshotOrder:
 
     record: int
     region: Region
-
-
-@dataclass(frozen=True)
-class LastState:
-    """The state after a rank's last record, at the end of a training.
-
-    Attributes:
-        record: the last one.
-        copy: copies this rank's part of it for a checkpoint, and closes the region of the order.
-    """
-
-    record: int
-    copy: Callable[[SnapshotOrder], SnapshotTaken]
 
 
 class AgentClient:
@@ -450,20 +436,19 @@ class AgentClient:
         if order is not None:
             order.region.close()
 
-    def close(self, finished: bool, saving_seconds: float = 0.0, last: LastState | None = None) -> None:
+    def close(self, finished: bool, saving_seconds: float = 0.0) -> None:
         """Say goodbye. With `finished` the agent lets go of everything when the last rank has said so.
 
         Args:
             finished: training ended as it should.
             saving_seconds: how long the agent may take to bring the last step to storage before it goes.
-            last: the state after the last step, where the rank still has it.
         """
         if self.channel.fileno() < 0:
             return
         try:
-            self.channel.send(Goodbye(finished, last.record if last is not None else None), timeout=5.0)
+            self.channel.send(Goodbye(finished), timeout=5.0)
             if finished:
-                self._wait_for_end(saving_seconds, last)
+                self._wait_for_end(saving_seconds)
         except AgentGoneError as error:
             # That it is gone is all that a goodbye asks for, unless it had something to do before.
             if finished and saving_seconds:
@@ -471,20 +456,13 @@ class AgentClient:
         finally:
             self.abandon()
 
-    def _wait_for_end(self, saving_seconds: float, last: LastState | None) -> None:
-        """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet.
-
-        Before that it may want a copy of the last state.
-        """
+    def _wait_for_end(self, saving_seconds: float) -> None:
+        """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet."""
         deadline = time.monotonic() + _END_SECONDS + saving_seconds
         while True:
             message, fds = self._hear()
             if time.monotonic() > deadline:
                 raise AgentGoneError(f"the agent has not left within {_END_SECONDS + saving_seconds:.0f} s")
-            if last is not None and isinstance(message, TakeSnapshot) and message.record == last.record:
-                taken = last.copy(SnapshotOrder(message.record, Region.open(fds[0])))
-                self.channel.send(taken, timeout=self._config.start_seconds)
-                continue
             for fd in fds:
                 os.close(fd)
             if isinstance(message, OthersStay):

@@ -73,7 +73,6 @@ class JobMaker:
             missing=snapshot.missing,
             plain=snapshot.plain,
         )
-        save = msgspec.structs.replace(save, urgent=snapshot.last)
         regions = [snapshot.region, snapshot.region]
         self._submit(save, _with_static(generation, regions), snapshot.region, snapshot.done)
 

@@ -66,7 +66,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -279,10 +279,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class TakeSnapshot(msgspec.Struct, frozen=True, tag="snapshot?"):
-    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy).
-
-    Also an answer to a Goodbye, to that rank alone.
-    """
+    """Order to all local ranks: copy the state after `record` into the region whose descriptor comes along (lazy)."""
 
     record: int
 
@@ -410,14 +407,9 @@ class Preempted(msgspec.Struct, frozen=True, tag="preempted"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The rank leaves. `finished`: training ended as it should, so that the final step goes to storage and all ends.
-
-    `stands_at`: the record whose state the rank still has, and can copy for storage before it leaves; TakeSnapshot may
-    come then.
-    """
+    """The rank leaves. `finished`: training ended as it should, so that the final step goes to storage and all ends."""
 
     finished: bool
-    stands_at: int | None = None
 
 
 class OthersStay(msgspec.Struct, frozen=True, tag="others stay"):

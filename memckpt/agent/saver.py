@@ -102,8 +102,6 @@ class Saver:
         self._mode_of: int | None = None
         self._last: Saved | None = None
         self._saved_record: tuple[Timeline, int] | None = None
-        #: The record that leaving ranks have copied, which is on its way to storage.
-        self._handed_over: tuple[Timeline, int] | None = None
         #: Why the last checkpoint could not be written; empty if it could.
         self.alarm = ""
         self._retry_at = float("-inf")
@@ -267,31 +265,7 @@ class Saver:
             return
         if snapshot.done == self._checkpoint_done:
             self._schedule.copied(snapshot.seconds)
-        if snapshot.last and self._timeline is not None:
-            self._handed_over = self._timeline, snapshot.record
-            _log.info("the ranks have copied the final state, after record %d", snapshot.record)
         self._making.of_snapshot(snapshot)
-
-    def take_last(self, generation: Generation, rank: int, record: int, order: Callable[[Message, int], None]) -> bool:
-        """Have a rank, whose training has ended, copy the state that it still has: then nothing need be redone.
-
-        Args:
-            generation: that is held.
-            rank: that leaves.
-            record: whose state it has.
-            order: sends a message, with a descriptor, to this rank.
-
-        Returns:
-            Whether SnapshotTaken will come from it.
-        """
-        held = self._config is not None and generation.complete and generation.spec.full
-        if not held or generation.replica is not None or self._saved_record == (self._timeline, record):
-            return False
-        try:
-            return self._snapshots.of_leaving_rank(generation, rank, record, self._url, self._checkpoint_done, order)
-        except (MemckptError, OSError, RuntimeError) as error:
-            _log.info("the final state is redone on its way to storage, and not copied: %s", error)
-            return False
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -338,9 +312,7 @@ class Saver:
         # Where others hold other shards, they may stand one record before; a replica goes forward only.
         sharded = len(spec.serves) < spec.world_size
         newest = records[-1 - (sharded and record is None) :]
-        handed_over, self._handed_over = self._handed_over, None
-        waiting = [each for each in newest if (self._timeline, each) != handed_over]
-        self._held_waiting.extend((generation, each, as_checkpoint) for each in waiting)
+        self._held_waiting.extend((generation, each, as_checkpoint) for each in newest)
         self._save_next_held()
 
     def _save_next_held(self) -> None:
@@ -437,7 +409,6 @@ class Saver:
             _log.error("step %d is not in storage: %s", message.step, message.reason)
             self.alarm = message.reason
             self._held_waiting.clear()
-            self._handed_over = None
             self._tell(message)
             self._failed()
             return

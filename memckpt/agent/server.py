@@ -422,8 +422,6 @@ class Agent:
                 self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():
                 holding.saver.snapshot_taken(member.rank, message)
-                if member.finished:
-                    self._let_go(connection)
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
                 member.next_record = message.record + 1
@@ -434,29 +432,14 @@ class Agent:
                 self._holdings.preempt()
             case Goodbye():
                 member.finished = message.finished
-                if not self._take_last(holding, connection, member, message):
-                    self._let_go(connection)
+                if self._attempt.all_finished:
+                    # Its connection ends when everything is gone.
+                    self._leave_when_saved("training finished", finishing=True)
+                else:
+                    self._connections.answer(connection, OthersStay())
+                    self._connections.drop(connection)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
-
-    def _take_last(self, holding: Holding, connection: Connection, member: Member, message: Goodbye) -> bool:
-        """Whether a rank that leaves is asked to copy the final state first."""
-
-        def order(message: Message, fd: int) -> None:
-            self._connections.answer(connection, message, [fd])
-
-        if not message.finished or message.stands_at is None or holding.held is None:
-            return False
-        return holding.saver.take_last(holding.held, member.rank, message.stands_at, order)
-
-    def _let_go(self, connection: Connection) -> None:
-        """A rank has said goodbye, and nothing more is asked of it."""
-        if self._attempt is not None and self._attempt.all_finished:
-            # Its connection ends when everything is gone.
-            self._leave_when_saved("training finished", finishing=True)
-        else:
-            self._connections.answer(connection, OthersStay())
-            self._connections.drop(connection)
 
     def _advance(self, holding: Holding, member: Member, message: Advance) -> None:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""

@@ -27,7 +27,6 @@ class Snapshot:
         url, done: for where and whom it is.
         missing, plain: as in RecordMeta, of all optimizer state.
         seconds: that trainers took to copy it.
-        last: whether training has ended after the record, so that somebody waits for it.
     """
 
     generation: Generation
@@ -39,7 +38,6 @@ class Snapshot:
     plain: bytes = b""
     seconds: float = 0.0
     taken: dict[int, SnapshotTaken] = field(default_factory=dict)
-    last: bool = False
 
 
 class Snapshots:
@@ -82,7 +80,14 @@ class Snapshots:
         Raises:
             MemoryBudgetError: there is no memory for a copy.
         """
-        region = _room(generation)
+        layout = generation.layout
+        check_budget(layout.snapshot_bytes, 0, None, "a copy of the state on its way to storage")
+        region = Region.create("snapshot", layout.snapshot_bytes)
+        try:
+            region.populate_in_background()
+        except RuntimeError:
+            region.close()
+            raise
         if generation.replica is None:
             self._order(TakeSnapshot(record), region.fd)
         elif not generation.replica.copy_at(record, region):
@@ -90,41 +95,6 @@ class Snapshots:
             return False
         generation.pinned = record
         self._current = Snapshot(generation, record, region, url, done)
-        return True
-
-    def of_leaving_rank(
-        self,
-        generation: Generation,
-        rank: int,
-        record: int,
-        url: str,
-        done: Done,
-        order: Callable[[Message, int], None],
-    ) -> bool:
-        """Have a rank that leaves, since training has ended after `record`, copy its part; each in its turn.
-
-        Args:
-            generation: without a replica.
-            rank: that leaves.
-            record: whose state it still has.
-            url, done: for where and whom it is.
-            order: sends a message, with a descriptor, to this rank.
-
-        Returns:
-            Whether an answer comes; False: it has copied its part already.
-
-        Raises:
-            MemoryBudgetError: there is no memory for a copy.
-        """
-        current = self._current
-        if current is None or (current.generation, current.record, current.done) != (generation, record, done):
-            self.drop(again=True)
-            current = self._current = Snapshot(generation, record, _room(generation), url, done)
-            generation.pinned = record
-        current.last = True
-        if rank in current.taken:
-            return False
-        order(TakeSnapshot(record), current.region.fd)
         return True
 
     def taken(self, rank: int, message: SnapshotTaken) -> None:
@@ -187,16 +157,3 @@ class Snapshots:
         """A generation is about to be closed."""
         if self._current is not None and self._current.generation is generation:
             self.drop(again=True)
-
-
-def _room(generation: Generation) -> Region:
-    """Room for a copy of the state. Raises MemoryBudgetError."""
-    nbytes = generation.layout.snapshot_bytes
-    check_budget(nbytes, 0, None, "a copy of the state on its way to storage")
-    region = Region.create("snapshot", nbytes)
-    try:
-        region.populate_in_background()
-    except RuntimeError:
-        region.close()
-        raise
-    return region

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memckpt.agent.address import AgentAddress
-from memckpt.agent.client import AgentClient, LastState, Notice, PreparedRegions, SnapshotOrder
+from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
 from memckpt.agent.messages import (
     PROTOCOL_VERSION,
     Configure,
@@ -192,16 +192,11 @@ class AgentLink:
         if client is not None:
             client.abandon(dismiss)
 
-    def close(self, finished: bool, last: LastState | None = None) -> None:
-        """Say goodbye; with `finished` wait until the agent has brought the final step to storage and let go of all.
-
-        Args:
-            finished: whether training has ended as it should.
-            last: the state after the last step, where this rank still has it.
-        """
+    def close(self, finished: bool) -> None:
+        """Say goodbye; with `finished` wait until the agent has brought the final step to storage and let go of all."""
         client, self._client = self._client, None
         if client is None:
             return
         if finished and self._storage is not None and self._ranks.rank == self._ranks.local_ranks[0]:
             _log.info("memckpt: the final step is being brought to storage")
-        client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0, last)
+        client.close(finished, self._storage.timeout_seconds if self._storage is not None else 0.0)

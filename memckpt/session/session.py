@@ -39,7 +39,6 @@ from memckpt.session.changes import Changes
 from memckpt.session.choice import choose_tap
 from memckpt.session.drift import DriftReports
 from memckpt.session.due import DueGeneration
-from memckpt.session.last_state import last_state
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
@@ -744,15 +743,11 @@ class Session:
             return
         self._closed = True
         self._link.finish_sending()
-        last = None
         if finished and self._config.storage is not None and self._last is not None and self._link.up:
             self._capture_last(self._last)
-            last = last_state(self._staging, self._last) if self.mode == "lazy" else None
-        try:
-            self._unhook()
-            self._link.close(finished, last)
-        finally:
-            self._close_regions()
+        self._unhook()
+        self._close_regions()
+        self._link.close(finished)
         if finished:
             self._resumption.forget_resharding()
 
