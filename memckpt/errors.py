@@ -13,7 +13,8 @@
      |- DamagedStateError (ValueError)      bytes that are not what they claim to be
      |   '- DamagedPiecesError              too few pieces of a record are intact
      |- StorageError (OSError)              a disk or object store that does not do what it must
-     |   '- StorageFullError                it has no room for what is to be written
+     |   |- StorageFullError                it has no room for what is to be written
+     |   '- StorageAwayError                it is not where it was
      |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
      |   |- AgentGoneError                  its connection ended
      |   '- AgentNotFoundError              none answers on this node
@@ -143,14 +144,27 @@ class StorageFullError(StorageError):
 
     Attributes:
         needed, free: bytes; None where that is not known.
+        spare: bytes that would be let go of if that were enough.
     """
 
     exit_code = 14
 
-    def __init__(self, message: str, needed: int | None = None, free: int | None = None) -> None:
+    def __init__(self, message: str, needed: int | None = None, free: int | None = None, spare: int = 0) -> None:
         self.needed = needed
         self.free = free
+        self.spare = spare
         super().__init__(message)
+
+    @property
+    def missing(self) -> int | None:
+        """Bytes that have to be free before it is of use to try again; None: nobody can tell by what is free."""
+        if self.needed is None or self.free is None or self.free >= self.needed:
+            return None
+        return self.needed - self.spare
+
+
+class StorageAwayError(StorageError):
+    """The store of a run that has stored before is not there: it was moved, or its disk is not mounted."""
 
 
 class AgentError(MemckptError, RuntimeError):

@@ -146,7 +146,7 @@ def test_the_next_answer_says_what_could_not_be_written_meanwhile(
 ) -> None:
     full = iter([True])
 
-    def opened(url: str) -> Store:
+    def opened(url: str, witness: str) -> Store:
         if next(full, False):
             raise StorageError("no room")
         return open_store(url)

@@ -146,7 +146,7 @@ def test_a_catalog_is_read_while_retention_deletes(tmp_path: Path, monkeypatch: 
     gone, kept = write(store, part_of(1)), write(store, part_of(2))
     listed = store.find("commit")
     store.delete(gone.commit_path)
-    monkeypatch.setattr(store, "find", lambda prefix, unfinished: listed if prefix == "commit" else [])
+    monkeypatch.setattr(store, "find", lambda prefix, unfinished, unlisted: listed if prefix == "commit" else [])
     catalog = read_catalog(store)
     assert [one.record for one in catalog.checkpoints] == [kept.record]
     assert catalog.damaged == {}

@@ -114,17 +114,6 @@ def test_what_lies_in_the_run_directory_is_the_run_s_own(tmp_path: Path, caplog:
     assert kept_run(tmp_path / "moved") == run
 
 
-def test_a_store_that_is_away_is_told_from_a_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A disk that is not mounted looks like an empty store."""
-    place = tmp_path / "store"
-    start(place, tmp_path / "A")
-    start(place, tmp_path / "A")
-    assert "is empty" not in caplog.text
-    place.rename(tmp_path / "away")
-    start(place, tmp_path / "A")
-    assert f"{place} is empty, and the run A-" in caplog.text
-
-
 def test_a_store_without_an_owner_becomes_that_of_the_first_who_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from memckpt.session import storage_tier
 from memckpt.session.patience import Patience
 from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state.records import Timeline
-from memckpt.storage.catalog import PASSED, read_catalog, superseded, verify_files
+from memckpt.storage.catalog import PASSED, leftovers, read_catalog, superseded, verify_files
 from memckpt.storage.store import LocalStore, Store, matches
 from memckpt.writer.writer import save
 from tests.cli_harness import exit_status, invoke_json
@@ -205,11 +206,15 @@ class _Tier:
 
     def __init__(self, readable: bool) -> None:
         self.unread = "could not read x"
+        self.absent = ""
         self._readable = readable
         self.looked = self.said = 0
 
     def say_unread(self) -> None:
         self.said += 1
+
+    def begin_anew(self) -> None:
+        pass
 
     def look_again(self) -> None:
         self.looked += 1
@@ -361,3 +366,73 @@ def test_an_export_does_not_take_an_older_step_for_the_newest(
     command = ["export", trained, "--url", trained, "--format", "dcp", "--to"]
     assert exit_status(monkeypatch, *command, tmp_path / "out") == StorageError.exit_code
     assert exit_status(monkeypatch, *command, tmp_path / "out", "--step", 2) == 0
+
+
+# Directories that cannot be listed
+
+
+@pytest.fixture(params=[errno.EACCES, errno.EIO])
+def hide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes a directory of a store one that cannot be listed; root may list all that a permission says."""
+    hidden: list[str] = []
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        if any(os.fspath(path).endswith(f"/{one}") for one in hidden):
+            raise OSError(request.param, os.strerror(request.param), os.fspath(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return hidden.append
+
+
+def test_one_directory_that_cannot_be_listed_hides_nothing_else(
+    trained: Path, hide: Callable[[str], None], pauses: list[float]
+) -> None:
+    store = LocalStore(trained)
+    newest, older = read_catalog(store).complete
+    directory = newest.full_parts[0].commit_path.rpartition("/")[0]
+    hide(directory)
+    catalog = read_catalog(store)
+    assert [one.step for one in catalog.complete] == [older.step]
+    assert list(catalog.unreadable) == [directory]
+    assert leftovers(catalog, "n0", [newest.full_parts[0]]) == [], "what belongs to it is kept"
+    config = StorageConfig(url=str(trained))
+
+    def resume(step: int | None) -> int:
+        tier: StorageTier = on_ranks(1, lambda ranks: StorageTier(config, trained, ranks, step))[0]
+        points = [one for one in tier.points if step in (None, one.step)]
+        plan_patiently(tier, "auto" if step is None else step, lambda: RestoreStored(T2, tuple(points), "x"))
+        return tier.open_newest(points, plain().spec(0, 1), by_hand=step is not None).point.step
+
+    assert resume(older.step) == older.step
+    assert pauses == [], "a step that was asked for waits for nothing"
+    with pytest.raises(StorageError, match=f"could not list {directory}.*resume=STEP, of ") as ended:
+        resume(None)
+    assert ended.value.exit_code == 10
+    assert sum(pauses) > 30, "it was tried again"
+
+
+def test_an_older_directory_that_cannot_be_listed_is_left_out(trained: Path, hide: Callable[[str], None]) -> None:
+    newest, older = read_catalog(LocalStore(trained)).complete
+    hide(older.full_parts[0].commit_path.rpartition("/")[0])
+    catalog = read_catalog(LocalStore(trained))
+    assert [one.step for one in catalog.complete] == [newest.step]
+    assert catalog.unsure <= {older.key}
+
+
+def test_a_directory_of_data_that_cannot_be_listed_takes_nothing_away(
+    trained: Path, hide: Callable[[str], None]
+) -> None:
+    newest, older = read_catalog(LocalStore(trained)).complete
+    hide(newest.full_parts[0].base_directory)
+    catalog = read_catalog(LocalStore(trained))
+    assert [one.step for one in catalog.complete] == [newest.step, older.step]
+    assert catalog.unreadable == {}
+    assert verify_files(LocalStore(trained), newest.part_files) == []
+
+
+def test_a_store_that_cannot_be_listed_at_all_is_an_error(trained: Path, hide: Callable[[str], None]) -> None:
+    hide("commit")
+    with pytest.raises(StorageError, match="could not list commit"):
+        read_catalog(LocalStore(trained))

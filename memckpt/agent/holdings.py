@@ -119,7 +119,12 @@ class Holdings:
         """What the attempt's configuration says for these ranks."""
         if message.timeline is not None:
             self._all[ranks].saver.configure(
-                message.storage, run_dir, message.timeline, message.compute_threads, message.search_path
+                message.storage,
+                run_dir,
+                message.timeline,
+                message.compute_threads,
+                message.search_path,
+                message.claimed,
             )
 
     def discard(self, attempt: Attempt) -> None:

@@ -58,7 +58,9 @@ from memckpt.agent.writer_messages import (
     Append,
     Appended,
     LookForAnnounced,
+    LookForRoom,
     OpenLog,
+    Room,
     Save,
 )
 from memckpt.config import StorageConfig
@@ -209,7 +211,8 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
 
     `compute_threads` are the trainer's: in half precision the bits of a redo depend on their number. The attempt goes
     on behind record `after`, which is of the timeline `follows` (None: it starts over). `search_path`: where the
-    trainers find the user's modules, an optimizer's class among them.
+    trainers find the user's modules, an optimizer's class among them. `claimed`: the run has claimed its store, so
+    that one without a claim is not it.
     """
 
     linger_seconds: float
@@ -219,6 +222,7 @@ class Configure(msgspec.Struct, frozen=True, tag="configure"):
     follows: Timeline | None = None
     after: int = 0
     search_path: tuple[str, ...] = ()
+    claimed: bool = False
 
 
 class GenerationCommit(msgspec.Struct, frozen=True, tag="generation"):
@@ -349,10 +353,14 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class SaveFailed(msgspec.Struct, frozen=True, tag="unsaved"):
-    """A checkpoint could not be written; training goes on and a later one will be tried."""
+    """A checkpoint could not be written; training goes on and a later one will be tried.
+
+    `missing`: bytes that have to be free there before it is of use to try again; None: something else is wrong.
+    """
 
     step: int
     reason: str
+    missing: int | None = None
 
 
 class Logged(msgspec.Struct, frozen=True, tag="logged"):
@@ -544,6 +552,8 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Announce,
     LookForAnnounced,
     Announced,
+    LookForRoom,
+    Room,
     OpenLog,
     Append,
     Appended,

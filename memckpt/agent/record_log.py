@@ -27,6 +27,8 @@ from memckpt.state.records import Timeline
 _log = logging.getLogger("memckpt.agent")
 BATCH_BYTES = 64 << 20
 _BATCH_STEPS, _BATCH_SECONDS = 64, 10.0
+#: How large the log becomes before a checkpoint ends it: of one, and at least in bytes.
+_CHECKPOINTS, _LEAST_BYTES = 10, 1 << 30
 #: How long to wait before a process that failed is started again.
 _RETRY_SECONDS = 5.0
 
@@ -39,6 +41,16 @@ def record_bytes(layout: Layout) -> int:
 def batch_steps_for(layout: Layout, asked: int | None) -> int:
     """How many records make a batch."""
     return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(record_bytes(layout), 1)))
+
+
+def snapshot_bytes(layout: Layout) -> int:
+    """How large a checkpoint is, about."""
+    return layout.snapshot_bytes + layout.static_bytes
+
+
+def room_to_log(layout: Layout, asked: int | None) -> int:
+    """How many bytes a log takes at least: two batches of as many records as asked for, and the checkpoint behind."""
+    return snapshot_bytes(layout) + 2 * batch_steps_for(layout, asked) * record_bytes(layout)
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class RecordLog:
         taken: the newest record that has been copied out of its slot.
         written: the newest record of this attempt that is in storage, and its step.
         alarm: why there was a hole; empty once records are being written again.
+        short: why records wait for room in the storage; empty: they do not.
     """
 
     def __init__(self, node: str, open_writer: Callable[[], HelperProcess], broken: Callable[[], None]) -> None:
@@ -86,7 +99,7 @@ class RecordLog:
         self._open_writer = open_writer
         self._broken = broken
         self._writer: HelperProcess | None = None
-        self._url = self._run = ""
+        self._url = self._run = self._witness = ""
         self._asked_steps: int | None = None
         self._timeout_seconds = 0.0
         self._timeline: Timeline | None = None
@@ -105,12 +118,21 @@ class RecordLog:
         self.taken: int | None = None
         self.written: tuple[int, int] | None = None
         self.alarm = ""
+        self.short = ""
+        #: What has been written since the last checkpoint, about.
+        self._nbytes = 0
 
     def configure(
-        self, url: str, batch_steps: int | None, timeout_seconds: float, timeline: Timeline, run: str = ""
+        self,
+        url: str,
+        batch_steps: int | None,
+        timeout_seconds: float,
+        timeline: Timeline,
+        run: str = "",
+        witness: str = "",
     ) -> None:
-        """Where to, and for which attempt of which run."""
-        self._run = run
+        """Where to, and for which attempt of which run; `witness`: the file without which the store is away."""
+        self._run, self._witness = run, witness
         if timeline != self._timeline:
             self._timeline, self._branched = timeline, None
             self._stretch_before, self._stretch = (self._stretch if url == self._url else None), None
@@ -152,6 +174,11 @@ class RecordLog:
         stretch = self._stretch
         if stretch is not None and self._timeline is not None and stretch.first - 1 <= record <= stretch.last:
             self._stretch = _Stretch(stretch.first, stretch.last, (record, self._timeline))
+            self._nbytes = 0
+
+    def too_large(self, checkpoint_bytes: int) -> bool:
+        """Whether a checkpoint should end the log, which grows without bounds else."""
+        return self._nbytes > max(_LEAST_BYTES, _CHECKPOINTS * checkpoint_bytes)
 
     def collect(self, generation: Generation) -> None:
         """Note the records that all local ranks have committed since the last call, and hand them on."""
@@ -206,9 +233,11 @@ class RecordLog:
         self._flush = True
         self._pump()
 
-    def _break(self, reason: str) -> None:
+    def _break(self, reason: str, again: bool = False) -> None:
         if self._stretch is not None:
-            _log.warning("the log has a hole behind record %d: %s", self._stretch.last, reason)
+            level = logging.DEBUG if again else logging.WARNING
+            _log.log(level, "the log has a hole behind record %d: %s", self._stretch.last, reason)
+        self._nbytes = 0
         based = self.based
         self._stretch = self._stretch_before = None
         if based:
@@ -258,6 +287,8 @@ class RecordLog:
             batch_bytes=BATCH_BYTES,
             batch_seconds=_BATCH_SECONDS,
             run=self._run,
+            reserve=snapshot_bytes(generation.layout),
+            witness=self._witness,
         )
         self._writer.send(opened, [generation.slots.fd])
         self._opened = first.timeline, generation.number
@@ -284,11 +315,16 @@ class RecordLog:
         self.taken = message.taken
         if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
             self.written = message.written, message.step
+        self._nbytes += message.nbytes
         if message.hole:
-            self._break(message.hole)
+            # A full disk makes a hole whenever the memory for what waits is full.
+            self._break(message.hole, again=bool(self.short) and bool(message.short) and bool(self.alarm))
             self.alarm = message.hole
         elif message.nbytes:
             self.alarm = ""
+        if message.short and not self.short:
+            _log.warning("records wait in memory: %s", message.short)
+        self.short = message.short
         self._pump()
 
     def writer_ended(self, reason: str) -> None:
@@ -305,3 +341,4 @@ class RecordLog:
         if writer is not None:
             writer.close()
         self._busy_since, self._opened, self._flush = None, None, False
+        self.short = ""

@@ -29,7 +29,7 @@ from memckpt.agent.messages import (
     SnapshotTaken,
     StorageStatus,
 )
-from memckpt.agent.record_log import RecordLog, record_bytes
+from memckpt.agent.record_log import RecordLog, record_bytes, room_to_log, snapshot_bytes
 from memckpt.agent.schedule import Schedule, alone
 from memckpt.agent.snapshots import Snapshot, Snapshots
 from memckpt.agent.storage_mode import Measured, choose_mode
@@ -37,19 +37,24 @@ from memckpt.agent.writer_jobs import Done, Job, WriterJobs
 from memckpt.agent.writer_messages import (
     Announced,
     Appended,
+    Room,
     Save,
 )
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.region import Region
+from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import not_loggable
+from memckpt.storage.owner import CLAIM
 
 _log = logging.getLogger("memckpt.agent")
 #: A trainer that died may be back at once; then memory serves, and nothing need be written.
 _RETURN_SECONDS = 3.0
 #: What is held with no trainer could not be saved: a disk may have room again after so long.
 _RETRY_SECONDS = 60.0
+#: How often to look whether a full storage has room again.
+_ROOM_SECONDS = 2.0
 
 
 #: Starts a process that writes; what it answers goes to the first function, the reason of its end to the second.
@@ -94,7 +99,7 @@ class Saver:
         )
         self._schedule = Schedule(self._announce, self._look)
         self._config: StorageConfig | None = None
-        self._url = ""
+        self._url = self._witness = ""
         self._timeline: Timeline | None = None
         self._mode: StorageMode = "replica"
         self._mode_reason = ""
@@ -105,6 +110,9 @@ class Saver:
         #: Why the last checkpoint could not be written; empty if it could.
         self.alarm = ""
         self._retry_at = float("-inf")
+        #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
+        self._missing: int | None = None
+        self._looked_for_room = float("-inf")
         #: Where, and for whom, somebody wants a checkpoint of their own; of which record, where others have to agree.
         self._asked: deque[tuple[str, Done, int | None]] = deque()
         #: What is still to be written of a generation that stands still, oldest first; whether training has ended.
@@ -119,9 +127,14 @@ class Saver:
         timeline: Timeline,
         threads: int,
         search_path: tuple[str, ...] = (),
+        claimed: bool = False,
     ) -> None:
-        """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on."""
+        """What a new attempt's configuration says (None: nothing is written), and the timeline it trains on.
+
+        `claimed`: the run has claimed its store, so that one without a claim is not it.
+        """
         self._config = config
+        self._witness = CLAIM if claimed else ""
         self._schedule.configure(config)
         self._url = (config.url if config is not None else None) or str(run_dir / "storage")
         self._making.configure(config or StorageConfig(), timeline, threads, search_path)
@@ -129,6 +142,7 @@ class Saver:
             self._timeline = timeline
             self._schedule.restart()
             self._retry_at = float("-inf")
+            self._missing = None
             self._flushing = None
             self._held_waiting.clear()
             self._mode_of = None
@@ -136,7 +150,9 @@ class Saver:
             self._log.pause()
         else:
             self._jobs.warm()
-            self._log.configure(self._url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "")
+            self._log.configure(
+                self._url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", self._witness
+            )
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
         """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""
@@ -170,13 +186,33 @@ class Saver:
             url, done, asked = self._asked.popleft()
             self._begin_snapshot(generation, asked or attempt.newest_record + self._snapshots.lead, url, done)
             return
-        # Without a checkpoint to redo it on, the log is of no use yet.
-        unbased = self._mode == "log" and not self._log.based
+        self._look_for_room()
+        # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
+        unbased = self._mode == "log" and (not self._log.based or bool(self._log.short))
+        if self._mode == "log" and self._log.too_large(snapshot_bytes(generation.layout)):
+            self._schedule.at_once = True
         record = self._schedule.due_record(generation, attempt, self._snapshots.lead, unbased)
         if self._config is not None and record is not None:
             self._choose_mode(generation, self._config)
             self._schedule.began()
             self._begin_snapshot(generation, record, self._url, self._checkpoint_done)
+
+    def _look_for_room(self) -> None:
+        """The storage is full: see now and then whether it still is. That costs nothing, and a snapshot does."""
+        now = time.monotonic()
+        if self._missing is not None and now >= self._looked_for_room + _ROOM_SECONDS:
+            self._looked_for_room = now
+            self._jobs.look_for_room(self._url, self._witness)
+
+    def _found_room(self, found: Room) -> None:
+        if (
+            self._missing is not None
+            and found.url == self._url
+            and found.free is not None
+            and found.free >= self._missing
+        ):
+            self._missing = None
+            self._schedule.now_it_may_work()
 
     def _log_records(self, generation: Generation) -> None:
         assert self._config is not None
@@ -193,7 +229,7 @@ class Saver:
         assert self._timeline is not None
         self._tell_siblings(record)
         if elsewhere:
-            self._jobs.announce(self._url, self._timeline, record)
+            self._jobs.announce(self._url, self._timeline, record, self._witness)
 
     def hurry(self, lead: int) -> None:
         """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
@@ -213,7 +249,7 @@ class Saver:
         layout, last = generation.layout, self._last
         measured = Measured(
             record_bytes=record_bytes(layout),
-            checkpoint_bytes=layout.snapshot_bytes + layout.static_bytes,
+            checkpoint_bytes=snapshot_bytes(layout),
             step_seconds=self._schedule.pace.seconds,
             bytes_per_second=last.nbytes / max(last.seconds, 1e-9) if last is not None else None,
             interval_steps=self._schedule.interval_steps(),
@@ -385,7 +421,11 @@ class Saver:
     def _submit(self, save: Save, regions: list[Region], own: Region | None, done: Done) -> None:
         waited_for = done != self._checkpoint_done
         urgent = save.urgent or own is None or self._schedule.preempted
-        save = msgspec.structs.replace(save, urgent=urgent)
+        ours = save.url == self._url
+        asked = self._config.batch_steps if self._config is not None else None
+        reserve = room_to_log(Layout(save.spec), asked) if ours and self._mode == "log" else 0
+        witness = self._witness if ours else ""
+        save = msgspec.structs.replace(save, urgent=urgent, reserve=reserve, witness=witness)
         self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
 
     def _checkpoints_said(self, message: Message) -> None:
@@ -396,6 +436,9 @@ class Saver:
                 self._jobs.looked()
                 if message.timeline == self._timeline:
                     self._schedule.announced(message.record)
+            case Room():
+                self._jobs.looked()
+                self._found_room(message)
             case _:
                 raise AgentError(f"it sent an unexpected {type(message).__name__}")
 
@@ -407,14 +450,20 @@ class Saver:
         """A checkpoint of this run's own tier is there, or not."""
         if isinstance(message, SaveFailed):
             _log.error("step %d is not in storage: %s", message.step, message.reason)
+            # Trainers are told once: of a full disk the message says each time how full.
+            again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
             self.alarm = message.reason
+            self._missing = message.missing
+            self._looked_for_room = time.monotonic()
+            self._schedule.failed()
             self._held_waiting.clear()
-            self._tell(message)
+            if not again:
+                self._tell(message)
             self._failed()
             return
         if message.untidy and (self._last is None or not self._last.untidy):
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
-        self._last, self.alarm = message, ""
+        self._last, self.alarm, self._missing = message, "", None
         if message.timeline is not None and message.timeline == self._timeline:
             self._saved_record = message.timeline, message.record
             self._log.checkpoint_saved(message.record)

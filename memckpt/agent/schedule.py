@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from memckpt.agent.attempt import Attempt
+from memckpt.agent.backoff import Backoff
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import Saved
 from memckpt.agent.storage_mode import Pace
@@ -50,6 +51,9 @@ class Schedule:
         #: A checkpoint, or what is in the log's buffers, is wanted as soon as possible.
         self.at_once = False
         self._began = time.monotonic()
+        #: What failed is tried again at once, then after 1, 2, 4, ... seconds.
+        self._backoff = Backoff(lambda: time.monotonic(), at_once=1)
+        self._not_before = float("-inf")
         self._copy_seconds = self._cost_seconds = 0.0
         self._preempted_until = float("-inf")
         #: Whether records are chosen by what the first rank's node announces.
@@ -65,6 +69,8 @@ class Schedule:
         self.pace.restart()
         self._began = time.monotonic()
         self._preempted_until, self.at_once = float("-inf"), False
+        self._not_before = float("-inf")
+        self._backoff.reset()
         self._announced = None
 
     def preempt(self, grace_seconds: float) -> None:
@@ -109,10 +115,10 @@ class Schedule:
             generation: which is held and complete.
             attempt: whose ranks are to copy.
             lead: how many records ahead an order must be.
-            unbased: whether a log is kept that has no checkpoint yet, without which it is of no use.
+            unbased: whether a log is kept that has no checkpoint yet, without which it is of no use, or no room.
         """
         config = self._config
-        if config is None:
+        if config is None or (time.monotonic() < self._not_before and not self.preempted):
             return None
         ahead = attempt.newest_record + lead
         one = alone(generation)
@@ -164,6 +170,15 @@ class Schedule:
         """The checkpoint that was due has begun."""
         self.at_once = self._first = False
         self._began = time.monotonic()
+        self._backoff.started()
+
+    def failed(self) -> None:
+        """A checkpoint could not be written: the next one waits, the longer the more have failed."""
+        self._not_before = time.monotonic() + self._backoff.died()
+
+    def now_it_may_work(self) -> None:
+        """What it failed for is no more: the next one is due at once."""
+        self._not_before, self.at_once = float("-inf"), True
 
     def again(self) -> None:
         """It came to nothing: the next one is due at once."""
@@ -175,6 +190,8 @@ class Schedule:
 
     def wrote(self, saved: Saved) -> None:
         """A checkpoint is in storage."""
+        self._not_before = float("-inf")
+        self._backoff.reset()
         self._cost_seconds = self._copy_seconds + saved.cpu_seconds / len(os.sched_getaffinity(0))
 
     def loses_at_most(self, last: Saved | None, lead: int) -> int | None:

@@ -18,6 +18,7 @@ from memckpt.agent.messages import (
 from memckpt.agent.writer_messages import (
     Announce,
     LookForAnnounced,
+    LookForRoom,
     Save,
 )
 from memckpt.errors import AgentError
@@ -114,9 +115,9 @@ class WriterJobs:
 
     # What several nodes agree on
 
-    def announce(self, url: str, timeline: Timeline, record: int) -> None:
+    def announce(self, url: str, timeline: Timeline, record: int, witness: str = "") -> None:
         """Let the agents of other nodes know after which record a checkpoint will be taken."""
-        self._say(Announce(url, timeline, record))
+        self._say(Announce(url, timeline, record, witness))
 
     def look(self, url: str, timeline: Timeline) -> None:
         """Look for what the first rank's agent has announced; Announced comes back."""
@@ -124,11 +125,17 @@ class WriterJobs:
             self._looking_since = time.monotonic()
             self._say(LookForAnnounced(url, timeline))
 
+    def look_for_room(self, url: str, witness: str = "") -> None:
+        """Look how many bytes are free in a store; Room comes back."""
+        if self._current is None and self._looking_since is None:
+            self._looking_since = time.monotonic()
+            self._say(LookForRoom(url, witness))
+
     def looked(self) -> None:
         """It has answered."""
         self._looking_since = None
 
-    def _say(self, message: Announce | LookForAnnounced) -> None:
+    def _say(self, message: Announce | LookForAnnounced | LookForRoom) -> None:
         try:
             if self._writer is None:
                 self._writer = self._open_writer()

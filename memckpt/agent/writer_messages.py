@@ -17,7 +17,8 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     Source ``"snapshot"``: the state, the by-value tensors (which begin at `by_value_base`), static tensors where
     present. Source ``"ring"``: the slots and static tensors; the state is redone from `metas`. What is there of
     `abandoned`, parts whose writer was killed, is deleted first. `urgent`: no training runs that it could disturb,
-    or the machine may be gone soon. `search_path`: where the trainers find modules.
+    or the machine may be gone soon. `search_path`: where the trainers find modules. `reserve`: bytes that are to be
+    free afterwards, for the log. `witness`: the file without which the store is away.
     """
 
     url: str
@@ -36,6 +37,8 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     urgent: bool = False
     abandoned: tuple[Part, ...] = ()
     search_path: tuple[str, ...] = ()
+    reserve: int = 0
+    witness: str = ""
 
 
 class Announce(msgspec.Struct, frozen=True, tag="announce"):
@@ -44,6 +47,7 @@ class Announce(msgspec.Struct, frozen=True, tag="announce"):
     url: str
     timeline: Timeline
     record: int
+    witness: str = ""
 
 
 class LookForAnnounced(msgspec.Struct, frozen=True, tag="look"):
@@ -60,6 +64,20 @@ class Announced(msgspec.Struct, frozen=True, tag="announced"):
     record: int | None
 
 
+class LookForRoom(msgspec.Struct, frozen=True, tag="room?"):
+    """To the writer process: see how many bytes are free in a store."""
+
+    url: str
+    witness: str = ""
+
+
+class Room(msgspec.Struct, frozen=True, tag="room"):
+    """Answer to LookForRoom: bytes; None: nobody says, or the store is away."""
+
+    url: str
+    free: int | None
+
+
 class LogRecord(msgspec.Struct, frozen=True, array_like=True):
     """What belongs to a record beside what lies in its slot: its scalars (RecordMeta) and the rank states, encoded."""
 
@@ -73,7 +91,8 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     """To the process that writes records: take them from the slots whose descriptor comes along.
 
     What it has of another timeline or generation is written first. `follows`: as for a batch. A batch is written when
-    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`.
+    it has `batch_steps` records or `batch_bytes`, or when its oldest record has waited for `batch_seconds`. It leaves
+    `reserve` bytes free, for the checkpoint that the log has to end in.
     """
 
     url: str
@@ -86,6 +105,8 @@ class OpenLog(msgspec.Struct, frozen=True, tag="log"):
     batch_bytes: int
     batch_seconds: float
     run: str = ""
+    reserve: int = 0
+    witness: str = ""
 
 
 class Append(msgspec.Struct, frozen=True, tag="append"):
@@ -103,6 +124,7 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
         written: the newest record that is in storage, with its step; None before the first.
         nbytes, seconds: what this call has written, and how long it took.
         hole: why a record could not be taken or written; the log goes on behind it.
+        short: why records wait for room in the storage, which a checkpoint may make; empty: they do not.
     """
 
     taken: int | None
@@ -111,3 +133,4 @@ class Appended(msgspec.Struct, frozen=True, tag="appended"):
     nbytes: int
     seconds: float
     hole: str = ""
+    short: str = ""

@@ -54,7 +54,7 @@ from memckpt.storage.catalog import (
 )
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, place_of
-from memckpt.storage.owner import CLAIM, keep_run, kept_run, refuse_other, url_outside
+from memckpt.storage.owner import CLAIM, INSIDE, keep_run, kept_run, original_of, read_kept, refuse_other, url_outside
 from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import LocalStore, Store
 from memckpt.storage.store import _sync_directory as sync_directory
@@ -109,8 +109,10 @@ def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_loo
     if adopt:
         if not catalog.owner:
             raise UsageError(f"--adopt: expected a store that belongs to a run, found none that {store.url} belongs to")
-        if kept != catalog.owner:
-            keep_run(run, catalog.owner, url_outside(store, run))
+        copied = bool(original_of(run, read_kept(run))) if kept else False
+        url = url_outside(store, run)
+        keep_run(run, catalog.owner, url, url or INSIDE)
+        if kept != catalog.owner or copied:
             err.print(f"{run} is the run {catalog.owner} from now on", markup=False, soft_wrap=True)
     elif kept and only_looks and catalog.owner not in ("", kept):
         said = f"{store.url} belongs to the run {catalog.owner}, and {run} is the run {kept}"

@@ -39,6 +39,7 @@ class AgentLink:
         self._storage = config.storage
         #: Id of the run, which what goes to storage belongs to; empty before that is known.
         self.owner = ""
+        self.claimed = False
         #: Whether training waits for what peers acknowledge.
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._client: AgentClient | None = None
@@ -89,7 +90,8 @@ class AgentLink:
         linger, storage = self._config.linger_seconds, self._storage
         if storage is not None:
             storage = replace(storage, owner=self.owner or None)
-        self.client.configure(Configure(linger, timeline, storage, compute_threads, search_path=user_search_path()))
+        paths, claimed = user_search_path(), self.claimed
+        self.client.configure(Configure(linger, timeline, storage, compute_threads, search_path=paths, claimed=claimed))
 
     def prepare(
         self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False, reason: str = ""

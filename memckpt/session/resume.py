@@ -182,6 +182,7 @@ class Resumption:
 
         repeat = self._wants_to_repeat and not isinstance(resume, int)
         plan = plan_patiently(tier, resume, lambda: self._peers.carry_out(plan_without, spec, before=repeat))
+        self._link.claimed = tier.claimed
         self._link.configure(plan.timeline, torch.get_num_threads())
         if isinstance(plan, RestoreRecord):
             ranks.together(lambda: self._open_held(plan, own, repeat))

@@ -8,25 +8,29 @@ from functools import partial
 from pathlib import Path
 
 from memckpt.config import ResumeChoice, StorageConfig
-from memckpt.errors import DamagedStateError, ForeignStateError, NothingHeldError, StorageError
+from memckpt.errors import DamagedStateError, ForeignStateError, NothingHeldError, StorageAwayError, StorageError
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
+from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.patience import Patience
 from memckpt.session.ranks import Ranks
 from memckpt.state import rng
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
-from memckpt.storage.format import place_of
+from memckpt.storage.format import directory_key, place_of
 from memckpt.storage.owner import (
     CLAIM,
+    INSIDE,
+    Kept,
     choose_run,
     claim,
+    is_current,
     keep_run,
-    kept_run,
-    kept_url,
     new_run,
+    original_of,
     read_claim,
+    read_kept,
+    refuse_copy,
     refuse_other,
     url_outside,
 )
@@ -50,6 +54,8 @@ class StorageTier:
         catalog: what the store holds; empty without a store.
         points: the states that it can produce, newest first.
         problem: why it could not be listed; empty if it could.
+        claimed: whether the store says that it is this run's; one that does not say so later is not it.
+        absent: in words, where the run has stored before and its store is not there; empty: it is.
 
     Raises:
         ForeignStateError: it belongs to another run.
@@ -64,15 +70,17 @@ class StorageTier:
         self._store: Store | None = None
         self.catalog = Catalog((), {})
         self.points: tuple[StoredPoint, ...] = ()
-        self.problem = ""
+        self.problem = self.absent = ""
+        self.claimed = False
         if config is None:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
 
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        kept = ranks.together(lambda: kept_run(run_dir) if owned else "")
+        kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept())
+        originals = ranks.together(lambda: original_of(run_dir, kept[ranks.rank]))
 
-        self._owning = _Owning(store, run_dir, config.owner, kept) if owned else None
+        self._owning = _Owning(store, run_dir, config.owner, kept, originals) if owned else None
         self._step = step
         self._look()
 
@@ -86,11 +94,12 @@ class StorageTier:
         self._look(patient=True)
 
     def _look(self, patient: bool = False) -> None:
-        self.catalog, self.problem, self.run = self._ranks.together(lambda: self._look_alone(patient))[0]
+        found = self._ranks.together(lambda: self._look_alone(patient))[0]
+        self.catalog, self.problem, self.run, self.claimed, self.absent = found
         for problem in self.catalog.damaged.values():
             _log.warning("memckpt: passed over: %s", problem)
         self.points = stored_points(self.catalog, also=self._step)
-        if self._owning is not None:
+        if self._owning is not None and not self.absent:
             self._keep(self._owning)
 
     def say_unread(self) -> None:
@@ -100,10 +109,31 @@ class StorageTier:
         for problem in self.catalog.unreadable.values():
             _log.warning("memckpt: passed over: %s", problem)
 
-    def _look_alone(self, patient: bool) -> tuple[Catalog, str, str]:
-        """What rank 0 finds: all that there is, why it could not be listed, and the id of the run."""
+    def go_on_without(self) -> None:
+        """Memory serves, and the store is away: it is used when it is back. In another place a new one is begun."""
+        if self._owning is None or not self.absent:
+            return
+        if self._owning.claimed_before == self._owning.here:
+            self.claimed = True  # nothing is made in its place
+            _log.warning("memckpt: %s Until it is back, checkpoints fail", self.absent)
+        else:
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """What the run has stored before is not wanted, or elsewhere: a store is begun where there is none."""
+        owning = self._owning
+        if owning is None or not self.absent:
+            return
+        _log.warning("memckpt: %s A new one is begun there", self.absent)
+        ranks = self._ranks
+        self.claimed = ranks.together(lambda: ranks.rank == 0 and owning.claim(self.run, replace=False))[0]
+        self.absent = ""
+        self._keep(owning)
+
+    def _look_alone(self, patient: bool) -> tuple[Catalog, str, str, bool, str]:
+        """What rank 0 finds: all that there is, why it could not be listed, the id of the run; `claimed`, `absent`."""
         if self._ranks.rank != 0:
-            return self.catalog, "", ""
+            return self.catalog, "", "", False, ""
         assert self._store is not None
         while True:
             catalog, problem = Catalog((), {}), ""
@@ -114,19 +144,24 @@ class StorageTier:
             unread = problem or next(iter(catalog.unreadable.values()), "")
             if not (patient and unread and self._patience.again(unread)):
                 break
-        if self._owning is None:
-            return catalog, problem, ""
-        return catalog, problem, self._owning.id_for("") if problem else self._owning.take(catalog)
+        owning = self._owning
+        if owning is None:
+            return catalog, problem, "", False, ""
+        if problem:
+            return catalog, problem, owning.id_for(""), False, ""
+        run, claimed = owning.take(catalog)
+        return catalog, "", run, claimed, owning.absent
 
     def _keep(self, owning: _Owning) -> None:
         """Note in the run directories of all nodes which run this is, and where its store is."""
-        kept = owning.kept[self._ranks.rank]
-        run = self.run if owning.is_news(self.run) else kept
+        own = owning.kept[self._ranks.rank]
+        run, kept = self.run if owning.is_news(self.run) else own.run, own.run
         if self._ranks.rank != self._ranks.local_ranks[0] or not run:
             return
+        claimed = owning.here if self.claimed else own.claimed
         try:
-            if run != kept or kept_url(owning.run_dir) != owning.url:
-                keep_run(owning.run_dir, run, owning.url)
+            if not is_current(own, owning.run_dir, run, owning.url, claimed):
+                keep_run(owning.run_dir, run, owning.url, claimed)
         except StorageError as error:
             if run == kept:
                 _log.warning("memckpt: where storage is (%s) is not noted in the run directory: %s", owning.url, error)
@@ -290,7 +325,8 @@ class StorageTier:
 def _may_be_newer(path: str, point: StoredPoint) -> bool:
     """Whether what a commit file names could lead to a newer state than a point."""
     place = place_of(path)
-    return place is not None and place.key > point.key
+    key = place.key if place is not None else directory_key(path)
+    return key is not None and key > point.key
 
 
 def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
@@ -303,12 +339,23 @@ def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable
 
     Raises:
         StorageError: neither memory nor what could be read of storage serves.
+        StorageAwayError: memory does not serve, and the store is not there.
     """
-    if resume == "never" or not tier.unread:
+    if resume == "never":
+        tier.begin_anew()
+    if resume == "never" or not (tier.unread or tier.absent):
         tier.say_unread()
         return make()
     plan, reason = _try_plan(make)
-    if isinstance(plan, RestoreRecord):
+    if tier.absent:
+        if isinstance(plan, RestoreRecord):
+            tier.go_on_without()
+            return plan
+        raise StorageAwayError(
+            f"memory cannot resume this run ({reason}), and {tier.absent} Bring it back, or set storage.url as it was, "
+            "and start again. resume='never' starts over"
+        )
+    if isinstance(plan, RestoreRecord) or (isinstance(plan, RestoreStored) and isinstance(resume, int)):
         tier.say_unread()
         return plan
     tier.look_again()
@@ -339,18 +386,30 @@ class _Owning:
         store: to be used.
         run_dir: of the job.
         given: the configured id of the run, or None.
-        kept: what the nodes' run directories keep, by rank; empty for those that keep none.
+        kept: what the nodes' run directories keep, by rank.
+        originals: of which other ones they are copies, by rank; empty: of none.
+
+    Attributes:
+        claimed_before: the store that the run has claimed before; empty: none, as far as is known.
+        here: what a run directory says that has claimed this store.
+        absent: as for the tier.
     """
 
-    def __init__(self, store: Store, run_dir: Path, given: str | None, kept: Sequence[str]) -> None:
+    def __init__(
+        self, store: Store, run_dir: Path, given: str | None, kept: Sequence[Kept], originals: Sequence[str]
+    ) -> None:
         self._store = store
         self.run_dir = run_dir
         self._given = given
         self.kept = kept
+        self._original = next(filter(None, originals), "")
+        self.claimed_before = next((one.claimed for one in kept if one.claimed), "")
+        self.absent = ""
         #: The id of a run that has none yet.
         self._new = new_run(run_dir)
         #: Of a store outside the run directory.
         self.url = url_outside(store, run_dir)
+        self.here = self.url or INSIDE
 
     def id_for(self, owner: str) -> str:
         """The id of this run, which is made if there is none yet.
@@ -358,7 +417,7 @@ class _Owning:
         Raises:
             ForeignStateError: `owner`, to whom the store belongs, is another one.
         """
-        run = choose_run(owner, self._given, self.kept, not self.url)
+        run = choose_run(owner, self._given, [one.run for one in self.kept], not self.url)
         if run is None and owner == self._new:  # claimed when storage was looked into before
             run = owner
         refuse_other(self._store.url, owner, run, self.run_dir)
@@ -366,20 +425,35 @@ class _Owning:
 
     def is_news(self, run: str) -> bool:
         """Whether some node's run directory has to learn which run this is."""
-        return any(one != run and (self._given is not None or not one) for one in self.kept)
+        return any(one.run != run and (self._given is not None or not one.run) for one in self.kept)
 
-    def take(self, catalog: Catalog) -> str:
-        """The id of this run, for which the store is claimed if nobody has claimed it.
+    def take(self, catalog: Catalog) -> tuple[str, bool]:
+        """The id of this run, for which the store is claimed if nobody has claimed it, and whether it is.
+
+        Nothing is claimed where the run has stored before and nothing is left of that: see `absent`.
 
         Raises:
-            ForeignStateError: it belongs to another run.
+            ForeignStateError: it belongs to another run, or to the one whose directory this one is a copy of.
         """
         run = self.id_for(catalog.owner)
-        if catalog.owner and not any(self.kept) and self._given is None:
+        if catalog.owner == run and self._given is None and self.url:
+            refuse_copy(self.url, run, self.run_dir, self._original)
+        known = any(one.run for one in self.kept)
+        empty = not catalog.claimed and CLAIM not in catalog.damaged
+        empty = empty and not (catalog.checkpoints or catalog.batches or catalog.unreadable)
+        self.absent = ""
+        if empty and self.claimed_before:
+            place = self.run_dir / "storage" if self.claimed_before == INSIDE else self.claimed_before
+            before = "before" if self.claimed_before == self.here else f"in {place}"
+            self.absent = (
+                f"{self._store.url} has nothing of the run {run}, which has stored {before}: is its disk mounted?"
+            )
+            return run, False
+        if catalog.owner and not known and self._given is None:
             _log.warning("memckpt: %s belongs to the run %s, as which this one goes on", self._store.url, run)
         elif not catalog.owner and (catalog.checkpoints or catalog.batches):
             _log.warning("memckpt: %s belonged to no run, and now does to %s", self._store.url, run)
-        elif not catalog.claimed and any(self.kept):
+        elif not catalog.claimed and known:
             _log.warning(
                 "memckpt: %s is empty, and the run %s has had storage before: is it mounted, and storage.url as it "
                 "was? What memory does not hold cannot be resumed from here",
@@ -389,16 +463,16 @@ class _Owning:
         if catalog.others:
             others = ", ".join(catalog.others)
             _log.warning("memckpt: %s also has files of other runs, which are left alone: %s", self._store.url, others)
-        if not catalog.claimed:
-            self._claim(run, replace=CLAIM in catalog.damaged)
-        return run
+        return run, catalog.claimed or self.claim(run, replace=CLAIM in catalog.damaged)
 
-    def _claim(self, run: str, replace: bool) -> None:
+    def claim(self, run: str, replace: bool) -> bool:
+        """Claim the store; False: that could not be done. Raises ForeignStateError if another run was faster."""
         try:
             claimed = claim(self._store, run, replace)
         except StorageError as error:  # training goes on without storage; the ids on commit files still tell
             _log.warning("memckpt: storage cannot be claimed for this run: %s", error)
-            return
+            return False
         found = read_claim(self._store) if not claimed else None
         if found is not None:
             refuse_other(self._store.url, found.run, run, self.run_dir)
+        return True

@@ -10,7 +10,19 @@ import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.records import Timeline
-from memckpt.storage.format import BASES, COMMITS, LOGS, MERGED, STATES, Batch, Part, Place, decode_commit, place_of
+from memckpt.storage.format import (
+    BASES,
+    COMMITS,
+    LOGS,
+    MERGED,
+    STATES,
+    Batch,
+    Part,
+    Place,
+    decode_commit,
+    directory_key,
+    place_of,
+)
 from memckpt.storage.owner import CLAIM, read_claim
 from memckpt.storage.store import Store, StoredFile, finished_name, is_missing, matches
 
@@ -109,8 +121,10 @@ class Catalog:
         owner: id of that run; empty: the store belongs to none yet.
         claimed: whether that is written down, beside the ids on commit files.
         others: ids of runs that have written commit files there all the same, which count for nothing.
-        unreadable: which commit files could not be read, and why; nothing is known of them.
+        unreadable: which commit files could not be read, which directories of them not be listed, and why; nothing is
+            known of them.
         passed: the keys of checkpoints that a resume could not read and that were passed over, or may have been.
+        unlisted: directories, of data too, that could not be listed.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -122,6 +136,7 @@ class Catalog:
     others: tuple[str, ...] = ()
     unreadable: dict[str, str] = field(default_factory=dict)
     passed: frozenset[Key] = frozenset()
+    unlisted: tuple[str, ...] = ()
 
     @property
     def complete(self) -> tuple[Checkpoint, ...]:
@@ -137,14 +152,21 @@ class Catalog:
     def latest_attempt(self) -> int:
         """The highest number of an attempt that has begun to write, whether it got anywhere or not; 0: none has."""
         places = (place_of(finished_name(path)) for path in self.files)
-        return max((place.number for place in places if place is not None), default=0)
+        hidden = (directory_key(path) for path in self.unlisted)
+        numbers = [place.number for place in places if place is not None]
+        return max([*numbers, *(key[0] for key in hidden if key is not None)], default=0)
+
+    def hides(self, path: str) -> bool:
+        """Whether what a file belongs to may have a commit file that could not be listed."""
+        _, *middle = path.split("/")
+        return any(middle[: one.count("/")] == one.split("/")[1:] for one in self.unlisted if one.startswith(COMMITS))
 
 
 def read_catalog(store: Store) -> Catalog:
     """List everything, and read every commit file. What other runs than the store's owner have there is left out.
 
     Raises:
-        StorageError: the store cannot be listed.
+        StorageError: the store cannot be listed; where a directory of one checkpoint cannot, that is noted.
         UnsupportedError: a newer version has written to it.
     """
     damaged: dict[str, str] = {}
@@ -153,9 +175,12 @@ def read_catalog(store: Store) -> Catalog:
         claim = read_claim(store)
     except DamagedStateError as error:
         damaged[CLAIM] = str(error)
-    files = [path for top in (BASES, STATES, LOGS, COMMITS) for path in store.find(top, unfinished=True)]
+    unlisted: dict[str, str] = {}
+    tops = (BASES, STATES, LOGS, COMMITS)
+    files = [path for top in tops for path in store.find(top, unfinished=True, unlisted=unlisted)]
     unreadable: dict[str, str] = {}
     contents = _read_commits(store, files, damaged, unreadable)
+    unreadable.update({path: why for path, why in unlisted.items() if path.startswith(COMMITS)})
     passed = _read_passed(store, damaged, unreadable)
     oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
     owner = claim.run if claim is not None else oldest.run if oldest is not None else ""
@@ -175,7 +200,16 @@ def read_catalog(store: Store) -> Catalog:
     )
     others = tuple(sorted({one.run for one in foreign}))
     return Catalog(
-        tuple(ordered), damaged, tuple(files), tuple(batches), owner, claim is not None, others, unreadable, passed
+        tuple(ordered),
+        damaged,
+        tuple(files),
+        tuple(batches),
+        owner,
+        claim is not None,
+        others,
+        unreadable,
+        passed,
+        tuple(unlisted),
     )
 
 
@@ -323,6 +357,8 @@ def uncommitted(catalog: Catalog) -> dict[str, Place]:
         finished = finished_name(path)
         place = place_of(finished)
         if place is None or (path == finished and (place in committed or (not place.node and place.key in keys))):
+            continue
+        if catalog.hides(path):
             continue
         found[path] = place
     return found

@@ -183,6 +183,18 @@ def place_of(path: str) -> Place | None:
     return Place(int(number), nonce, int(last), int(first) if dash else None, node)
 
 
+def directory_key(path: str) -> tuple[int, str, float] | None:
+    """What orders the newest that a directory of commit files may hold; infinity: any record. None: it is none."""
+    top, *middle = path.split("/")
+    if top != COMMITS or not 1 <= len(middle) <= 2:
+        return None
+    number, _, nonce = middle[0].partition("-")
+    last = middle[1].rpartition("-")[2] if len(middle) == 2 else ""
+    if not number.isdecimal() or (last and not last.isdecimal()):
+        return None
+    return int(number), nonce, int(last) if last else float("inf")
+
+
 class NodeState(msgspec.Struct, frozen=True):
     """What belongs to a node's tensors.
 

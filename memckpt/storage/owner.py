@@ -7,6 +7,7 @@ is neither read nor deleted. Files without an id, of versions before there was o
 from __future__ import annotations
 
 import logging
+import os
 import re
 import secrets
 import time
@@ -23,6 +24,8 @@ _log = logging.getLogger("memckpt.storage")
 CLAIM = "owner.json"
 #: In a run directory: which run it is, and where its store is.
 _KEPT = "run.json"
+#: How that file names the store that lies in the run directory, and moves with it.
+INSIDE = "."
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -37,10 +40,21 @@ class Claim(msgspec.Struct, frozen=True):
     created: float
 
 
-class _Kept(msgspec.Struct):
-    run: str
-    #: Of the store, where it lies outside the run directory.
+class Kept(msgspec.Struct, frozen=True):
+    """What a run directory keeps of its run.
+
+    Attributes:
+        run: its id; empty: none yet.
+        url: of the store, where it lies outside the run directory.
+        claimed: the url of the store that it has claimed, or INSIDE; empty: none, or a version that did not note it.
+        directory, inode: path and inode of the run directory when that was written.
+    """
+
+    run: str = ""
     url: str = ""
+    claimed: str = ""
+    directory: str = ""
+    inode: int = 0
 
 
 def new_run(run_dir: Path) -> str:
@@ -50,26 +64,27 @@ def new_run(run_dir: Path) -> str:
 
 
 def kept_run(run_dir: Path) -> str:
-    """The id that a run directory keeps; empty if it keeps none.
+    """The id that a run directory keeps; empty if it keeps none. Raises as :func:`read_kept`."""
+    return read_kept(run_dir).run
+
+
+def kept_url(run_dir: Path) -> str:
+    """The url of the store that the run has used last; empty: in the run directory, or not known. Raises as above."""
+    return read_kept(run_dir).url
+
+
+def read_kept(run_dir: Path) -> Kept:
+    """What a run directory keeps.
 
     Raises:
         DamagedStateError: the file is there, and is not what was written.
         StorageError: it cannot be read.
     """
-    return _kept(run_dir).run
-
-
-def kept_url(run_dir: Path) -> str:
-    """The url of the store that the run has used last; empty: in the run directory, or not known. Raises as above."""
-    return _kept(run_dir).url
-
-
-def _kept(run_dir: Path) -> _Kept:
     try:
-        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=_Kept)
+        return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
     except StorageError as error:
         if is_missing(error):
-            return _Kept("")
+            return Kept()
         raise
     except msgspec.MsgspecError as error:
         raise DamagedStateError(
@@ -78,15 +93,56 @@ def _kept(run_dir: Path) -> _Kept:
         ) from error
 
 
-def keep_run(run_dir: Path, run: str, url: str = "") -> None:
-    """Keep a run's id in its directory, and where its store is, if it lies elsewhere. Raises StorageError."""
-    LocalStore(run_dir).write(_KEPT, msgspec.json.encode(_Kept(run, url)) + b"\n")
+def keep_run(run_dir: Path, run: str, url: str = "", claimed: str = "") -> None:
+    """Keep a run's id in its directory, where its store is, if it lies elsewhere, and which one it has claimed.
+
+    Raises StorageError.
+    """
+    store, kept = LocalStore(run_dir), Kept(run, url, claimed)
+    if not run_dir.is_dir():
+        store.write(_KEPT, msgspec.json.encode(kept) + b"\n")  # makes the directory
+    store.write(_KEPT, msgspec.json.encode(_with_place(kept, run_dir)) + b"\n")
 
 
 def url_outside(store: Store, run_dir: Path) -> str:
     """The url of a store; empty for one that lies in the run directory, and moves with it."""
     inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
     return "" if inside else store.url
+
+
+def _with_place(kept: Kept, run_dir: Path) -> Kept:
+    here = run_dir.resolve()
+    return msgspec.structs.replace(kept, directory=str(here), inode=os.stat(here).st_ino)
+
+
+def is_current(kept: Kept, run_dir: Path, run: str, url: str, claimed: str) -> bool:
+    """Whether a run directory keeps all that it is to keep."""
+    return run_dir.is_dir() and kept == _with_place(Kept(run, url, claimed), run_dir)
+
+
+def original_of(run_dir: Path, kept: Kept) -> str:
+    """The run directory that this one is a copy of; empty: it is none, or that cannot be told.
+
+    One that was moved has its inode still, or what it was before is not there any more.
+    """
+    here, there = run_dir.resolve(), Path(kept.directory)
+    if not kept.directory or here == there or os.stat(here).st_ino == kept.inode:
+        return ""
+    try:
+        same = os.stat(there).st_ino == kept.inode and read_kept(there).run == kept.run
+    except (OSError, DamagedStateError):  # StorageError is an OSError: what is there cannot be looked at
+        return ""
+    return str(there) if same else ""
+
+
+def refuse_copy(url: str, run: str, run_dir: Path, original: str) -> None:
+    """Raise ForeignStateError if a run directory is a copy of another one, which `url` belongs to as well."""
+    if original:
+        raise ForeignStateError(
+            f"{run_dir} is a copy of {original}: both are the run {run!r}, whose checkpoints are in {url}, and two "
+            f"runs must not write there. Give this one another storage.url, and remove its {_KEPT}. If the other "
+            f"directory is not used any more: `memckpt ls {run_dir} --url {url} --adopt`"
+        )
 
 
 def read_claim(store: Store) -> Claim | None:

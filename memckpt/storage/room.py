@@ -14,7 +14,7 @@ from typing import NamedTuple
 from memckpt.errors import DamagedStateError, StorageError, StorageFullError
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, examine, remove, remove_batch, superseded
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
-from memckpt.storage.format import Batch
+from memckpt.storage.format import Batch, Part
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import read_pins
 
@@ -50,6 +50,7 @@ def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, 
         "give the run a storage.url with more; training goes on meanwhile, and as soon as there is room it is used",
         needed,
         free,
+        spare,
     )
 
 
@@ -91,6 +92,21 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
     if free + spare.nbytes < needed:
         raise no_room(what, store.url, needed, free, spare.nbytes)
     _let_go(store, spare, needed)
+
+
+def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int | None, good: Part) -> None:
+    """See that so many bytes are free for what comes next, as far as that can be had.
+
+    Args:
+        store, catalog, needed, keep_every_steps: as for :func:`make_room`.
+        good: a part of the newest checkpoint, which has just been read back.
+    """
+    free = store.free()
+    newest = next(iter(stored_points(catalog)), None)
+    if free is not None and free < needed and newest is not None:
+        if newest.checkpoint.parts.get(good.node) != good:
+            newest = _newest_good(store, stored_points(catalog))
+        _let_go(store, _spare(store, catalog, newest, keep_every_steps), needed)
 
 
 def let_go_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None) -> int:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 
-from memckpt.errors import ConfigurationError, MemckptError, StorageError, StorageFullError
+from memckpt.errors import ConfigurationError, MemckptError, StorageAwayError, StorageError, StorageFullError
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
@@ -138,10 +138,22 @@ class Store(ABC):
         with self.open(path) as file:
             return file.read()
 
-    def find(self, prefix: str, unfinished: bool = False) -> list[str]:
-        """Paths of all files below a directory, in order; those that are being written only with `unfinished`."""
+    def find(self, prefix: str, unfinished: bool = False, unlisted: dict[str, str] | None = None) -> list[str]:
+        """Paths of all files below a directory, in order; those that are being written only with `unfinished`.
+
+        Args:
+            prefix: the directory.
+            unfinished: see above.
+            unlisted: takes the paths of directories below it that cannot be listed, and why; None: that is an error.
+        """
+
+        def refuse(path: str, error: Exception) -> None:
+            if unlisted is None or path == prefix:
+                raise error
+            unlisted[path] = f"could not list {path} in {self.url}: {type(error).__name__}: {error}"
+
         with _errors("list", self, prefix):
-            return sorted(path for path in self._find(prefix) if unfinished or _PARTIAL not in path)
+            return sorted(path for path in self._find(prefix, refuse) if unfinished or _PARTIAL not in path)
 
     def delete(self, path: str) -> None:
         """Delete a file durably; one that is not there is no error."""
@@ -172,7 +184,8 @@ class Store(ABC):
     def _open(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]: ...
 
     @abstractmethod
-    def _find(self, prefix: str) -> Iterator[str]: ...
+    def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
+        """`refused` is told of directories that cannot be listed, and may raise."""
 
     @abstractmethod
     def _move(self, path: str, to: str) -> None: ...
@@ -221,11 +234,22 @@ def _errors(action: str, store: Store, path: str) -> Iterator[None]:
 
 
 class LocalStore(Store):
-    """A directory of a local or mounted file system."""
+    """A directory of a local or mounted file system.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: the directory.
+        witness: a file that is in it while the store is there; without it nothing is written, as that would go to
+            where the disk is to be mounted. Empty: the directory is made if it is not there.
+    """
+
+    def __init__(self, root: Path, witness: str = "") -> None:
         self.root = root
         self.url = str(root)
+        self._witness = witness
+
+    @property
+    def _is_away(self) -> bool:
+        return bool(self._witness) and not (self.root / self._witness).exists()
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[IO[bytes]]:
@@ -266,6 +290,8 @@ class LocalStore(Store):
 
     def _begin(self, partial: Path) -> IO[bytes]:
         """Open a new file; a directory that another process finds empty and removes meanwhile is made once more."""
+        if self._is_away:
+            raise store_is_away(self.url, self._witness)
         try:
             self._make_directory(partial.parent)
             return partial.open("wb")
@@ -274,6 +300,8 @@ class LocalStore(Store):
             return partial.open("wb")
 
     def free(self) -> int | None:
+        if self._is_away:
+            return None
         with _errors("look for room at", self, "."):
             found = os.statvfs(next(one for one in (self.root, *self.root.parents) if one.exists()))
         if not found.f_blocks:
@@ -290,11 +318,11 @@ class LocalStore(Store):
     def _open(self, path: str) -> IO[bytes]:
         return (self.root / path).open("rb")
 
-    def _find(self, prefix: str) -> Iterator[str]:
+    def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
         def refuse(error: OSError) -> None:
             # What is not there holds nothing. What cannot be looked into might hold everything.
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                raise error
+                refused(PurePosixPath(Path(error.filename).relative_to(self.root)).as_posix(), error)
 
         for directory, _, names in os.walk(self.root / prefix, onerror=refuse):
             for name in names:
@@ -427,23 +455,28 @@ class ObjectStore(Store):
         finally:
             file.close()
 
-    def _find(self, prefix: str) -> Iterator[str]:
+    def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
         # One flat listing of a bucket. Elsewhere fsspec's own walk takes a directory that cannot be listed for empty.
-        paths = self._fs.find(self._at(prefix)) if self._shows_whole else self._walk(self._at(prefix))
+        paths = self._fs.find(self._at(prefix)) if self._shows_whole else self._walk(self._at(prefix), refused)
         for found in paths:
             yield found.removeprefix(f"{self._root}/")
 
-    def _walk(self, directory: str) -> Iterator[str]:
+    def _walk(self, directory: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
         try:
             entries = self._fs.ls(directory, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return  # it is not there, or retention was faster
+        except Exception as error:
+            if not _is_of_storage(error):
+                raise
+            refused(directory.removeprefix(f"{self._root}/"), error)
+            return
         for entry in entries:
             name = entry["name"].rstrip("/")
             if entry["type"] != "directory":
                 yield name
             elif name != directory:  # some list the directory with what is in it
-                yield from self._walk(name)
+                yield from self._walk(name, refused)
 
     def _move(self, path: str, to: str) -> None:
         if not self._shows_whole:  # a bucket has no directories
@@ -455,15 +488,23 @@ class ObjectStore(Store):
             self._fs.rm_file(self._at(path))
 
 
-def open_store(url: str) -> Store:
-    """The store for a directory's path or a URL.
+def store_is_away(url: str, witness: str) -> StorageAwayError:
+    """The error that says so."""
+    return StorageAwayError(
+        f"{url} is not there any more: it has no {witness}. It was moved, or its disk is not mounted. Nothing is made "
+        "in its place; bring it back, and it is used again"
+    )
+
+
+def open_store(url: str, witness: str = "") -> Store:
+    """The store for a directory's path or a URL; `witness`: as for a LocalStore, of no account for others.
 
     Raises:
         ConfigurationError: nothing is installed that can open it.
     """
     scheme = urlsplit(url).scheme
     if scheme in ("", "file"):
-        return LocalStore(Path(urlsplit(url).path if scheme else url).resolve())
+        return LocalStore(Path(urlsplit(url).path if scheme else url).resolve(), witness)
     return ObjectStore(url)
 
 

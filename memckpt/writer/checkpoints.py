@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from memckpt.agent.channel import Channel
 from memckpt.agent.descriptors import readable
 from memckpt.agent.messages import Saved, SaveFailed
-from memckpt.agent.writer_messages import Announce, Announced, LookForAnnounced, Save
+from memckpt.agent.writer_messages import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.writer import writer
@@ -32,6 +32,8 @@ def serve(channel: Channel) -> None:
                     writer.announce(job)
                 case LookForAnnounced():
                     channel.send(Announced(job.timeline, writer.announced(job)))
+                case LookForRoom():
+                    channel.send(Room(job.url, writer.free(job)))
                 case Save():
                     channel.send(_save(job, fds, background))
                 case _:

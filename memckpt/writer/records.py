@@ -11,6 +11,7 @@ import os
 import time
 from dataclasses import dataclass
 
+from memckpt.agent.backoff import Backoff
 from memckpt.agent.channel import Channel
 from memckpt.agent.writer_messages import (
     Append,
@@ -18,16 +19,21 @@ from memckpt.agent.writer_messages import (
     LogRecord,
     OpenLog,
 )
-from memckpt.errors import AgentError, DamagedStateError, MemckptError
+from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
 from memckpt.storage.format import FORMAT_VERSION, Batch
+from memckpt.storage.room import no_room
 from memckpt.storage.store import open_store
+from memckpt.writer.complaints import Complaints
 
 _log = logging.getLogger("memckpt.writer")
+_complaints = Complaints(_log)
+#: The longest time between two looks for room, in seconds.
+_ROOM_SECONDS = 10.0
 
 
 def serve(channel: Channel) -> None:
@@ -82,6 +88,10 @@ class RecordWriter:
         self._last: int | None = None
         self._written: LogRecord | None = None
         self._hole = hole
+        #: Why what has been taken waits for room, and until when; it may take as much memory as a batch.
+        self._short = ""
+        self._not_before = float("-inf")
+        self._backoff = Backoff(lambda: time.monotonic(), at_once=0, longest=_ROOM_SECONDS)
 
     def append(self, message: Append) -> Appended:
         """Copy records; write batches that are full."""
@@ -90,9 +100,11 @@ class RecordWriter:
             for record in message.records:
                 nbytes += self._take(record)
             if self._taken and message.flush:
-                nbytes += self._write()
+                self._not_before = float("-inf")
+                nbytes += self._write_if_there_is_room()
         except (MemckptError, OSError, MemoryError) as error:
-            _log.exception("a batch of records was not written")
+            if not self._short:
+                _complaints.tell("a batch of records was not written", error)
             self._lose(f"{type(error).__name__}: {error}")
         hole, self._hole = self._hole, ""
         written = self._written
@@ -103,6 +115,7 @@ class RecordWriter:
             nbytes,
             time.perf_counter() - started,
             hole,
+            self._short,
         )
 
     def seconds_left(self) -> float | None:
@@ -110,16 +123,35 @@ class RecordWriter:
         if not self._taken:
             return None
         # A timeout of zero would not wait at all, and one that is over by now is as good as due.
-        return max(0.001, self._taken[0].at + self._opened.batch_seconds - time.monotonic())
+        return max(0.001, max(self._taken[0].at + self._opened.batch_seconds, self._not_before) - time.monotonic())
 
     def write_if_due(self) -> None:
         """Write a batch whose records have waited long enough; what becomes of it is in the next answer."""
         if self._taken and time.monotonic() >= self._taken[0].at + self._opened.batch_seconds:
             try:
-                self._write()
+                self._write_if_there_is_room()
             except (MemckptError, OSError, MemoryError) as error:
-                _log.exception("a batch of records was not written")
+                if not self._short:
+                    _complaints.tell("a batch of records was not written", error)
                 self._lose(f"{type(error).__name__}: {error}")
+
+    def _write_if_there_is_room(self) -> int:
+        """Write what has been taken as one batch, if the storage has room; returns its bytes.
+
+        Raises:
+            StorageError: there is none, or the storage is away, and no memory to wait for it in.
+        """
+        if time.monotonic() >= self._not_before:
+            try:
+                return self._write()
+            except (StorageFullError, StorageAwayError) as error:
+                if not self._short:
+                    _complaints.tell("records wait", error)
+                self._short = str(error)
+                self._not_before = time.monotonic() + self._backoff.died()
+        if sum(taken.copy.nbytes for taken in self._taken) > self._opened.batch_bytes:
+            raise StorageError(self._short)
+        return 0
 
     def _take(self, record: LogRecord) -> int:
         """Copy one record, and write the batch if that makes it full; returns the bytes written."""
@@ -138,7 +170,7 @@ class RecordWriter:
         held = sum(taken.copy.nbytes for taken in self._taken)
         full = len(self._taken) >= self._opened.batch_steps or held >= self._opened.batch_bytes
         if full or time.monotonic() - self._taken[0].at >= self._opened.batch_seconds:
-            nbytes += self._write()
+            nbytes += self._write_if_there_is_room()
         return nbytes
 
     def _check(self, record: int) -> None:
@@ -151,7 +183,6 @@ class RecordWriter:
         return nbytes
 
     def _lose(self, reason: str) -> None:
-        _log.warning("the log has a hole behind record %s: %s", self._last, reason)
         self._hole = self._hole or reason
         self._begin_anew()
 
@@ -180,8 +211,16 @@ class RecordWriter:
             serves=opened.spec.serves,
             run=opened.run,
         )
-        committed = write_batch(open_store(opened.url), batch, [tensor for one in taken for tensor in self._parts(one)])
+        store = open_store(opened.url, opened.witness)
+        free = store.free()
+        needed = opened.reserve + sum(one.copy.nbytes for one in taken)
+        if free is not None and free < needed:
+            raise no_room(f"records {batch.first} to {batch.last} and a checkpoint", store.url, needed, free)
+        committed = write_batch(store, batch, [tensor for one in taken for tensor in self._parts(one)])
         self._taken.clear()
+        self._short, self._not_before = "", float("-inf")
+        self._backoff.reset()
+        _complaints.forget()
         self._follows = opened.timeline
         self._written = last
         _log.debug("records %d to %d are in storage (pid %d)", batch.first, batch.last, os.getpid())
@@ -198,7 +237,7 @@ class RecordWriter:
             if write and self._taken:
                 self._write()
         except (MemckptError, OSError, MemoryError) as error:
-            _log.exception("a batch of records was not written")
+            _complaints.tell("a batch of records was not written", error)
             return f"{type(error).__name__}: {error}"
         finally:
             self._taken.clear()

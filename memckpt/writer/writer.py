@@ -17,9 +17,10 @@ from memckpt.agent.messages import (
 from memckpt.agent.writer_messages import (
     Announce,
     LookForAnnounced,
+    LookForRoom,
     Save,
 )
-from memckpt.errors import DamagedStateError, MemckptError, StorageError, StorageFullError
+from memckpt.errors import DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.host_state import HostState
@@ -41,9 +42,9 @@ from memckpt.storage.catalog import (
 )
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import NodeState, Part, encode_node_state
-from memckpt.storage.owner import refuse_other
-from memckpt.storage.room import let_go_blindly, make_room, no_room
-from memckpt.storage.store import Store, open_store
+from memckpt.storage.owner import CLAIM, refuse_other
+from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
+from memckpt.storage.store import Store, open_store, store_is_away
 from memckpt.storage.tidying import read_pins
 from memckpt.writer.complaints import Complaints
 
@@ -68,7 +69,10 @@ def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
         saved = save(job, regions)
     except (MemckptError, OSError, RuntimeError, MemoryError) as error:
         _complaints.tell(f"saving step {job.part.step} failed", error)
-        return SaveFailed(job.part.step, f"{type(error).__name__}: {error}")
+        missing = error.missing if isinstance(error, StorageFullError) else None
+        if isinstance(error, StorageAwayError):
+            missing = 0  # it is back as soon as it says at all how much is free
+        return SaveFailed(job.part.step, f"{type(error).__name__}: {error}", missing)
     _complaints.forget()
     return saved
 
@@ -76,7 +80,7 @@ def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
 def save(job: Save, regions: list[Region]) -> Saved:
     """Write, verify, and let go of what retention no longer keeps."""
     started, cpu = time.perf_counter(), time.process_time()
-    store = open_store(job.url)
+    store = open_store(job.url, job.witness)
     layout = Layout(job.spec)
     state = NodeState(job.spec, job.missing, job.plain, job.rank_states)
     if job.source == "ring":
@@ -88,12 +92,14 @@ def save(job: Save, regions: list[Region]) -> Saved:
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
         tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
-    catalog = _clear(store, job.part, job.abandoned)  # before anything is written: the room may be needed
+    catalog = _clear(store, job.part, job.abandoned, job.witness)  # before anything is written: the room may be needed
     part = _write(store, catalog, job, state, tensors)
     tensors.clear()
     untidy = Untidy()
     with untidy:  # it is committed, whatever becomes of the rest
         _tidy_up(store, part, job, untidy)
+        if job.reserve:
+            keep_room(store, _catalog_for(store, part), job.reserve, job.keep_every_steps, part)
     nbytes = sum(file.nbytes for file in part.files)
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
     return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
@@ -134,7 +140,7 @@ def _write_once(store: Store, job: Save, state: NodeState, tensors: dict[str, to
 def announce(job: Announce) -> None:
     """Note in the store after which record a checkpoint will be taken; other nodes look."""
     with _only_logged("the checkpoint after record %d is not announced to other nodes", job.record):
-        open_store(job.url).write(_ANNOUNCED, msgspec.json.encode((job.timeline, job.record)))
+        open_store(job.url, job.witness).write(_ANNOUNCED, msgspec.json.encode((job.timeline, job.record)))
 
 
 def announced(job: LookForAnnounced) -> int | None:
@@ -149,6 +155,15 @@ def announced(job: LookForAnnounced) -> int | None:
         _log.warning("expected an announced checkpoint in %s, found something else: %s", _ANNOUNCED, error)
         return None
     return record if timeline == job.timeline else None
+
+
+def free(job: LookForRoom) -> int | None:
+    """The bytes that are free in a store, if anybody says."""
+    try:
+        return open_store(job.url, job.witness).free()
+    except StorageError as error:
+        _log.info("whether there is room is not known: %s", error)
+        return None
 
 
 def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tuple[dict[str, torch.Tensor], NodeState]:
@@ -177,19 +192,26 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
         _log.exception(message, step)
 
 
-def _catalog_for(store: Store, part: Part) -> Catalog:
-    """All that is there of the part's run. Raises ForeignStateError if the store is another's."""
+def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
+    """All that is there of the part's run.
+
+    Raises:
+        ForeignStateError: the store is another's.
+        StorageAwayError: it is not there.
+    """
     catalog = read_catalog(store)
     refuse_other(store.url, catalog.owner, part.run)
+    if witness and not catalog.claimed and CLAIM not in catalog.damaged:
+        raise store_is_away(store.url, witness)
     return catalog
 
 
-def _clear(store: Store, part: Part, abandoned: Sequence[Part]) -> Catalog:
+def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> Catalog:
     """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint.
 
     Returns what is there, with what has been deleted.
     """
-    catalog = _catalog_for(store, part)
+    catalog = _catalog_for(store, part, witness)
     _delete(store, leftovers(catalog, part.node, abandoned), Untidy())
     return catalog
 
