@@ -19,6 +19,7 @@ NAMES = (
     "peers_traffic",
     "restore_time",
     "storage_rate",
+    "catalog_cost",
     "resharding",
     "peers_restore",
     "sharded_overhead",

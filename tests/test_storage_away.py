@@ -160,14 +160,13 @@ def test_a_store_that_goes_away_in_the_middle_is_not_made_anew(
     tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "elsewhere").rename(away)
-    verify = writer.verify_files
+    read_back = writer.read_back
 
-    def moved(*arguments: Any) -> Any:
-        found = verify(*arguments)
+    def moved(*arguments: Any) -> None:
+        read_back(*arguments)
         away.rename(tmp_path / "elsewhere")
-        return found
 
-    monkeypatch.setattr(writer, "verify_files", moved)
+    monkeypatch.setattr(writer, "read_back", moved)
     assert isinstance(save(away, 2), SaveFailed)
     assert not away.exists()
 

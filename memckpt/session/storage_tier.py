@@ -77,7 +77,7 @@ class StorageTier:
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
 
         # Together, here and below: a rank that raises alone would leave the others in their next collective.
-        kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept())
+        kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept(""))
         originals = ranks.together(lambda: original_of(run_dir, kept[ranks.rank]))
 
         self._owning = _Owning(store, run_dir, config.owner, kept, originals) if owned else None

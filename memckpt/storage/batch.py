@@ -19,6 +19,7 @@ import msgspec
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.layout import HEADER_BYTES, ITEM_BYTES, Layout, StateSpec
 from memckpt.state.records import RecordMeta, SubStep
+from memckpt.storage.catalog import read_back
 from memckpt.storage.format import Batch, encode_commit
 from memckpt.storage.store import Store
 
@@ -153,7 +154,7 @@ def _bytes_tensor(name: str, data: bytes) -> FileTensor:
 
 
 def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Batch:
-    """Write a batch in one go: its file, then its commit file. Returns it as committed. Raises StorageError."""
+    """Write a batch: its file, read back, then its commit file. Returns it as committed. Raises StorageError."""
     ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that each lies aligned
     with store.create(batch.log_path) as stream:
         stream.write(_header(ordered))
@@ -161,6 +162,7 @@ def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Ba
             stream.write(tensor.data)
     committed = msgspec.structs.replace(batch, files=(stream.stored(batch.log_path),))
     try:
+        read_back(store, committed.files)
         store.write(committed.commit_path, encode_commit(committed))
     except Exception:  # raised again; first what was written gives its room back
         try:

@@ -162,8 +162,11 @@ class Catalog:
         return any(middle[: one.count("/")] == one.split("/")[1:] for one in self.unlisted if one.startswith(COMMITS))
 
 
-def read_catalog(store: Store) -> Catalog:
+def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> Catalog:
     """List everything, and read every commit file. What other runs than the store's owner have there is left out.
+
+    `known` has commit files that were read before, by path: they never change, and are not read again. It is brought up
+    to what there is.
 
     Raises:
         StorageError: the store cannot be listed; where a directory of one checkpoint cannot, that is noted.
@@ -179,7 +182,7 @@ def read_catalog(store: Store) -> Catalog:
     tops = (BASES, STATES, LOGS, COMMITS)
     files = [path for top in tops for path in store.find(top, unfinished=True, unlisted=unlisted)]
     unreadable: dict[str, str] = {}
-    contents = _read_commits(store, files, damaged, unreadable)
+    contents = _read_commits(store, files, damaged, unreadable, {} if known is None else known)
     unreadable.update({path: why for path, why in unlisted.items() if path.startswith(COMMITS)})
     passed = _read_passed(store, damaged, unreadable)
     oldest = min((one for one in contents if one.run), key=lambda one: one.created, default=None)
@@ -214,24 +217,32 @@ def read_catalog(store: Store) -> Catalog:
 
 
 def _read_commits(
-    store: Store, files: Iterable[str], damaged: dict[str, str], unreadable: dict[str, str]
+    store: Store,
+    files: Iterable[str],
+    damaged: dict[str, str],
+    unreadable: dict[str, str],
+    known: dict[str, Part | Batch],
 ) -> list[Part | Batch]:
     """The contents of all commit files among `files`; why one cannot be used goes to `damaged` or `unreadable`."""
-    contents = []
+    before = dict(known)
+    known.clear()
     for path in files:
         if not path.startswith(COMMITS) or path != finished_name(path):
+            continue
+        if path in before:
+            known[path] = before[path]
             continue
         if len(unreadable) >= _TRIED:
             unreadable[path] = f"{path}: it was not tried, as others could not be read"
             continue
         try:
-            contents.append(decode_commit(store.read(path), path))
+            known[path] = decode_commit(store.read(path), path)
         except DamagedStateError as error:
             damaged[path] = str(error)
         except StorageError as error:
             if not is_missing(error):  # else retention, in the writer process, was faster
                 unreadable[path] = str(error)
-    return contents
+    return list(known.values())
 
 
 def _read_passed(store: Store, damaged: dict[str, str], unreadable: dict[str, str]) -> frozenset[Key]:
@@ -302,6 +313,19 @@ def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[
     if found.unreadable:
         raise StorageError("; ".join(found.unreadable))
     return found.damaged
+
+
+def read_back(store: Store, files: Sequence[StoredFile]) -> None:
+    """Read files that have just been written, from where they will be read, and leave the memory to others.
+
+    Raises:
+        StorageError: they are not what was written.
+    """
+    problems = verify_files(store, files)
+    if problems:
+        raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
+    for file in files:
+        store.let_go(file.path)
 
 
 def still_there(store: Store, checkpoint: Checkpoint) -> bool:

@@ -50,7 +50,7 @@ class Kept(msgspec.Struct, frozen=True):
         directory, inode: path and inode of the run directory when that was written.
     """
 
-    run: str = ""
+    run: str
     url: str = ""
     claimed: str = ""
     directory: str = ""
@@ -84,7 +84,7 @@ def read_kept(run_dir: Path) -> Kept:
         return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
     except StorageError as error:
         if is_missing(error):
-            return Kept()
+            return Kept("")
         raise
     except msgspec.MsgspecError as error:
         raise DamagedStateError(

@@ -17,13 +17,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
 
 from memckpt.errors import ConfigurationError, MemckptError, StorageAwayError, StorageError, StorageFullError
+from memckpt.storage.drain import Draining, let_go
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
@@ -165,6 +166,10 @@ class Store(ABC):
         with _errors("move", self, path), contextlib.suppress(FileNotFoundError):
             self._move(path, to)
 
+    def let_go(self, path: str) -> None:
+        """Keep nothing in memory of a file that was read: others need the room."""
+        return
+
     def free(self) -> int | None:
         """Bytes that can be written before it is full; None: nobody says."""
         return None
@@ -257,9 +262,9 @@ class LocalStore(Store):
         partial = target.with_name(_partial_name(target.name))
         try:
             with self._begin(partial) as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
+                draining = Draining(file)
+                yield cast("IO[bytes]", draining)
+                draining.finish()
             partial.replace(target)
         except BaseException:  # raised again: what is half-written goes, an interrupt included
             partial.unlink(missing_ok=True)
@@ -298,6 +303,10 @@ class LocalStore(Store):
         except FileNotFoundError:
             self._make_directory(partial.parent)
             return partial.open("wb")
+
+    def let_go(self, path: str) -> None:
+        with self.open(path) as file:
+            let_go(file.fileno())
 
     def free(self) -> int | None:
         if self._is_away:

@@ -33,16 +33,17 @@ from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, 
 from memckpt.storage.catalog import (
     PASSED,
     Catalog,
+    Checkpoint,
     leftovers,
+    read_back,
     read_catalog,
     remove,
     remove_batch,
     superseded,
-    verify_files,
 )
 from memckpt.storage.chain import unneeded_batches
-from memckpt.storage.format import NodeState, Part, encode_node_state
-from memckpt.storage.owner import CLAIM, refuse_other
+from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
+from memckpt.storage.owner import CLAIM, read_claim, refuse_other
 from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
 from memckpt.storage.store import Store, open_store, store_is_away
 from memckpt.storage.tidying import read_pins
@@ -54,6 +55,8 @@ _ANNOUNCED = "announced.json"
 #: What a checkpoint takes beside its tensors, about: for each of them, and for all.
 _TENSOR_BYTES, _FILES_BYTES = 512, 16 << 10
 _complaints = Complaints(_log)
+#: The commit files that have been read, by the store's URL.
+_known: dict[str, dict[str, Part | Batch]] = {}
 
 
 def warm_up() -> None:
@@ -92,12 +95,13 @@ def save(job: Save, regions: list[Region]) -> Saved:
         if job.part.full:
             tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
         tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
-    catalog = _clear(store, job.part, job.abandoned, job.witness)  # before anything is written: the room may be needed
-    part = _write(store, catalog, job, state, tensors)
+    _clear(store, job.part, job.abandoned, job.witness)  # before anything is written: the room may be needed
+    part = _write(store, job, state, tensors)
     tensors.clear()
     untidy = Untidy()
     with untidy:  # it is committed, whatever becomes of the rest
-        _tidy_up(store, part, job, untidy)
+        if _is_last(store, part):
+            _tidy_up(store, part, job, untidy)
         if job.reserve:
             keep_room(store, _catalog_for(store, part), job.reserve, job.keep_every_steps, part)
     nbytes = sum(file.nbytes for file in part.files)
@@ -105,12 +109,14 @@ def save(job: Save, regions: list[Region]) -> Saved:
     return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
 
 
-def _write(store: Store, catalog: Catalog, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
+def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
     """Write a part, once room has been made for it. Raises StorageFullError if there is none."""
     what = f"step {job.part.step}"
     nbytes = sum(one.numel() * one.element_size() for one in tensors.values()) + len(encode_node_state(state))
     needed = nbytes + _TENSOR_BYTES * len(tensors) + _FILES_BYTES
-    make_room(store, catalog, what, needed, job.keep_every_steps)
+    free = store.free()
+    if free is not None and free < needed:
+        make_room(store, _catalog_for(store, job.part), what, needed, job.keep_every_steps)
     try:
         return _write_once(store, job, state, tensors)
     except StorageFullError as error:
@@ -126,10 +132,9 @@ def _write(store: Store, catalog: Catalog, job: Save, state: NodeState, tensors:
 def _write_once(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
     try:
         part = write_files(store, job.part, state, tensors)
-        problems = verify_files(store, part.files)
-        if problems:
-            raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
+        read_back(store, part.files)
         write_commit(store, part)
+        _known.setdefault(store.url, {})[part.commit_path] = part
     except Exception:  # raised again; first what was written gives its room back
         with _only_logged("what was written of step %d is left where it is", job.part.step):
             _clear(store, job.part, [job.part])
@@ -199,21 +204,47 @@ def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
         ForeignStateError: the store is another's.
         StorageAwayError: it is not there.
     """
-    catalog = read_catalog(store)
+    catalog = read_catalog(store, _known.setdefault(store.url, {}))
     refuse_other(store.url, catalog.owner, part.run)
     if witness and not catalog.claimed and CLAIM not in catalog.damaged:
         raise store_is_away(store.url, witness)
     return catalog
 
 
-def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> Catalog:
+def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> None:
     """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint.
 
-    Returns what is there, with what has been deleted.
+    Of several nodes the first rank's looks through the store each time, the others where a writer of theirs was killed.
     """
-    catalog = _catalog_for(store, part, witness)
-    _delete(store, leftovers(catalog, part.node, abandoned), Untidy())
-    return catalog
+    owner = "" if 0 in part.ranks or abandoned else _claimed_by(store)
+    if owner:
+        refuse_other(store.url, owner, part.run)
+    else:
+        _delete(store, leftovers(_catalog_for(store, part, witness), part.node, abandoned), Untidy())
+
+
+def _claimed_by(store: Store) -> str:
+    """The run that a store says it belongs to; empty: it does not say so in a word."""
+    try:
+        claim = read_claim(store)
+    except DamagedStateError:
+        return ""  # commit files may know
+    return claim.run if claim is not None else ""
+
+
+def _is_last(store: Store, part: Part) -> bool:
+    """Whether a checkpoint is complete with a part that has just been committed: then its writer tidies up for all."""
+    found, known = Checkpoint(part.timeline, part.record, {}), _known.setdefault(store.url, {})
+    for path in store.find(part.commit_path.rpartition("/")[0]):
+        try:
+            content = known[path] if path in known else decode_commit(store.read(path), path)
+        except (DamagedStateError, StorageError) as error:
+            _log.info("a part of step %d is not counted: %s", part.step, error)
+            continue
+        known[path] = content
+        if isinstance(content, Part) and content.run == part.run:
+            found.parts[content.node] = content
+    return found.complete
 
 
 class Untidy:

@@ -1,0 +1,89 @@
+"""What looking through a store costs that has many checkpoints of many nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from benchmarks.command import Options, run
+from benchmarks.report import Report
+from benchmarks.workloads import scratch_directory
+from memckpt.state.records import Timeline
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.format import FORMAT_VERSION, MERGED, Batch, Part, encode_commit
+from memckpt.storage.store import LocalStore, StoredFile
+
+TITLE = "Looking through a store of many nodes"
+METHOD = """\
+A store with complete checkpoints of many nodes, a rank each: commit files as they are, the files that they name empty.
+*the first look*: what a writer, a start or `memckpt ls` does that knows nothing of the store: everything is listed and
+every commit file is read. *another look*: what the first rank's writer does before each checkpoint, and the last one's
+after it: everything is listed, and commit files that are not known are read. *a part of the newest*: what every other
+writer does: it lists the commit files of one checkpoint and reads those. From the page cache of a local disk: on a
+network file system or an object store the numbers of reads and of listed files are what counts."""
+
+
+@contextmanager
+def _counted(read: list[str]) -> Iterator[None]:
+    opened = LocalStore._open
+
+    def counting(store: LocalStore, path: str) -> object:
+        read.append(path)
+        return opened(store, path)
+
+    LocalStore._open = counting  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        LocalStore._open = opened  # type: ignore[method-assign]
+
+
+def _fill(store: LocalStore, nodes: int, checkpoints: int) -> Part:
+    """Write the checkpoints; returns the last part."""
+    for record in range(1, checkpoints + 1):
+        for rank in range(nodes):
+            part = Part(
+                FORMAT_VERSION, Timeline(1, "0123456789abcdef"), record, record, nodes, (rank,), f"node{rank:03d}",
+                rank == 0, float(record), run="run-01234567",
+            )  # fmt: skip
+            paths = [part.state_path, f"{part.base_directory}/{MERGED}", f"{part.base_directory}/__0_0.distcp"]
+            files = tuple(StoredFile(path, 0, "0123456789abcdef") for path in paths)
+            part = msgspec.structs.replace(part, files=files)
+            for path in (*paths, part.commit_path):
+                (store.root / path).parent.mkdir(parents=True, exist_ok=True)
+                (store.root / path).write_bytes(encode_commit(part) if path == part.commit_path else b"")
+    return part
+
+
+def main(options: Options) -> None:
+    report = Report("catalog_cost", TITLE, METHOD, options.command, options.quick)
+    for nodes, checkpoints in [(2, 3)] if options.quick else [(1, 2), (8, 10), (64, 100)]:
+        with scratch_directory() as directory:
+            store = LocalStore(directory / "store")
+            newest = _fill(store, nodes, checkpoints)
+            known: dict[str, Part | Batch] = {}
+            table = report.table(f"{nodes} nodes, {checkpoints} checkpoints", "what", "s", "files listed", "files read")
+
+            def row(what: str, seconds: float, listed: int, read: int) -> None:
+                table.add(what, f"{seconds:.3f}", str(listed), str(read), what=what, seconds=seconds, read=read)  # noqa: B023
+
+            for what in ("the first look", "another look"):
+                read: list[str] = []
+                with _counted(read):
+                    started = time.perf_counter()
+                    catalog = read_catalog(store, known)
+                    row(what, time.perf_counter() - started, len(catalog.files), len(read))
+                assert len(catalog.complete) == checkpoints
+            started = time.perf_counter()
+            mine = store.find(newest.commit_path.rpartition("/")[0])
+            for path in mine:
+                store.read(path)
+            row("a part of the newest", time.perf_counter() - started, len(mine), len(mine))
+    report.write(options.results)
+
+
+if __name__ == "__main__":
+    run("catalog_cost", main)
