@@ -271,9 +271,9 @@ def test_nothing_goes_where_something_cannot_be_read(run: Path, monkeypatch: pyt
 
 
 def _with(find: Any, path: str) -> Any:
-    def found(self: LocalStore, prefix: str) -> Any:
-        yield from find(self, prefix)
-        if path.startswith(prefix):
+    def found(self: LocalStore, *where: Any) -> Any:
+        yield from find(self, *where)
+        if path.startswith(where[0]):
             yield path
 
     return found

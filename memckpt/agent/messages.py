@@ -68,7 +68,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
