@@ -46,6 +46,7 @@ class Line:
         self.forgotten: list[str] = []
         self.refused: Counter[str] = Counter()
         self.bytes_sent = 0
+        self.rooms: dict[str, int] = {}
         self.unacknowledged: dict[str, int] = {}
         self.taken: Counter[str] = Counter()
         self.heard_at: dict[str, float | None] = {}
@@ -60,7 +61,7 @@ class Line:
     in_flight_bytes = 0
 
     def room(self, peer: str) -> int:
-        return 1
+        return self.rooms.get(peer, 1)
 
     def progress(self, peer: str) -> tuple[int, int]:
         return self.unacknowledged.get(peer, 0), self.taken[peer]

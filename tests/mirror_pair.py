@@ -324,6 +324,8 @@ class Pair:
 
     def _make_node(self, record: int | None) -> tuple[Mirrors, Mirroring]:
         mirrors = Mirrors("m", lambda key, message: self._said.append((key, message)), lambda: 0)
+        kind = type(self.training.optimizer)
+        mirrors.optimizers = frozenset([f"{kind.__module__}.{kind.__qualname__}"])
         mirrors.begin("a", record, None, 1)
         mirroring = Mirroring(Holder("m", _Room), self._ask, self._told_agent.append)
         mirroring.begin("a", record, self._code)

@@ -14,7 +14,7 @@ from typing import Any
 
 import zmq
 
-from memckpt.peers.keys import Keys
+from memckpt.peers.keys import Keys, Password
 from memckpt.peers.transport import Delivery, Met, Transport
 
 PATIENCE_SECONDS = 60.0
@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 60.0
 class Node:
     """A transport and what it has received. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
-    def __init__(self, name: str, keys: Keys | None, **options: Any) -> None:
+    def __init__(self, name: str, keys: Keys | Password | None, **options: Any) -> None:
         options.setdefault("host", "127.0.0.1")
         options.setdefault("heartbeat_seconds", 0.1)
         self.transport = Transport(name, keys=keys, **options)

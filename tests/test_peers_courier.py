@@ -22,6 +22,7 @@ from memckpt.agent.peer_messages import (
     Passed,
     UnitSource,
 )
+from memckpt.courier import courier
 from memckpt.courier.member import _PUMP_BYTES
 from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.errors import MemoryBudgetError
@@ -179,6 +180,23 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
             told = node.says("c", AskWindow(7, owner, generation))
             assert [type(one) for one in told] in ([WindowIs], [GotNone])
     assert node.refused == 0
+
+
+def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(courier, "_MOST_QUESTIONS", 3)
+    node.line.rooms["c"] = 0
+    questions = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
+    assert node.says("c", *questions) == []
+    assert node.refused == 2
+    assert len(node.says("a", questions[0])) == 1, "others are answered"
+    node.line.rooms["c"] = 1
+    node.courier._answer_waiting("c")
+    assert [one.request for one in node.line.sent["c"]] == [0, 1, 2]  # type: ignore[union-attr]
+    node.line.rooms["c"] = 0
+    node.says("c", questions[0])
+    node.line.come.append(Met("c", "anew"))
+    node.courier._take_deliveries()
+    assert node.courier._questions_of == {}
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:

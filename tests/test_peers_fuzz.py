@@ -56,7 +56,8 @@ class Stage:
         """Send messages as the intruder, and wait until all have been looked at: then its last one, a greeting, was."""
         self.number += 1
         name = f"last {self.number}"
-        greeting = envelopes.encode(envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+        said = envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+        greeting = envelopes.encode(said)
         with self.intruder() as sock:
             for frames in (*messages, [greeting]):
                 sock.send_multipart(frames)
@@ -121,6 +122,9 @@ def envelope_of(draw: st.DrawFn, incarnations: Sequence[str]) -> bytes:
     fields += [draw(NUMBERS), draw(NUMBERS)]
     if fields[0] == 2:
         fields += [draw(NUMBERS), draw(NUMBERS), draw(st.booleans()), draw(st.booleans()), draw(ADDRESSES)]
+        fields.append(envelopes.WIRE_VERSION if draw(st.integers(0, 5)) else draw(NUMBERS))
+    elif draw(st.booleans()):
+        fields.append(draw(NUMBERS))  # parts of a body
     if draw(st.integers(0, 3)) == 0:
         fields[draw(st.integers(0, len(fields) - 1))] = draw(SCALARS)
     if draw(st.integers(0, 9)) == 0:
@@ -151,6 +155,7 @@ def test_states_out_of_any_order(stage: Stage) -> None:
 
     def state(**fields: Any) -> bytes:
         said = {"meant": "", "turn": 0, "number": 0, "expected": 0, "seen": 0, "gap": False, "ask": True} | fields
+        said.setdefault("version", envelopes.WIRE_VERSION)
         return envelopes.encode(
             envelopes.State(node=name, incarnation=own, address="tcp://127.0.0.1:1", **said)  # type: ignore[arg-type]
         )
@@ -174,7 +179,9 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
     name, own = "miscounter", "miscounter.1"
 
     def state(meant: str) -> bytes:
-        return envelopes.encode(envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+        return envelopes.encode(
+            envelopes.State(name, own, meant, 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+        )
 
     stage.throw([state("")])
     link = stage.a.transport._directory.peers[name].link
@@ -192,7 +199,9 @@ def test_envelopes_with_other_frames_than_theirs(stage: Stage) -> None:
 
 def test_lists_in_lists(stage: Stage) -> None:
     """What does not belong into an envelope is skipped, however deep it is."""
-    state = envelopes.encode(envelopes.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+    state = envelopes.encode(
+        envelopes.State("deep", "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+    )
     longer = bytes([state[0] + 1]) + state[1:] + b"\x91" * 1900 + b"\x90"
     before = stage.a.transport.refused["malformed"]
     stage.throw([longer])
@@ -233,7 +242,9 @@ def test_a_conversation_is_cut_off_and_its_bytes_come_once_more(stage: Stage, cu
     """All that a proper client says, up to some byte; then the same, as who has listened sends it."""
     stage.number += 1
     name, heard = f"cut {stage.number}", bytearray()
-    greeting = envelopes.encode(envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1"))
+    greeting = envelopes.encode(
+        envelopes.State(name, "1", "", 0, 0, 0, 0, False, False, "tcp://127.0.0.1:1", envelopes.WIRE_VERSION)
+    )
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         sock = stack.enter_context(stage.intruder(f"tcp://127.0.0.1:{listener.getsockname()[1]}"))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.mirror import EXTRA_SLOTS
-from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorRecord, OpenMirror
+from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorRecord, MirrorRefused, OpenMirror
 from memckpt.agent.replica import Replica
 from memckpt.memory import budget
 from memckpt.memory.region import Region
@@ -266,6 +268,20 @@ def test_an_optimizer_that_nobody_finds_by_name(mode: str) -> None:
         assert len(one.mirrors) == 0
         assert one.owner.whole
         assert one.mirroring.kept() == (("o", (1,), 4),)
+
+
+def test_an_optimizer_that_no_rank_here_uses_is_not_imported() -> None:
+    with pair("lazy", OPTIMIZERS["own"]) as one:
+        spec = one.training.spec()
+        [named] = spec.optimizers
+        foreign = msgspec.structs.replace(named, module="antigravity")
+        answer, fds = one.mirrors.open(
+            OpenMirror((1,), "x", "a", 1, msgspec.structs.replace(spec, optimizers=(foreign,)), HISTORY)
+        )
+        assert isinstance(answer, MirrorRefused)
+        assert "which is not imported for a peer" in answer.reason
+        assert "antigravity" not in sys.modules
+        assert fds == []
 
 
 def test_state_that_cannot_be_read() -> None:

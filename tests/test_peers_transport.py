@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from memckpt.agent.descriptors import readable
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
-from memckpt.peers import directory, links
-from memckpt.peers.keys import Keys
+from memckpt.peers import directory, envelope, links
+from memckpt.peers.keys import Keys, Password
 from memckpt.peers.transport import Transport
 from tests.peers_harness import (
     Node,
@@ -32,8 +33,8 @@ RANDOM = random.Random(0).randbytes(1 << 20)
 
 
 @pytest.fixture(params=["curve", "plain"])
-def keys(request: pytest.FixtureRequest) -> Keys | None:
-    return Keys.make() if request.param == "curve" else None
+def keys(request: pytest.FixtureRequest) -> Keys | Password:
+    return Keys.make() if request.param == "curve" else Password.make()
 
 
 def payload_of(number: int) -> memoryview:
@@ -69,7 +70,7 @@ class Sender:
             assert bytes(each.payload) == (bytes(payload_of(number)) if number % 4 else b"")
 
 
-def test_messages_arrive_in_order_both_ways(keys: Keys | None) -> None:
+def test_messages_arrive_in_order_both_ways(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys, window_bytes=2 << 20), Node("b", keys, window_bytes=2 << 20)) as (a, b):
         acquaint(a, b)
         senders = (Sender(a, "b", 200), Sender(b, "a", 100))
@@ -89,7 +90,7 @@ def test_messages_arrive_in_order_both_ways(keys: Keys | None) -> None:
 
 
 @pytest.fixture
-def proxied(keys: Keys | None) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
+def proxied(keys: Keys | Password) -> Iterator[tuple[Node, Node, Proxy, Proxy]]:
     """Two nodes that reach each other through proxies only."""
     ports = free_port(), free_port()
     with nodes_of(
@@ -142,7 +143,7 @@ def test_a_connection_that_brings_nothing_any_more_is_noticed(proxied: tuple[Nod
     drive(a, b, until=lambda: not b.transport.peers()["a"].silent)
 
 
-def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: Keys | None) -> None:
+def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         sender = Sender(a, "b", 50)
@@ -166,7 +167,7 @@ def test_whoever_does_not_read_is_sent_a_window_and_no_more(keys: Keys | None) -
 
 
 def test_small_messages_are_taken_without_room_up_to_a_number(
-    monkeypatch: pytest.MonkeyPatch, keys: Keys | None
+    monkeypatch: pytest.MonkeyPatch, keys: Keys | Password
 ) -> None:
     monkeypatch.setattr(links, "MAX_MESSAGES", 3000)
     with nodes_of(Node("a", keys, window_bytes=1000), Node("b", keys)) as (a, b):
@@ -180,7 +181,7 @@ def test_small_messages_are_taken_without_room_up_to_a_number(
         assert b.bodies() == [b"%d" % number for number in range(3000)]
 
 
-def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: Keys | None) -> None:
+def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         with pytest.raises(UsageError, match="no peer 'b'"):
             a.transport.send("b", b"")
@@ -196,7 +197,7 @@ def test_nothing_may_be_sent_to_a_peer_that_was_not_met(keys: Keys | None) -> No
 # Incarnations
 
 
-def test_who_comes_back_is_met_anew(keys: Keys | None) -> None:
+def test_who_comes_back_is_met_anew(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys, window_bytes=1 << 20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         b.reads = False
@@ -214,7 +215,7 @@ def test_who_comes_back_is_met_anew(keys: Keys | None) -> None:
             assert again.bodies() == [b"first"]
 
 
-def test_who_comes_back_elsewhere_says_where(keys: Keys | None) -> None:
+def test_who_comes_back_elsewhere_says_where(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         b.transport.close()
@@ -231,7 +232,7 @@ def test_who_comes_back_elsewhere_says_where(keys: Keys | None) -> None:
             drive(a, again, until=lambda: again.bodies() == [b"x", b"y"])
 
 
-def test_who_was_not_named_announces_itself(keys: Keys | None) -> None:
+def test_who_was_not_named_announces_itself(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("c", keys)) as (a, c):
         c.transport.connect("a", a.transport.address)
         drive(a, c, until=lambda: bool(a.met) and bool(c.met))
@@ -248,7 +249,7 @@ def test_those_who_announce_themselves_are_bounded(monkeypatch: pytest.MonkeyPat
         assert len(a.transport.peers()) == 2
 
 
-def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | None) -> None:
+def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         a.transport.send("b", b"before")
@@ -269,7 +270,7 @@ def test_who_is_forgotten_is_not_heard_until_it_is_named_again(keys: Keys | None
         assert a.transport.bytes_sent == len(b"before" + b"again")
 
 
-def test_another_address_replaces_the_first(keys: Keys | None) -> None:
+def test_another_address_replaces_the_first(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         a.transport.connect("b", f"tcp://127.0.0.1:{free_port()}")
         drive(a, b, until=lambda: not a.transport.peers()["b"].connected)
@@ -278,7 +279,7 @@ def test_another_address_replaces_the_first(keys: Keys | None) -> None:
         drive(a, b, until=lambda: b.bodies() == [b"x"])
 
 
-def test_silence_is_shown_and_ends(keys: Keys | None) -> None:
+def test_silence_is_shown_and_ends(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
         acquaint(a, b)
         drive(a, b, until=lambda: not a.transport.peers()["b"].silent)
@@ -342,7 +343,70 @@ def test_an_outsider_can_neither_write_nor_read() -> None:
         context.destroy(linger=0)
 
 
-def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy], keys: Keys | None) -> None:
+def test_a_stranger_gets_no_message_in_however_many_frames_it_has(keys: Keys | Password) -> None:
+    """A message of many frames is buffered until it is whole, so strangers are stopped before their first."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with nodes_of(Node("a", keys)) as (a,):
+            refused = a.transport.refused
+            for word in (None, b"guess"):
+                stranger = context.socket(zmq.DEALER)
+                stranger.linger = 0
+                stranger.immediate = True
+                if word is not None:
+                    stranger.plain_username, stranger.plain_password = b"memckpt", word
+                before = refused["handshake"] + refused["unauthenticated"]
+                stranger.connect(a.transport.address)
+                drive(a, until=lambda start=before: refused["handshake"] + refused["unauthenticated"] > start)  # type: ignore[misc]
+                with pytest.raises(zmq.Again):
+                    stranger.send(b"x", zmq.NOBLOCK | zmq.SNDMORE)
+                stranger.close()
+            assert set(refused) <= {"handshake", "unauthenticated"}
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_stranger_has_little_buffered_before_it_has_shown_its_keys(keys: Keys | Password) -> None:
+    mechanism = b"CURVE" if isinstance(keys, Keys) else b"PLAIN"
+    with nodes_of(Node("a", keys)) as (a,), socket.create_connection(("127.0.0.1", a.port)) as stranger:
+        stranger.settimeout(20.0)
+        stranger.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32))
+        stranger.sendall(b"\x06" + (envelope.FRAME_BYTES * 2).to_bytes(8, "big"))  # a command's header
+        while True:  # until it is cut off, having sent nothing of that yet
+            try:
+                if not stranger.recv(4096):
+                    break
+            except ConnectionResetError:
+                break
+
+
+def test_bodies_larger_than_a_frame_arrive_whole(keys: Keys | Password) -> None:
+    bodies = [bytes([number]) * (number * envelope.FRAME_BYTES // 2 + number) for number in range(7)]
+    with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
+        acquaint(a, b)
+        for body in bodies:
+            a.transport.send("b", body, b"beside")
+        drive(a, b, until=lambda: len(b.received) == len(bodies))
+        assert b.bodies() == bodies
+        assert {bytes(one.payload) for one in b.received} == {b"beside"}
+        assert not b.transport.refused
+
+
+def test_who_speaks_another_version_is_not_met(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = Keys.make()
+    with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
+        monkeypatch.setattr(links, "WIRE_VERSION", envelope.WIRE_VERSION + 1)
+        for one, other in ((a, b), (b, a)):
+            one.transport.connect(other.name, other.transport.address)
+        drive(a, b, until=lambda: min(one.transport.refused["version"] for one in (a, b)) > 0)
+        assert not a.met
+        assert not b.met
+        assert "install the same memckpt on all nodes" in caplog.text
+
+
+def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy], keys: Keys | Password) -> None:
     a, b, _, to_b = proxied
     sender = Sender(a, "b", 4)
     drive(a, b, until=lambda: sender.done(b))
@@ -353,9 +417,12 @@ def test_what_was_captured_is_of_no_use(proxied: tuple[Node, Node, Proxy, Proxy]
         begin = 64 + 2 + captured[65]
         for part in (captured[:64], captured[64:begin]):
             replay.sendall(part)
+            drive(a, b, until=lambda: readable(replay, 0.0))
             assert replay.recv(1 << 16)
         replay.sendall(captured[begin:])
-        drive(a, b, until=lambda: refused["handshake" if keys else "duplicate"] >= (1 if keys else 4))
+        # Who listens has the password, which lets it in: what it repeats is known.
+        encrypted = isinstance(keys, Keys)
+        drive(a, b, until=lambda: refused["handshake" if encrypted else "duplicate"] >= (1 if encrypted else 4))
     sender.check(b)
     assert len(b.met) == 1
     drive(a, b, until=lambda: a.transport.room("b") == 2 << 20)
@@ -370,7 +437,7 @@ def test_the_secrets_are_not_shown() -> None:
 # Errors, and the end
 
 
-def test_messages_too_large_are_the_senders_mistake(keys: Keys | None) -> None:
+def test_messages_too_large_are_the_senders_mistake(keys: Keys | Password) -> None:
     with nodes_of(Node("a", keys, max_body=10, max_payload=20), Node("b", keys)) as (a, b):
         acquaint(a, b)
         a.transport.send("b", b"x" * 10, b"y" * 20)
@@ -412,7 +479,7 @@ def test_addresses_that_are_none(address: str) -> None:
             a.transport.connect("a", "tcp://127.0.0.1:1")
 
 
-def test_nothing_remains(keys: Keys | None) -> None:
+def test_nothing_remains(keys: Keys | Password) -> None:
     def use() -> None:
         with nodes_of(Node("a", keys), Node("b", keys)) as (a, b):
             acquaint(a, b)

@@ -51,6 +51,7 @@ class Mirrors:
 
     Attributes:
         attempt: the nonce of the one that runs; None between attempts.
+        optimizers: classes that the node's own ranks use; no other one that a peer names is imported.
     """
 
     def __init__(self, node: str, notify: Callable[[MirrorKey, Message], None], beside: Callable[[], int]) -> None:
@@ -60,6 +61,7 @@ class Mirrors:
         self._all: dict[MirrorKey, Mirror] = {}
         self._number = 0
         self.attempt: str | None = None
+        self.optimizers: frozenset[str] = frozenset()
         self._watermark = 0
         self._budget: int | None = None
         self._threads = 1
@@ -142,6 +144,12 @@ class Mirrors:
         from memckpt.state.optimizers import resolve  # imports torch
 
         for optimizer in message.spec.optimizers:
+            if f"{optimizer.module}.{optimizer.qualname}" not in self.optimizers:
+                used = ", ".join(sorted(self.optimizers))
+                raise AgentError(
+                    f"expected an optimizer class that the ranks of this node use ({used}), found "
+                    f"{optimizer.module}.{optimizer.qualname}, which is not imported for a peer"
+                )
             resolve(optimizer.module, optimizer.qualname)
         key = message.ranks, message.generation
         if key in self._all:  # of a courier that has died

@@ -23,7 +23,7 @@ class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """A trainer's, and the agent's to its courier: be there for peers that have these keys (None: for everybody).
+    """A trainer's, and the agent's to its courier: be there for peers that have these keys, or the password.
 
     Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
     `memory_budget_bytes` and `threads` are the configured limit and the threads for redo. A courier that shows no sign
@@ -34,7 +34,7 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
     node: str
     host: str
     port: int
-    keys: PeerKeys | None
+    keys: PeerKeys | str | None
     memory_budget_bytes: int | None = None
     threads: int = 1
     liveness_seconds: float = 15.0

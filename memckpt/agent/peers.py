@@ -52,6 +52,7 @@ from memckpt.agent.recovery import Recovery
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
+from memckpt.state.layout import optimizers_of
 from memckpt.state.records import HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
@@ -187,6 +188,7 @@ class Peers:
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
         self._fingerprints[rank] = fingerprint
+        self._mirrors.optimizers = frozenset[str]().union(*map(optimizers_of, self._fingerprints.values()))
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""

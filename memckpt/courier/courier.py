@@ -46,7 +46,7 @@ from memckpt.courier.asking import Asking
 from memckpt.courier.member import Member
 from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.reader import Reader
-from memckpt.courier.serving import Serving
+from memckpt.courier.serving import Question, Serving
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.life import LifePage, LifeWatch, look_seconds
@@ -55,7 +55,7 @@ from memckpt.memory.region import Region
 from memckpt.peers import wire
 from memckpt.peers.holder import Holder
 from memckpt.peers.kept_window import KeptWindow, Place, Room
-from memckpt.peers.keys import Keys
+from memckpt.peers.keys import Keys, Password
 from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
 
@@ -64,6 +64,8 @@ _log = logging.getLogger("memckpt.courier")
 _REPORT_SECONDS = 1.0
 #: How long peers may take to get the last words of a training that is over.
 _DRAIN_SECONDS = 5.0
+#: Of one peer, that wait until it has room for their answers.
+_MOST_QUESTIONS = 4096
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
 
@@ -134,6 +136,8 @@ class Courier:
         #: Of the agent's recoveries, the one for which these read.
         self._recovery = 0
         self._questions = 0
+        #: By peer, what it has asked and has no room for the answer.
+        self._questions_of: dict[str, deque[Question]] = {}
         self._phases: PhasesPage | None = None
         self._marks: PhaseReader | None = None
         self._reported = 0.0
@@ -169,6 +173,8 @@ class Courier:
                 reader.tend(now)
             for asking in self._asking:
                 asking.tend(now)
+            for peer in list(self._questions_of):
+                self._answer_waiting(peer)
             self._finish_readers()
 
     def _beat(self) -> None:
@@ -223,6 +229,7 @@ class Courier:
     def _leave(self) -> None:
         """The attempt is over. What is kept stays."""
         self._stop_reading()
+        self._questions_of.clear()
         self._serving.close()
         self._close_phases()
         if self._member is not None:
@@ -296,8 +303,12 @@ class Courier:
     def _listen(self, message: Listen) -> None:
         self._leave()
         self._budget = message.memory_budget_bytes
-        self._security = "plain" if message.keys is None else "curve"
-        keys = None if message.keys is None else Keys(*msgspec.structs.astuple(message.keys))
+        keys: Keys | Password | None = None
+        if isinstance(message.keys, str):
+            keys = Password(message.keys)
+        elif message.keys is not None:
+            keys = Keys(*msgspec.structs.astuple(message.keys))
+        self._security = "curve" if isinstance(keys, Keys) else "plain"
         self._node = message.node
         self._beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
@@ -459,6 +470,7 @@ class Courier:
                 self._member.refuse(f"{event.peer}: no node of this job")
                 self._transport.forget(event.peer)
             elif isinstance(event, Met):
+                self._questions_of.pop(event.peer, None)  # whoever had asked is gone
                 self._member.met(event.peer)
             else:
                 self._deliver(event, now)
@@ -479,13 +491,28 @@ class Courier:
             case _:
                 self._member.handle(peer, message, delivery.payload, now)
 
-    def _answer(self, peer: str, question: wire.AskManifest | wire.Get | wire.AskWindow) -> None:
+    def _answer(self, peer: str, question: Question) -> None:
+        assert self._member is not None
+        # A peer that asks and does not read gets no more than it has room for: questions are small.
+        waiting = self._questions_of.setdefault(peer, deque())
+        if len(waiting) >= _MOST_QUESTIONS:
+            self._member.refuse(f"{peer}: more than {_MOST_QUESTIONS} questions whose answers it does not take")
+            return
+        waiting.append(question)
+        self._answer_waiting(peer)
+
+    def _answer_waiting(self, peer: str) -> None:
         assert self._member is not None
         assert self._holder is not None
-        answer, payload = self._serving.answer(question)
-        if answer is None:
-            answer, payload = self._serving.answer_from(self._holder.holder, question)
-        self._member.send(peer, answer, payload)
+        waiting = self._questions_of[peer]
+        while waiting and self._member.room(peer) > 0:
+            question = waiting.popleft()
+            answer, payload = self._serving.answer(question)
+            if answer is None:
+                answer, payload = self._serving.answer_from(self._holder.holder, question)
+            self._member.send(peer, answer, payload)
+        if not waiting:
+            del self._questions_of[peer]
 
     def _take_answer(
         self,

@@ -121,7 +121,7 @@ class Member:
         holders = [names[other] for other in self.placement.holders(index)]
         start = job.record or 0
         self._owners = {
-            unit.ranks: Owner(unit.ranks, self._code, holders, self.send, self._room, start, not job.wait)
+            unit.ranks: Owner(unit.ranks, self._code, holders, self.send, self.room, start, not job.wait)
             for unit in job.units
             if unit.node == index
         }
@@ -202,8 +202,9 @@ class Member:
             self._transport.forget(peer)
             self._connected.discard(peer)
 
-    def _room(self, peer: str) -> int:
-        return self._transport.room(peer)
+    def room(self, peer: str) -> int:
+        """Bytes that a peer takes now; 0 or less: none."""
+        return 1 if peer == self._node else self._transport.room(peer)
 
     def met(self, peer: str) -> None:
         """A peer is there for the first time, or has lost all that it had."""

@@ -7,8 +7,13 @@ from typing import Annotated
 
 import msgspec
 
+WIRE_VERSION = 2
+"""Of all that couriers say to each other. Those of different versions do not speak with each other."""
 ENVELOPE_BYTES = 2048
 """More than any envelope takes."""
+FRAME_BYTES = 1 << 20
+"""The most of a body that goes in one frame: who connects can have one buffered before it has shown its keys."""
+MAX_PARTS = 1024
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
 
@@ -36,7 +41,9 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Data(Envelope, frozen=True, array_like=True, tag=1):
-    """A message; its body and its payload follow as frames of their own."""
+    """A message; its body, in so many parts, and its payload follow as frames of their own."""
+
+    parts: Annotated[int, msgspec.Meta(ge=1, le=MAX_PARTS)] = 1
 
 
 class State(Envelope, frozen=True, array_like=True, tag=2):
@@ -48,6 +55,7 @@ class State(Envelope, frozen=True, array_like=True, tag=2):
         gap: something of that turn is missing: go back to `expected`.
         ask: the sender wants an answer.
         address: at which the sender listens.
+        version: of the sender's messages; 0: from before there were versions.
     """
 
     expected: _Number
@@ -55,10 +63,16 @@ class State(Envelope, frozen=True, array_like=True, tag=2):
     gap: bool
     ask: bool
     address: Annotated[str, msgspec.Meta(max_length=300)]
+    version: _Number = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Data | State] = msgspec.msgpack.Decoder(Data | State)
+
+
+def parts_of(body: bytes) -> list[bytes]:
+    """A body as it is sent, in frames."""
+    return [body[start : start + FRAME_BYTES] for start in range(0, len(body), FRAME_BYTES)] or [body]
 
 
 def encode(envelope: Data | State) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import msgspec
 import zmq
 
@@ -28,3 +30,18 @@ class Keys(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         """Without the secrets: what is logged is read by others."""
         return f"Keys(server_public={self.server_public!r}, client_public={self.client_public!r})"
+
+
+class Password(msgspec.Struct, frozen=True):
+    """Keeps strangers out where nothing is encrypted. It goes over the network as it is: who listens there has it."""
+
+    word: str
+
+    @classmethod
+    def make(cls) -> Password:
+        """A new one."""
+        return cls(secrets.token_hex(32))
+
+    def __repr__(self) -> str:
+        """Without the word: what is logged is read by others."""
+        return "Password(...)"

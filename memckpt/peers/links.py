@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memckpt.errors import PeerOverrunError
-from memckpt.peers.envelope import Data, Envelope, State, encode
+from memckpt.peers.envelope import WIRE_VERSION, Data, Envelope, State, encode, parts_of
 
 Payload = bytes | memoryview
 
@@ -137,8 +137,9 @@ class Link:
                 self.in_flight_bytes + message.nbytes > self._window_bytes or len(self._on_the_way) >= MAX_ON_THE_WAY
             ):
                 return
-            envelope = Data(self._node, self.own, self.met, self._turn, self._next)
-            if not self._hand((encode(envelope), message.body, message.payload)):
+            parts = parts_of(message.body)
+            envelope = Data(self._node, self.own, self.met, self._turn, self._next, len(parts))
+            if not self._hand((encode(envelope), *parts, message.payload)):
                 self._lost_connection()
                 return
             self._waiting.popleft()
@@ -179,6 +180,7 @@ class Link:
             gap=self._gap and pair,
             ask=ask,
             address=self._address,
+            version=WIRE_VERSION,
         )
         if not self._hand((encode(state),)):
             self._lost_connection()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
-from memckpt.peers.keys import Keys
+from memckpt.peers.keys import Keys, Password
 from memckpt.peers.links import Payload
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -16,21 +16,26 @@ Socket = zmq.Socket[bytes]
 _MESSAGES = 4096
 # Below, copying a frame costs less than keeping it.
 _COPY_BELOW_BYTES = 64 << 10
+USERNAME = b"memckpt"
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def receiving_socket(context: Context, keys: Keys | None, heartbeat: float, max_bytes: int, ipv6: bool) -> Socket:
+def receiving_socket(
+    context: Context, keys: Keys | Password | None, heartbeat: float, max_bytes: int, ipv6: bool
+) -> Socket:
     """A ROUTER to be bound. A connection that sends a frame of more than `max_bytes` is closed."""
     socket = _make(context, zmq.ROUTER, heartbeat, ipv6)
     socket.rcvhwm = _MESSAGES
     socket.maxmsgsize = max_bytes
-    if keys is not None:
+    if isinstance(keys, Password):
+        socket.plain_server = True
+    elif keys is not None:
         socket.curve_server = True
         socket.curve_secretkey = keys.server_secret.encode()
     return socket
 
 
-def sending_socket(context: Context, keys: Keys | None, heartbeat: float, address: str) -> Socket:
+def sending_socket(context: Context, keys: Keys | Password | None, heartbeat: float, address: str) -> Socket:
     """A DEALER that connects to a peer, and again whenever the connection ends.
 
     Raises:
@@ -45,7 +50,9 @@ def sending_socket(context: Context, keys: Keys | None, heartbeat: float, addres
     socket.reconnect_ivl = 50
     socket.reconnect_ivl_max = 1000
     socket.connect_timeout = 2000
-    if keys is not None:
+    if isinstance(keys, Password):
+        socket.plain_username, socket.plain_password = USERNAME, keys.word.encode()
+    elif keys is not None:
         socket.curve_publickey = keys.client_public.encode()
         socket.curve_secretkey = keys.client_secret.encode()
         socket.curve_serverkey = keys.server_public.encode()

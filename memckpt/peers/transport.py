@@ -7,6 +7,7 @@ that have met number their messages from 0; with a new incarnation of either all
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections import Counter, deque
@@ -19,12 +20,13 @@ import zmq
 from memckpt.errors import PeerError, UsageError
 from memckpt.peers import envelope as envelopes
 from memckpt.peers.directory import Directory, PeerState
-from memckpt.peers.envelope import Data
-from memckpt.peers.keys import Keys
+from memckpt.peers.envelope import Data, State
+from memckpt.peers.keys import Keys, Password
 from memckpt.peers.links import Link, Payload
 from memckpt.peers.sockets import Context, receiving_socket, sending_socket
 from memckpt.peers.zap import Doorkeeper
 
+_log = logging.getLogger("memckpt.courier")
 _MAX_SOCKETS = 4096
 _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -59,7 +61,7 @@ class Transport:
         node: our name, by which peers know us.
         host: address or interface on which to listen.
         port: on which to listen; 0: any.
-        keys: of the attempt; None: messages are neither encrypted nor authenticated.
+        keys: of the attempt, or a password, with which messages are authenticated but not encrypted; None: neither.
         max_body, max_payload: bytes that one message may have, of those sent and those received.
         window_bytes: bytes of bodies and payloads that may be on their way to one peer without an acknowledgement.
         heartbeat_seconds: between states to each peer; after five without an answer it counts as silent.
@@ -81,7 +83,7 @@ class Transport:
         *,
         host: str,
         port: int = 0,
-        keys: Keys | None,
+        keys: Keys | Password | None,
         max_body: int = 64 << 20,
         max_payload: int = 1 << 20,
         window_bytes: int = 32 << 20,
@@ -95,6 +97,7 @@ class Transport:
         self.bytes_received = 0
         self._max_body = max_body
         self._max_payload = max_payload
+        self._most_frames = math.ceil(max_body / envelopes.FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
         self._now = 0.0
@@ -106,7 +109,7 @@ class Transport:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
-            largest = max(max_body, max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            largest = max(min(max_body, envelopes.FRAME_BYTES), max_payload, envelopes.ENVELOPE_BYTES) + 1024
             self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
             self._doorkeeper.watch(self._router)
             bound = self._bind(host, port)
@@ -259,9 +262,9 @@ class Transport:
             # The rest of a message is there with its first frame.
             frame = self._router.recv(_NOBLOCK, copy=False)
             count += 1
-            if count <= 3:
+            if count <= self._most_frames:
                 frames.append(frame)
-        return frames if count in (1, 3) else []
+        return frames if count <= self._most_frames else []
 
     def _take(self, frames: Sequence[zmq.Frame]) -> str | None:
         if len(frames[0].buffer) > envelopes.ENVELOPE_BYTES:
@@ -270,22 +273,25 @@ class Transport:
             envelope = envelopes.decode(frames[0].bytes)
         except ValueError:
             return "malformed"
-        if isinstance(envelope, Data) != (len(frames) == 3):
+        if len(frames) != (envelope.parts + 2 if isinstance(envelope, Data) else 1):
             return "malformed"
+        if isinstance(envelope, State) and envelope.version != envelopes.WIRE_VERSION:
+            return self._refuse_version(envelope)
         known = self._directory.find(envelope)
         if isinstance(known, str):
             return known
         link = known.link
         before, content = link.met, None
         if isinstance(envelope, Data):
-            body, payload = frames[1], frames[2]
-            nbytes, payload_bytes = len(body.buffer), len(payload.buffer)
+            parts, payload = frames[1:-1], frames[-1]
+            nbytes, payload_bytes = sum(len(part.buffer) for part in parts), len(payload.buffer)
             if nbytes > self._max_body or payload_bytes > self._max_payload:
                 return "oversized"
             reason = link.take_data(envelope, nbytes + payload_bytes)
             if reason is None:
                 self.bytes_received += nbytes + payload_bytes
-                content = Delivery(envelope.node, body.bytes, payload.buffer)
+                body = parts[0].bytes if len(parts) == 1 else b"".join(part.buffer for part in parts)
+                content = Delivery(envelope.node, body, payload.buffer)
             if link.owes:
                 self._owing[envelope.node] = link
         else:
@@ -295,6 +301,20 @@ class Transport:
         if content is not None:
             self._events.append(content)
         return reason
+
+    def _refuse_version(self, state: State) -> str:
+        """A courier whose messages mean something else: nothing of it is taken, whatever it says of us."""
+        known = self._directory.peers.get(state.node)
+        if known is not None and state.incarnation not in known.link.retired:
+            known.link.retired.append(state.incarnation)
+            _log.error(
+                "%s speaks version %d of what couriers say to each other, and this node version %d: install the same "
+                "memckpt on all nodes",
+                state.node,
+                state.version,
+                envelopes.WIRE_VERSION,
+            )
+        return "version"
 
     def _acknowledge(self, now: float) -> float:
         """Acknowledge what has waited for more to come with it; seconds until something has."""

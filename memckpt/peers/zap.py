@@ -7,8 +7,8 @@ from collections import Counter
 import zmq
 from zmq.utils import z85
 
-from memckpt.peers.keys import Keys
-from memckpt.peers.sockets import Context, Socket
+from memckpt.peers.keys import Keys, Password
+from memckpt.peers.sockets import USERNAME, Context, Socket
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _ZAP = "inproc://zeromq.zap.01"
@@ -19,23 +19,27 @@ _UNREAD_FAILURES = 100_000
 
 
 class Doorkeeper:
-    """Lets in who has the client's key. Its sockets are the context's, which closes them.
+    """Lets in who has the client's key, or the password. Its sockets are the context's, which closes them.
 
     Args:
         context: of the sockets that it answers for; it must be made before they are bound.
-        keys: None: there is nothing to ask.
-        refused: counts, by reason: "unauthenticated" is another client's key, "handshake" are garbage, the wrong
-            server's key, and clients without encryption.
+        keys: or a password; None: there is nothing to ask.
+        refused: counts, by reason: "unauthenticated" is another client's key, or password, "handshake" are garbage, the
+            wrong server's key, and clients without either.
     """
 
-    def __init__(self, context: Context, keys: Keys | None, refused: Counter[str]) -> None:
+    def __init__(self, context: Context, keys: Keys | Password | None, refused: Counter[str]) -> None:
         self.sockets: list[Socket] = []
         self._context = context
         self._refused = refused
         self._questions: Socket | None = None
         self._failures: Socket | None = None
         if keys is not None:
-            self._allowed = z85.decode(keys.client_public.encode())
+            self._allowed = (
+                [b"PLAIN", USERNAME, keys.word.encode()]
+                if isinstance(keys, Password)
+                else [b"CURVE", z85.decode(keys.client_public.encode())]
+            )
             self._questions = context.socket(zmq.REP)
             self._questions.linger = 0
             self._questions.bind(_ZAP)
@@ -60,7 +64,7 @@ class Doorkeeper:
     def _answer(self, question: list[bytes]) -> None:
         assert self._questions is not None
         # version, request, domain, address, identity, mechanism, credentials
-        welcome = question[5:] == [b"CURVE", self._allowed]
+        welcome = question[5:] == self._allowed
         if not welcome:
             self._refused["unauthenticated"] += 1
         status = [b"200", b"OK"] if welcome else [b"400", b"unknown key"]

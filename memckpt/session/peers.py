@@ -102,17 +102,17 @@ class Peers:
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
         ranks.together(lambda: _try_code(config))
-        from memckpt.peers.keys import Keys
+        from memckpt.peers.keys import Keys, Password
         from memckpt.peers.topology import choose_level, find_domain
 
-        keys = None
-        if config.security == "curve":
-            made = Keys.make() if ranks.rank == 0 else None
-            first = ranks.gather(None if made is None else msgspec.structs.astuple(made))[0]
-            assert first is not None
-            keys = PeerKeys(*first)
-        elif ranks.rank == 0:
-            _log.warning("memckpt: peers speak in plain: whoever reaches their ports can read and change records")
+        made: Keys | Password | None = None
+        if ranks.rank == 0:
+            made = Keys.make() if config.security == "curve" else Password.make()
+        first = ranks.gather(None if made is None else msgspec.structs.astuple(made))[0]
+        assert first is not None
+        keys = PeerKeys(*first) if config.security == "curve" else str(first[0])
+        if ranks.rank == 0 and config.security == "plain":
+            _log.warning("memckpt: peers speak in plain: whoever listens on their network can read and change records")
         alone = len(set(ranks.gather(platform.node()))) == 1
         domain = find_domain(config, ranks.node, os.environ)
         answers = ranks.together(lambda: (self._open(config, keys, alone), domain))
@@ -127,7 +127,7 @@ class Peers:
             _log.info("memckpt: peers are placed by %s: %s", level.name, level.reason)
         return [piece for answer, _ in found.values() if answer is not None for piece in answer.pieces]
 
-    def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | None, alone: bool) -> Listening | None:
+    def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
         address = _own_address(config.host, alone)
         budget, threads = self._agent.memory_budget_bytes, self._agent.threads
         self._listen = Listen(
@@ -143,7 +143,10 @@ class Peers:
         return self._link.client.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
-        everybody = self._ranks.gather(None if self._config is None else repr(_common(self._config)))
+        from memckpt.peers.envelope import WIRE_VERSION
+
+        own = None if self._config is None else f"{_common(self._config)!r}, protocol {WIRE_VERSION}"
+        everybody = self._ranks.gather(own)
         differing = next((rank for rank, one in enumerate(everybody) if one != everybody[0]), None)
         if differing is not None:
             raise ConfigurationError(

@@ -255,7 +255,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         """
         tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
-        lines += [f"optimizer {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
+        lines += [f"{_OPTIMIZER} {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
         lines += ["pieces of flat parameters (FSDP1)"] * self.flattened
         return lines
 
@@ -268,6 +268,16 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         if not pieces:
             return ""
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
+
+
+#: How a line of a fingerprint begins that names an optimizer.
+_OPTIMIZER = "optimizer"
+
+
+def optimizers_of(fingerprint: Sequence[str]) -> frozenset[str]:
+    """The optimizer classes, with their modules, of a model with that fingerprint."""
+    lines = (line.split(" ") for line in fingerprint)
+    return frozenset(words[2] for words in lines if len(words) == 3 and words[0] == _OPTIMIZER)
 
 
 def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
