@@ -52,9 +52,10 @@ from memckpt.memory.budget import check_budget
 from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
+from memckpt.memory.reservation import Reservation
 from memckpt.peers import wire
 from memckpt.peers.holder import Holder
-from memckpt.peers.kept_window import KeptWindow, Place, Room
+from memckpt.peers.kept_window import BeingReservedError, KeptWindow, Place, Room
 from memckpt.peers.keys import Keys, Password
 from memckpt.peers.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
@@ -64,10 +65,17 @@ _log = logging.getLogger("memckpt.courier")
 _REPORT_SECONDS = 1.0
 #: How long peers may take to get the last words of a training that is over.
 _DRAIN_SECONDS = 5.0
+#: Memory that is reserved at once; it takes some milliseconds.
+_AT_ONCE_BYTES = 64 << 20
 #: Of one peer, that wait until it has room for their answers.
 _MOST_QUESTIONS = 4096
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
+
+
+def _touched(region: Region) -> Region:
+    region.populate_in_background()
+    return region
 
 
 class _RegionRoom:
@@ -127,8 +135,6 @@ class Courier:
         self._transport: Transport | None = None
         self._node = ""
         self._holder: Mirroring | None = None
-        #: What the agent has said while an answer of its was waited for.
-        self._unheard: deque[tuple[Message, list[int]]] = deque()
         self._member: Member | None = None
         self._serving = Serving()
         self._readers: list[Reader] = []
@@ -136,6 +142,8 @@ class Courier:
         #: Of the agent's recoveries, the one for which these read.
         self._recovery = 0
         self._questions = 0
+        #: Memory for others' records that is being made.
+        self._reserving: list[Reservation] = []
         #: By peer, what it has asked and has no room for the answer.
         self._questions_of: dict[str, deque[Question]] = {}
         self._phases: PhasesPage | None = None
@@ -154,7 +162,7 @@ class Courier:
         while True:
             self._beat()
             self._poller.poll(math.ceil(self._patience() * 1000))
-            while (received := self._unheard.popleft() if self._unheard else self._channel.poll()) is not None:
+            while (received := self._channel.poll()) is not None:
                 self._handle(*received)
             self._take_deliveries()
             now = time.monotonic()
@@ -197,7 +205,7 @@ class Courier:
 
     def _patience(self) -> float:
         now = time.monotonic()
-        limits = [0.0 if self._unheard else self._beat_seconds]
+        limits = [self._beat_seconds]
         if self._transport is not None:
             limits.append(self._transport.tend(now))
         if self._member is not None:
@@ -230,6 +238,9 @@ class Courier:
         """The attempt is over. What is kept stays."""
         self._stop_reading()
         self._questions_of.clear()
+        for one in self._reserving:
+            one.close()
+        self._reserving.clear()
         self._serving.close()
         self._close_phases()
         if self._member is not None:
@@ -294,6 +305,9 @@ class Courier:
             case Halt():
                 self._leave()
                 self._channel.send(Halted())
+            case MirrorOpened() | MirrorRefused():
+                if self._holder is not None:
+                    self._holder.answered(message, regions)
             case MirrorApplied() | MirrorFailed():
                 if self._member is not None and self._holder is not None:
                     self._member.answer(self._holder.heard(message))
@@ -337,12 +351,28 @@ class Courier:
         self._close_adopted()
 
     def _reserve(self, nbytes: int) -> Room:
-        """Memory for others' records, if there is some beside our own."""
-        kept = 0 if self._holder is None else self._holder.nbytes
-        check_budget(nbytes, self._own_bytes + kept, self._budget, "pieces of other nodes' records")
-        region = Region.create("pieces", nbytes)
-        region.populate_in_background()
-        return _RegionRoom(region)
+        """Memory for others' records, if there is some beside our own. Much of it is made while the loop goes on.
+
+        Raises:
+            BeingReservedError: it is not there yet; who wants it asks again.
+            MemoryBudgetError: there is none.
+        """
+        one = next((each for each in self._reserving if each.nbytes == nbytes), None)
+        if one is None:
+            kept = 0 if self._holder is None else self._holder.nbytes
+            kept += sum(each.nbytes for each in self._reserving)
+            check_budget(nbytes, self._own_bytes + kept, self._budget, "pieces of other nodes' records")
+        if nbytes <= _AT_ONCE_BYTES:
+            return _RegionRoom(_touched(Region.create("pieces", nbytes)))
+        if one is None:
+            one = Reservation("pieces", nbytes)
+            self._reserving.append(one)
+        if not one.over:
+            raise BeingReservedError(
+                f"memory for it is being reserved: {one.reserved / 2**30:.1f} of {nbytes / 2**30:.1f} GiB"
+            )
+        self._reserving.remove(one)
+        return _RegionRoom(_touched(one.take()))
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None
@@ -363,20 +393,9 @@ class Courier:
             self._serving.close()
         self._channel.send(passed)
 
-    def _ask_for_mirror(self, message: OpenMirror) -> tuple[MirrorOpened, list[Region]] | MirrorRefused:
-        """Have the agent make room, and wait for it; what it says beside that is heard afterwards."""
+    def _ask_for_mirror(self, message: OpenMirror) -> None:
+        """Have the agent make room; it takes its time for that, and the loop goes on."""
         self._channel.send(message)
-        while True:
-            received = self._channel.poll(self._beat_seconds)
-            self._beat()  # it is the agent that takes its time
-            if received is None:
-                continue
-            answer, fds = received
-            if isinstance(answer, MirrorOpened):
-                return answer, [Region.open(fd) for fd in fds]
-            if isinstance(answer, MirrorRefused):
-                return answer
-            self._unheard.append((answer, fds))
 
     def _report(self, now: float) -> None:
         """Tell the agent how things are, now and then."""

@@ -28,6 +28,7 @@ from memckpt.peers.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
 
 _log = logging.getLogger("memckpt.courier")
+_BEING_MADE = "memory for its replica is being reserved"
 
 
 class Mirroring:
@@ -37,14 +38,14 @@ class Mirroring:
 
     Args:
         holder: of pieces and plain copies; left with it.
-        ask: has the agent make a mirror, and waits for it.
+        ask: has the agent make a mirror; None: the answer follows, by :meth:`answered`.
         tell: gives the agent a message.
     """
 
     def __init__(
         self,
         holder: Holder,
-        ask: Callable[[OpenMirror], tuple[MirrorOpened, list[Region]] | MirrorRefused],
+        ask: Callable[[OpenMirror], tuple[MirrorOpened, list[Region]] | MirrorRefused | None],
         tell: Callable[[Message], None],
     ) -> None:
         self._holder = holder
@@ -52,6 +53,8 @@ class Mirroring:
         self._tell = tell
         self._attempt: str | None = None
         self._mirrors: dict[Key, MirrorWindow] = {}
+        #: That the agent is making.
+        self._asked: dict[Key, Window] = {}
         #: Of which there are plain copies instead, and why.
         self._refused: dict[Key, str] = {}
 
@@ -97,6 +100,7 @@ class Mirroring:
         for mirror in self._mirrors.values():
             mirror.close()
         self._mirrors.clear()
+        self._asked.clear()
         self._refused.clear()
         self._holder.halt()
 
@@ -122,6 +126,8 @@ class Mirroring:
             return None
         if known is not None:
             self._drop(known)
+        if key in self._asked:
+            return NotStored(*key, window.base, _BEING_MADE, nothing=True)
         count = sum(one.window.owner == window.owner for one in self._mirrors.values())
         if count >= MOST_WINDOWS:
             reason = f"{count} generations are kept until every node has what follows"
@@ -133,13 +139,37 @@ class Mirroring:
         except ValueError as error:
             return NotStored(*key, window.base, str(error), nothing=True)
         answer = self._ask(OpenMirror(*key, window.attempt, window.base, spec, window.history))
+        if answer is None:
+            self._asked[key] = window
+            return NotStored(*key, window.base, _BEING_MADE, nothing=True)
         if isinstance(answer, MirrorRefused):
-            _log.warning("plain copies are kept of the records of ranks %s: %s", list(window.owner), answer.reason)
-            self._refused[key] = answer.reason
+            self._note_refused(key, answer)
             return self._holder.open(window)
-        self._mirrors[key] = mirror = MirrorWindow(window, *answer, self._tell)
-        mirror.watermark = self.watermark
+        self._note_opened(window, *answer)
         return None
+
+    def _note_refused(self, key: Key, answer: MirrorRefused) -> None:
+        _log.warning("plain copies are kept of the records of ranks %s: %s", list(key[0]), answer.reason)
+        self._refused[key] = answer.reason
+
+    def _note_opened(self, window: Window, answer: MirrorOpened, regions: list[Region]) -> None:
+        self._mirrors[window.owner, window.generation] = mirror = MirrorWindow(window, answer, regions, self._tell)
+        mirror.watermark = self.watermark
+
+    def answered(self, answer: MirrorOpened | MirrorRefused, regions: list[Region]) -> None:
+        """The agent has made a mirror, or cannot; its owner finds that when it tries again."""
+        key = answer.ranks, answer.generation
+        window = self._asked.pop(key, None)
+        if isinstance(answer, MirrorRefused):
+            if window is not None:
+                self._note_refused(key, answer)
+        elif window is not None:
+            self._note_opened(window, answer, regions)
+        else:
+            # The attempt has ended meanwhile.
+            for region in regions:
+                region.close()
+            self._tell(CloseMirror(*key))
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Take a fragment; the answer that its owner is to get, if any."""

@@ -24,6 +24,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _live: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
+def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetError:
+    """What to raise where the kernel has refused memory."""
+    if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
+        return error
+    return MemoryBudgetError(
+        f"expected {nbytes / 2**20:.0f} MiB of memory for {name}, found less ({error.strerror}); "
+        "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
+    )
+
+
 class Region:
     """One shared mapping. The creator owns the memory, every opener a mapping; each calls :meth:`close` on its own.
 
@@ -54,12 +64,7 @@ class Region:
             return cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
-                raise MemoryBudgetError(
-                    f"expected {nbytes / 2**20:.0f} MiB of memory for {name}, found less ({error.strerror}); "
-                    "lower anchor_period_steps or slots, choose redo='eager', or give the job more memory"
-                ) from error
-            raise
+            raise no_room(name, nbytes, error) from error
 
     @classmethod
     def open(cls, fd: int) -> Region:

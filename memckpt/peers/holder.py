@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from memckpt.errors import MemckptError
 from memckpt.peers.code import STRIPE_BYTES, Code
 from memckpt.peers.fragments import Fragment, check
-from memckpt.peers.kept_window import Keeper, KeptWindow, Reserve, Room
+from memckpt.peers.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
 from memckpt.peers.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldPieces
 
@@ -131,6 +131,8 @@ class Holder:
         unit = code.fragment_bytes(STRIPE_BYTES)
         try:
             return KeptWindow(window, unit, self._reserve, self._keeper)
+        except BeingReservedError:
+            raise
         except MemckptError as error:
             former = [one for one in self.windows() if one.window.attempt != self._attempt]
             if self._goes_on or not former:

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
-from memckpt.errors import DamagedStateError
+from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.peers.blob import STATIC
 from memckpt.peers.fragments import Fragment, check
 from memckpt.peers.windows import differing, misfit, sizes_of
@@ -39,8 +39,12 @@ class Room(Protocol):
     def close(self) -> None: ...
 
 
-#: Makes room of so many bytes; raises MemckptError if it cannot.
+#: Makes room of so many bytes; raises MemckptError if it cannot, BeingReservedError if it is to be asked again.
 Reserve = Callable[[int], Room]
+
+
+class BeingReservedError(MemoryBudgetError):
+    """There is no room yet: it is being made."""
 
 
 class Place(NamedTuple):
