@@ -61,7 +61,7 @@ class Desk:
         mirrors = Mirrors("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
         nothing: Any = None
-        self.peers = Peers(nothing, find, lambda passed: None, self.lost.append, mirrors)
+        self.peers = Peers(nothing, find, find, lambda passed: None, self.lost.append, mirrors)
 
     def _start(
         self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object

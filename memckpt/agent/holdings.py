@@ -14,6 +14,7 @@ from memckpt.agent.holding import Holding, Tell
 from memckpt.agent.messages import Configure, Hello, Message, Saved, SaveFailed
 from memckpt.agent.saver import StartWriter
 from memckpt.agent.writer_jobs import Done
+from memckpt.errors import AgentError
 from memckpt.state.records import HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
@@ -90,20 +91,38 @@ class Holdings:
     def introduce(self, hello: Hello) -> None:
         """Ranks that share a holding have come."""
         if hello.unit not in self._all:
-            alone = hello.unit == hello.local_ranks
-            self._all[hello.unit] = Holding(
-                self._node,
-                hello.unit,
-                self._node if alone else f"{self._node}.rank{hello.unit[0]}",
-                tell=self._tell(hello.unit),
-                notify=lambda message: self._notify(hello.unit, message),
-                start_writer=self._start_writer,
-                save_failed=self._save_failed,
-                announce=lambda record: self._announce(hello.unit, record),
-                hurry=self._hurry,
-                beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != hello.unit),
-                gate=self._gate,
-            )
+            self._add(hello.unit, alone=hello.unit == hello.local_ranks)
+
+    def adopt(self, ranks: tuple[int, ...]) -> Holding:
+        """A holding of ranks that this attempt does not have, or has on another node.
+
+        What is fetched of them is written from here, for other ranks to go on from.
+
+        Raises:
+            AgentError: no trainers of the run's last attempt were here.
+        """
+        if ranks not in self._all:
+            self._add(ranks, alone=False)
+        adopted = self._all[ranks]
+        if not any(adopted.saver.configure_like(one.saver) for one in self):
+            raise AgentError(f"expected trainers of the last attempt to have been on node {self._node}, found none")
+        return adopted
+
+    def _add(self, ranks: tuple[int, ...], alone: bool) -> None:
+        """`alone`: no other ranks are on this node."""
+        self._all[ranks] = Holding(
+            self._node,
+            ranks,
+            self._node if alone else f"{self._node}.rank{ranks[0]}",
+            tell=self._tell(ranks),
+            notify=lambda message: self._notify(ranks, message),
+            start_writer=self._start_writer,
+            save_failed=self._save_failed,
+            announce=lambda record: self._announce(ranks, record),
+            hurry=self._hurry,
+            beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != ranks),
+            gate=self._gate,
+        )
 
     def _announce(self, by: tuple[int, ...], record: int) -> None:
         for holding in self:

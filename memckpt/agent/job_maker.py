@@ -61,6 +61,12 @@ class JobMaker:
         self._config, self._timeline, self._threads = config, timeline, threads
         self._search_path = search_path
 
+    def configure_like(self, other: JobMaker) -> bool:
+        """Take what another one has been told, if this one has been told nothing; False if that was nothing, too."""
+        if self._timeline is None and other._timeline is not None:
+            self.configure(other._config, other._timeline, other._threads, other._search_path)
+        return self._timeline is not None
+
     def of_snapshot(self, snapshot: Snapshot) -> None:
         """A checkpoint of one that is whole; its region goes along."""
         generation = snapshot.generation

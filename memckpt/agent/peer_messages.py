@@ -138,6 +138,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
         memory_budget_bytes: the configured limit.
         history: timelines up to that record, oldest first.
         before: hand out the state before it as well.
+        adopt: what is fetched may be of ranks that this attempt does not have: it goes to storage from here.
     """
 
     record: int
@@ -146,6 +147,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
     memory_budget_bytes: int | None
     history: tuple[Branch, ...] = ()
     before: bool = False
+    adopt: bool = False
 
 
 class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):

@@ -74,6 +74,7 @@ class Peers:
     Args:
         selector: of the loop.
         holding: of the ranks that share shards, or None.
+        adopt: makes one for ranks that are not here.
         passed: called when the watermark has got further.
         lost: called with the reason when there is no courier for a while, or for the rest of the attempt.
         mirrors: of other nodes' ranks; belong to the caller.
@@ -87,6 +88,7 @@ class Peers:
         self,
         selector: selectors.BaseSelector,
         holding: Callable[[tuple[int, ...]], Holding | None],
+        adopt: Callable[[tuple[int, ...]], Holding],
         passed: Callable[[Passed], None],
         lost: Callable[[str], None],
         mirrors: Mirrors,
@@ -97,6 +99,7 @@ class Peers:
         self._rooms = PieceRooms()
         self._selector = selector
         self._holding = holding
+        self._adopt = adopt
         self._told_passed = passed
         self._told_lost = lost
         self._courier: HelperProcess | None = None
@@ -448,7 +451,8 @@ class Peers:
             done(Recovered("the courier is gone"))
             return
         self._recoveries += 1
-        self._recovery = recovery = Recovery(self._recoveries, message, self._holding, self._send, done)
+        holding = self._adopt if message.adopt else self._holding
+        self._recovery = recovery = Recovery(self._recoveries, message, holding, self._send, done)
         recovery.start()
         self._end_recovery()
 

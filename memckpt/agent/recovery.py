@@ -34,7 +34,7 @@ class Recovery:
     Args:
         number: no other recovery of this agent has it. What the courier answers to another one is ignored.
         message: what is asked for.
-        holding: of the ranks that share shards.
+        holding: of the ranks that share shards. May raise MemckptError.
         send: to the courier.
         done: gets Recovered once all are here, or the first cannot be.
     """
@@ -87,8 +87,8 @@ class Recovery:
 
     def _allocate(self, message: Described) -> None:
         assert message.spec is not None
-        holding = self._holding(message.ranks)
         try:
+            holding = self._holding(message.ranks)
             if holding is None:
                 raise AgentError(f"ranks {list(message.ranks)} are not on this node")
             spec = _to_be_filled(message.spec, message.ranks)

@@ -154,6 +154,10 @@ class Saver:
                 self._url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", self._witness
             )
 
+    def configure_like(self, other: Saver) -> bool:
+        """For a state of ranks that are not here: write it as that of others. False if nothing is known of these."""
+        return self._making.configure_like(other._making)
+
     def resumed(self, record: int, follows: Timeline | None) -> None:
         """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""
         if follows is not None:

@@ -137,6 +137,7 @@ class Agent:
         self._peers = Peers(
             self._selector,
             self._holdings.get,
+            self._holdings.adopt,
             self._watermark_passed,
             self._courier_lost,
             self._mirrors,

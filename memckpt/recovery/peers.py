@@ -263,12 +263,37 @@ class Sources:
 
     # What can be produced
 
-    def common_of_all(self) -> dict[int, int]:
-        """Records that can be had of all ranks of the attempt that has left this, on any nodes, with their steps."""
+    def homes(self, nodes: Sequence[str]) -> dict[Unit, str]:
+        """A node for each unit of the attempt that has left this: the one that holds it, or that has the fewest.
+
+        Empty if not all ranks of that attempt are known.
+
+        Args:
+            nodes: that there are.
+        """
+        if not self._whole:
+            return {}
+        homes: dict[Unit, str] = {}
+        for unit, by_place in self._live.items():
+            own = [live.node for live in by_place.values() if not live.mirror]
+            if own:
+                homes[unit] = min(own)
+        load = Counter(homes.values())
+        for unit in sorted(self.units - homes.keys()):
+            homes[unit] = min(nodes, key=lambda node: (load[node], node))
+            load[homes[unit]] += 1
+        return homes
+
+    @property
+    def _whole(self) -> bool:
+        """Whether something is held of every rank of one attempt."""
         ranks = {rank for unit in self.units for rank in unit}
         worlds = {world_size for _, world_size, _ in self.held}
-        whole = len(worlds) == 1 and ranks == set(range(*worlds))
-        return self.common(dict.fromkeys(self.units)) if whole else {}
+        return len(worlds) == 1 and ranks == set(range(*worlds))
+
+    def common_of_all(self) -> dict[int, int]:
+        """Records that can be had of all ranks of the attempt that has left this, on any nodes, with their steps."""
+        return self.common(dict.fromkeys(self.units)) if self._whole else {}
 
     def common(self, places: Mapping[Unit, str | None]) -> dict[int, int]:
         """Records whose state all of these units can get, with their steps.

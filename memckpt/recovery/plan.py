@@ -162,6 +162,42 @@ def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice |
     return chosen[0] if chosen is not None else None
 
 
+def plan_to_reshard(
+    inventories: Sequence[HeldRecords],
+    pieces: Sequence[HeldPieces],
+    resume: ResumeChoice | int,
+    nodes: Sequence[str],
+    nonce: str,
+    without: Collection[BadSource] = (),
+) -> RestoreRecord | RestoreStored:
+    """The record that the nodes write to storage before it is resharded, and what they fetch for that.
+
+    Units whose node is gone are fetched by one of those that are left.
+
+    Args:
+        inventories, pieces, resume, nonce, without: as for :func:`make_plan`.
+        nodes: of this attempt, each once.
+
+    Returns:
+        RestoreStored, without candidates, if memory cannot produce what is asked for.
+    """
+    timeline = Timeline(0, nonce)  # nothing is trained on it
+    sources = Sources(inventories, pieces, without)
+    places = sources.homes(nodes)
+    everything: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
+    problem = next((held.problem for held in everything if held.problem), "")
+    if resume == "never" or problem:
+        return RestoreStored(timeline, (), problem or "resume='never'")
+    chosen = _choose(sources.common(places), resume) if places else None
+    if chosen is None:
+        known = sorted(rank for unit in sources.units for rank in unit)
+        alone = f"of the ranks that there were, something is left of {known} only"
+        return RestoreStored(timeline, (), sources.why_nothing(places) if places else alone)
+    record, step = chosen
+    fetches = sources.fetches(record, places)
+    return RestoreRecord(timeline, record, step, "peers", sources.newest - record, fetches, sources.history)
+
+
 def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
     """Records that can be produced of every rank, on one and the same timeline, with their steps."""
     holding = [held for held in inventories if held.records]

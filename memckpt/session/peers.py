@@ -155,7 +155,11 @@ class Peers:
             )
 
     def carry_out(
-        self, plan_without: Callable[[Collection[BadSource], bool], Plan], spec: StateSpec, before: bool = False
+        self,
+        plan_without: Callable[[Collection[BadSource], bool], Plan],
+        spec: StateSpec,
+        before: bool = False,
+        adopt: bool = False,
     ) -> Plan:
         """Make the plan, and bring what it needs of other nodes to this one; again, without what proves to be bad.
 
@@ -163,6 +167,7 @@ class Peers:
             plan_without: makes it, the same on every rank; told whether the state before the newest is wanted, too.
             spec: of the live state.
             before: whether it is, if it can be had.
+            adopt: nodes fetch states of ranks that they do not have, to write them to storage.
 
         Raises:
             AgentError: a node cannot fetch or hand out, for a reason of its own, and could not the time before. What
@@ -179,7 +184,7 @@ class Peers:
             self._join(plan)
             if not isinstance(plan, RestoreRecord) or not plan.fetches:
                 return plan
-            problems = self._fetch(plan)
+            problems = self._fetch(plan, adopt)
             if not problems:
                 return plan
             if any(fetch.before for fetch in plan.fetches):
@@ -278,7 +283,12 @@ class Peers:
             units[unit] = PeerUnit(names.index(node), unit, private)
         return tuple(units.values())
 
-    def _fetch(self, plan: RestoreRecord) -> list[Recovered]:
+    @property
+    def node_names(self) -> list[str]:
+        """Nodes of this attempt, each once; empty without peers."""
+        return [one.name for one in self._nodes]
+
+    def _fetch(self, plan: RestoreRecord, adopt: bool) -> list[Recovered]:
         """Have all nodes fetch what they lack; the answers of those that could not. The same on every rank."""
         own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
         message = Recover(
@@ -288,6 +298,7 @@ class Peers:
             memory_budget_bytes=self._agent.memory_budget_bytes,
             history=plan.history,
             before=any(fetch.before for fetch in plan.fetches),
+            adopt=adopt,
         )
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)

@@ -33,6 +33,7 @@ from memckpt.recovery.plan import (
     StartOver,
     make_plan,
     must_reshard,
+    plan_to_reshard,
     record_to_reshard,
 )
 from memckpt.recovery.restore import Restorer, replica_digest
@@ -48,7 +49,7 @@ from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.session.witness import Witness
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout, StateSpec
-from memckpt.state.records import HeldRecords, Timeline
+from memckpt.state.records import HeldPieces, HeldRecords, Timeline
 from memckpt.state.tensors import local
 from memckpt.storage.chain import StoredPoint
 
@@ -159,7 +160,7 @@ class Resumption:
         resharding = must_reshard(held, ranks.world_size, shardings, pieces, self._peers.units)
         storage = self._storage_for(resharding)
         if resharding and storage is not None:
-            record, where = record_to_reshard(held, resume), storage
+            record, where = self._bring_together(held, pieces, resume, spec), storage
             ranks.together(lambda: self._save_for_resharding(own, record, where))
         step = resume if isinstance(resume, int) else None
         tier = StorageTier(storage, self._run_dir, ranks, step, owned=self._storage is not None)
@@ -210,6 +211,24 @@ class Resumption:
         # Nodes need not share the run directory, and all ranks have to look, or none.
         there = any(self._ranks.gather(between.is_dir()))
         return StorageConfig(url=str(between)) if resharding or there else None
+
+    def _bring_together(
+        self, held: Sequence[HeldRecords], pieces: Sequence[HeldPieces], resume: ResumeChoice | int, spec: StateSpec
+    ) -> int | None:
+        """The record of which all states are on some node of this attempt, those of lost nodes, too; None: of none."""
+        if not self._peers.active:
+            return record_to_reshard(held, resume)
+        nodes = self._peers.node_names
+
+        def plan_without(bad: Collection[BadSource], before: bool) -> Plan:
+            return plan_to_reshard(held, pieces, resume, nodes, self._ranks.nonce, bad)
+
+        plan = self._peers.carry_out(plan_without, spec, adopt=True)
+        if isinstance(plan, RestoreRecord):
+            return plan.record
+        if isinstance(plan, RestoreStored) and resume != "never" and self._ranks.rank == 0:
+            _log.warning("memckpt: what memory holds cannot go to other ranks: %s", plan.reason)
+        return None
 
     def _save_for_resharding(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
         """Other ranks, or other shards, resume from storage: see what memory holds get there."""
