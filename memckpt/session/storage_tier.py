@@ -72,6 +72,8 @@ class StorageTier:
         self.points: tuple[StoredPoint, ...] = ()
         self.problem = self.absent = ""
         self.claimed = False
+        self._owning: _Owning | None = None
+        self._step = step
         if config is None:
             return
         self._store = store = open_store(config.url or str(run_dir.resolve() / "storage"))
@@ -80,8 +82,8 @@ class StorageTier:
         kept = ranks.together(lambda: read_kept(run_dir) if owned else Kept(""))
         originals = ranks.together(lambda: original_of(run_dir, kept[ranks.rank]))
 
-        self._owning = _Owning(store, run_dir, config.owner, kept, originals) if owned else None
-        self._step = step
+        if owned:
+            self._owning = _Owning(store, run_dir, config.owner, kept, originals)
         self._look()
 
     @property
