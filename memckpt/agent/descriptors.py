@@ -8,7 +8,7 @@ import resource
 import select
 from typing import Protocol
 
-#: What a courier has open for each peer: sockets to it and of it.
+#: Descriptors that a courier has open for each peer: sockets to it and of it.
 PEER_DESCRIPTORS = 3
 _log = logging.getLogger("memckpt.agent")
 

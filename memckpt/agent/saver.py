@@ -155,7 +155,7 @@ class Saver:
             )
 
     def configure_like(self, other: Saver) -> bool:
-        """For a state of ranks that are not here: write it as that of others. False if nothing is known of these."""
+        """Take what another saver knows of the attempt, for ranks that are not here. False if that is nothing."""
         return self._making.configure_like(other._making)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:

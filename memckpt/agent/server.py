@@ -107,7 +107,7 @@ class Agent:
         self._check = ""
         self._leaving: str | None = None
         self._started = time.monotonic()
-        #: Where this loop shows that it lives; and how often it comes round, at least, while trainers may look.
+        #: The page in which this loop shows that it lives; how often it comes round at least, while trainers may look.
         self._life = LifePage.create()
         self._beat_seconds = 1.0
         self._liveness_seconds = 15.0

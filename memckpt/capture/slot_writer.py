@@ -67,7 +67,7 @@ class SlotWriter:
         #: Which of them this rank copies: its own, and its part of what is held once.
         self._copied = [at for at in range(len(spec.by_value)) if stagers.get(at, rank) == rank]
         self._by_value_offsets = self.layout.by_value_offsets(rank)
-        #: Of what is held once, as this rank has staged it last.
+        #: The digests of what is held once, as this rank has staged it last.
         self._digests: Digests | None = None
         self._static_tensors = [(tensors[one.name], holders.get(one.name)) for one in spec.static]
         self.mine = [stager == rank for stager in self.layout.stagers]
@@ -283,7 +283,7 @@ class SlotWriter:
             self._digests = Digests([self._by_value_now(position) for position in self.layout.shared], self._copier)
 
     def take_digests(self) -> Digests | None:
-        """Of what is held once, as it was staged last; None where nothing is."""
+        """Digests of what is held once, as it was staged last; None where nothing is."""
         digests, self._digests = self._digests, None
         return digests
 

@@ -139,8 +139,12 @@ def ask_agent(run: Path) -> tuple[Status | None, str]:
 
 def descriptor_limits() -> tuple[int | None, int | None]:
     """The soft and the hard limit on open files; None: there is none."""
+
+    def known(limit: int) -> int | None:
+        return None if limit == resource.RLIM_INFINITY else limit
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return tuple(None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))  # type: ignore[return-value]
+    return known(soft), known(hard)
 
 
 def job_nodes(agent: Status | None) -> int:

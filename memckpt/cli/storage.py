@@ -56,8 +56,7 @@ from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, place_of
 from memckpt.storage.owner import CLAIM, INSIDE, keep_run, kept_run, original_of, read_kept, refuse_other, url_outside
 from memckpt.storage.presence import missing_data, without
-from memckpt.storage.store import LocalStore, Store
-from memckpt.storage.store import _sync_directory as sync_directory
+from memckpt.storage.store import LocalStore, Store, sync_directory
 from memckpt.storage.tidying import PINNED, read_pins
 
 Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a directory of the store.")]

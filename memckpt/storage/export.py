@@ -19,8 +19,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
-from memckpt.storage.store import Store
-from memckpt.storage.store import _sync_directory as sync_directory
+from memckpt.storage.store import Store, sync_directory
 
 Writer = Callable[[Store, Checkpoint, Path], None]
 

@@ -269,7 +269,7 @@ class LocalStore(Store):
         except BaseException:  # raised again: what is half-written goes, an interrupt included
             partial.unlink(missing_ok=True)
             raise
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
 
     def _write_new(self, path: str, data: bytes) -> bool:
         target = self.root / path
@@ -290,7 +290,7 @@ class LocalStore(Store):
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
         return True
 
     def _begin(self, partial: Path) -> IO[bytes]:
@@ -322,7 +322,7 @@ class LocalStore(Store):
         missing = [one for one in (directory, *directory.parents) if not one.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         for one in reversed(missing):
-            _sync_directory(one.parent)
+            sync_directory(one.parent)
 
     def _open(self, path: str) -> IO[bytes]:
         return (self.root / path).open("rb")
@@ -341,15 +341,15 @@ class LocalStore(Store):
         source, target = self.root / path, self.root / to
         self._make_directory(target.parent)
         source.replace(target)
-        _sync_directory(target.parent)
-        _sync_directory(source.parent)
+        sync_directory(target.parent)
+        sync_directory(source.parent)
         self._remove_empty(source.parent)
 
     def _delete(self, path: str) -> None:
         target = self.root / path
         with contextlib.suppress(FileNotFoundError):
             target.unlink()
-            _sync_directory(target.parent)
+            sync_directory(target.parent)
         self._remove_empty(target.parent)
 
     def _remove_empty(self, directory: Path) -> None:
@@ -366,7 +366,7 @@ class LocalStore(Store):
             directory = directory.parent
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make names in a directory durable, where the file system lets directories be synced at all."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
