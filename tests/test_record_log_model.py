@@ -59,10 +59,10 @@ class LogMachine(RuleBasedStateMachine):
         self.filled: Filled | None = None
         self._begin_attempt(0, {}, self.url)
 
-    def _open_store(self, url: str) -> Store:
+    def _open_store(self, url: str, witness: str = "") -> Store:
         if self.down:
             raise StorageError("no room")
-        return open_store(url)
+        return open_store(url, witness)
 
     def _start(self) -> HelperProcess:
         process = RecordsProcess(self.log.appended)

@@ -31,9 +31,11 @@ class Kernel:
     def __init__(self) -> None:
         self.steps = threading.Semaphore(0)
         self.room = 1 << 40
+        self.asked = threading.Event()
         self.chunks: list[tuple[int, int]] = []
 
     def fallocate(self, fd: int, start: int, nbytes: int) -> None:
+        self.asked.set()
         assert self.steps.acquire(timeout=60)
         if start + nbytes > self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -81,6 +83,7 @@ def test_what_the_kernel_does_not_have_is_an_error_when_it_is_taken(kernel: Kern
 def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
     before = set(os.listdir("/proc/self/fd"))
     made = Reservation("x", 100 * CHUNK)
+    assert kernel.asked.wait(60)
     closer = threading.Thread(target=made.close)
     closer.start()
     wait_for(made._closing.is_set, "it is to end")
