@@ -93,10 +93,10 @@ def test_a_listing_that_fails_behind_the_commit_is_no_failed_checkpoint(
     store, part = LocalStore(tmp_path), part_of(3)
     find = LocalStore._find
 
-    def fail(self: LocalStore, prefix: str) -> Iterator[str]:
+    def fail(self: LocalStore, *where: Any) -> Iterator[str]:
         if (tmp_path / part.commit_path).exists():
             raise OSError(errno.ETIMEDOUT, "Connection timed out")
-        return find(self, prefix)
+        return find(self, *where)
 
     monkeypatch.setattr(LocalStore, "_find", fail)
     assert "Connection timed out" in saved(tmp_path, part, region).untidy
@@ -142,6 +142,9 @@ def test_a_listing_that_fails_is_an_error_and_no_empty_store(tmp_path: Path, fla
         write(LocalStore(tmp_path), part_of(record))
     assert [one.record for one in read_catalog(store).complete] == [2, 1]
     flaky.failing = failing
+    if failing in ("000000000001", "node"):  # of one checkpoint, which is named and hides no other
+        assert any(path.endswith(failing) for path in read_catalog(store).unlisted)
+        return
     with pytest.raises(StorageError, match=r"could not list .* Connection timed out"):
         read_catalog(store)
 
