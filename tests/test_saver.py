@@ -38,6 +38,7 @@ class Node:
     Attributes:
         orders: for snapshots, as trainers got them.
         told: what else trainers were told.
+        failures: how often the agent heard that what was last to be written could not be.
         checkpoints, records: the processes that were started, the newest last.
     """
 
@@ -47,7 +48,8 @@ class Node:
         self.told: list[Message] = []
         self.checkpoints: list[Process] = []
         self.records: list[RecordsProcess] = []
-        self.saver = Saver("n", self._order, self.told.append, self._start, lambda: None)
+        self.failures = 0
+        self.saver = Saver("n", self._order, self.told.append, self._start, self._failed)
         self.attempt = Steps("n", self.held.spec.world_size, self.held.spec.local_ranks)
         self.config = StorageConfig(**settings)
         self.begin_attempt(T1)
@@ -69,6 +71,9 @@ class Node:
             return cast("HelperProcess", self.records[-1])
         self.checkpoints.append(Process(received, ended))
         return cast("HelperProcess", self.checkpoints[-1])
+
+    def _failed(self) -> None:
+        self.failures += 1
 
     # What trainers do
 
@@ -115,6 +120,11 @@ class Node:
         self.copy(record)
         self.saved(cpu_seconds=cpu_seconds)
         return record
+
+    def refused(self, reason: str = "no room") -> None:
+        """The oldest job has failed."""
+        part = self.checkpoints[-1].sent.popleft().part
+        self.checkpoints[-1].received(SaveFailed(part.step, reason))
 
     @property
     def mode(self) -> str:
@@ -383,6 +393,22 @@ def test_a_checkpoint_in_a_grace_period_is_given_up_at_its_end(make: Any, clock:
     assert node.checkpoints[-1].closed
     assert isinstance(node.told[-1], SaveFailed)
     assert "took too long" in node.told[-1].reason
+
+
+def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make: Any) -> None:
+    node = make(min_seconds=3600, mode="replica")
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.copy(record)
+    node.train(2)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    node.refused()
+    assert [one.step for one in node.told if isinstance(one, SaveFailed)] == [record]
+    assert node.failures == 0
+    assert node.saver.saving
+    node.refused("still no room")
+    assert node.failures == 1
+    assert not node.saver.saving
 
 
 def test_in_a_grace_period_the_log_is_written_and_that_is_enough(make: Any) -> None:

@@ -72,7 +72,7 @@ class Saver:
         order: sends a message, with a descriptor, to all trainers of the attempt.
         tell: sends them one without.
         start_writer: starts a process that writes.
-        failed: called when a checkpoint could not be written.
+        failed: called when a checkpoint could not be written, and nothing that is held is still to be written.
         announce: tells whoever saves other shards on this node that a checkpoint is taken after a record.
         hurried: tells them how many records ahead an order has to be.
     """
@@ -460,10 +460,12 @@ class Saver:
             self._missing = message.missing
             self._looked_for_room = time.monotonic()
             self._schedule.failed()
-            self._held_waiting.clear()
             if not again:
                 self._tell(message)
-            self._failed()
+            if self._held_waiting or self._jobs.reads_held(self._checkpoint_done):
+                self._save_next_held()  # what is held is still to come: its own failure counts
+            else:
+                self._failed()
             return
         if message.untidy and (self._last is None or not self._last.untidy):
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
