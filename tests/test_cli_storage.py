@@ -181,6 +181,30 @@ def test_a_step_that_is_not_there_is_not_exported(run: Path, tmp_path: Path) -> 
         invoke("export", run, "--step", 7, "--to", tmp_path / "out")
 
 
+@pytest.mark.parametrize("when", ["verify_files", "_write"])
+def test_a_run_that_trains_may_delete_what_is_being_exported(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its newest step is wanted, whichever that is by then."""
+    store = LocalStore(run / "storage")
+    original = getattr(storage_commands, when)
+
+    def while_training(*args: Any) -> Any:
+        if not (run / "storage" / part_of(3).commit_path).exists():
+            write(store, part_of(3))
+            for one in read_catalog(store).checkpoints[1:]:
+                remove(store, one)
+        return original(*args)
+
+    monkeypatch.setattr(storage_commands, when, while_training)
+    code, found = invoke_json("export", run, "--format", "dcp", "--to", tmp_path / "out")
+    assert code == 0
+    assert found["step"] == 3
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    with pytest.raises((StorageError, DamagedStateError, NothingHeldError)):
+        invoke("export", run, "--step", 2, "--format", "dcp", "--to", tmp_path / "two")
+
+
 def test_an_unknown_format_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
     damage(run, 2)
     with pytest.raises(ConfigurationError, match=r"expected one of .*dcp, .*torch.*, found 'onnx'"):

@@ -413,12 +413,10 @@ def export(
         raise ConfigurationError(f"--format: expected one of {', '.join(sorted(known))}, found {form!r}")
     if source not in ("storage", "memory"):
         raise ConfigurationError(f"--from: expected storage or memory, found {source!r}")
-    with contextlib.ExitStack() as stack:
-        if source == "memory":
-            store, found = _from_memory(AgentAddress.of(run, node), step, to, stack)
-        else:
-            store, found = _from_storage(store_of(run, url), run, step, to, stack, adopt)
-        _write(store, found, to, form)
+    if source == "memory":
+        found = _export_held(AgentAddress.of(run, node), step, to, form)
+    else:
+        found = _export_stored(store_of(run, url), run, step, to, form, adopt)
     nbytes = sum(path.stat().st_size for path in [to, *to.rglob("*")] if path.is_file())
     if as_json:
         print_json({"step": found.step, "to": str(to), "format": form, "bytes": nbytes})
@@ -433,30 +431,43 @@ def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
     return LocalStore(Path(room).resolve())
 
 
-def _from_memory(
-    address: AgentAddress, step: int | None, to: Path, stack: contextlib.ExitStack
-) -> tuple[Store, Checkpoint]:
+def _export_held(address: AgentAddress, step: int | None, to: Path, form: str) -> Checkpoint:
     """The newest step that the agent holds; it writes a checkpoint of it, and training goes on."""
     if step is not None:
         raise UsageError("--step: memory gives its newest step; leave it out, or use --from storage")
     held = ask_status(address)
     if held is not None:
         _check_room(to, held.held_bytes)
-    beside = _beside(to, stack)
-    with err.status("the agent saves its newest step"):
-        save_to(address, str(beside.root), _SAVE_SECONDS)
-    return beside, read_catalog(beside).checkpoints[0]
+    with contextlib.ExitStack() as stack:
+        beside = _beside(to, stack)
+        with err.status("the agent saves its newest step"):
+            save_to(address, str(beside.root), _SAVE_SECONDS)
+        found = read_catalog(beside).checkpoints[0]
+        _write(beside, found, to, form)
+    return found
 
 
-def _from_storage(
-    store: Store, run: Path, step: int | None, to: Path, stack: contextlib.ExitStack, adopt: bool
-) -> tuple[Store, Checkpoint]:
-    """A step that storage can produce, verified; one that has to be redone is written beside first."""
-    catalog = catalog_of(store, run)
-    check_owner(store, catalog, run, adopt)
-    point = _chosen(catalog, step)
-    if step is None and catalog.unreadable:
-        raise StorageError(f"the newest step is not known: {next(iter(catalog.unreadable.values()))}; give --step")
+def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: str, adopt: bool) -> Checkpoint:
+    """A step that storage can produce; of a run that is training, the newest that retention has not deleted."""
+    while True:
+        catalog = catalog_of(store, run)
+        check_owner(store, catalog, run, adopt)
+        point = _chosen(catalog, step)
+        if step is None and catalog.unreadable:
+            raise StorageError(f"the newest step is not known: {next(iter(catalog.unreadable.values()))}; give --step")
+        try:
+            with contextlib.ExitStack() as stack:
+                where, found = _verified(store, point, to, stack)
+                _write(where, found, to, form)
+            return found
+        except (StorageError, DamagedStateError):
+            if step is not None or point.checkpoint.key in {one.key for one in catalog_of(store, run).checkpoints}:
+                raise
+            err.print(f"step {point.step} was deleted meanwhile: the newest one is taken", soft_wrap=True)
+
+
+def _verified(store: Store, point: StoredPoint, to: Path, stack: contextlib.ExitStack) -> tuple[Store, Checkpoint]:
+    """A checkpoint whose files are good, and where it is; a step that has to be redone is written beside first."""
     nbytes = sum(file.nbytes for file in point.files)
     _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
     with _reading(nbytes) as reading:
