@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SHARE  ?= 1/1
+CASES  ?= 2
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -35,8 +36,8 @@ demo: setup  ## Kill a training run and see it resume
 test: setup  ## Run the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: setup  ## Run all tests, or a share of them (SHARE=1/4, say)
-	$(BIN)/python -m pytest --share $(SHARE)
+test-all: setup  ## Run the slow tests, too: CASES=2 cases of each, others each day (all: CASES=all)
+	$(BIN)/python -m pytest --share $(SHARE) --cases $(CASES)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,13 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the trainings of tests/gpu run: cpu (a few), or cuda (all)")
     parser.addoption("--share", default="1/1", metavar="K/N", help="one of N shares of the tests")
+    parser.addoption("--cases", default="all", metavar="N", help="at most N cases of each slow test")
+    parser.addoption("--draw", type=int, default=date.today().toordinal(), help="which cases; default: others each day")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    cases = config.getoption("--cases")
+    return None if cases == "all" else f"slow tests: {cases} cases of each (--draw {config.getoption('--draw')})"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -28,7 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         share, of = shares.parse(config.getoption("--share"))
     except ValueError as error:
         raise pytest.UsageError(f"--share: {error}") from None
+    cases = config.getoption("--cases")
+    if cases != "all" and not re.fullmatch(r"[1-9]\d*", cases):
+        raise pytest.UsageError(f"--cases: expected a number from 1, or all, found {cases!r}")
     taken = shares.taken([item.nodeid for item in items], share, of)
+    if cases != "all":
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        drawn = shares.drawn([item.nodeid for item in slow], int(cases), config.getoption("--draw"))
+        others = {item for item, mine in zip(slow, drawn, strict=True) if not mine}
+        taken = [mine and item not in others for item, mine in zip(items, taken, strict=True)]
     left = [item for item, mine in zip(items, taken, strict=True) if not mine]
     items[:] = [item for item, mine in zip(items, taken, strict=True) if mine]
     if left:

@@ -1,9 +1,10 @@
-"""Shares of the tests, for machines that have no time for all of them at once."""
+"""Shares and draws of the tests, for machines that have no time for all of them at once."""
 
 from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -30,4 +31,25 @@ def taken(tests: Sequence[str], share: int, shares: int) -> list[bool]:
         # Where a function's first case goes is a hash of its name, so that functions with one case are spread.
         case = cases[function] = cases.get(function, zlib.crc32(function.encode())) + 1
         found.append(case % shares == share - 1)
+    return found
+
+
+def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
+    """Which tests are run where at most so many cases of each test function are.
+
+    They are spread over the function's cases. The next draw takes others, until all of them had their turn.
+
+    Args:
+        tests: ids of the tests, cases of a function in their order.
+        cases: of each function, at least 1.
+        draw: which ones.
+    """
+    counts = Counter(test.partition("[")[0] for test in tests)
+    seen: Counter[str] = Counter()
+    found: list[bool] = []
+    for test in tests:
+        function = test.partition("[")[0]
+        stride = -(-counts[function] // cases)
+        found.append(seen[function] % stride == (draw + zlib.crc32(function.encode())) % stride)
+        seen[function] += 1
     return found
