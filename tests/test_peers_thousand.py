@@ -1,0 +1,95 @@
+"""A courier among 1,000 peers, as far as its sockets go: all of them meet, and each message arrives once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.connection import Connection
+
+import pytest
+import zmq
+
+from memckpt.agent.descriptors import PEER_DESCRIPTORS, raise_limit
+from memckpt.peers.keys import Keys, Password
+from memckpt.peers.transport import Delivery, Met, Transport
+
+#: A stand-in has a context of its own, of some 25 descriptors, so they are spread over several processes.
+_STAND_INS_EACH = 200
+_HEARTBEAT_SECONDS = 5.0
+
+
+def stand_ins(channel: Connection, names: list[str], leader: str, keys: Keys | Password) -> None:
+    """Be so many peers, each of which answers what it gets with its own name, until somebody says that it is over."""
+    raise_limit()
+    with ExitStack() as stack:
+        transports = {
+            name: Transport(name, host="127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS) for name in names
+        }
+        for one in transports.values():
+            stack.callback(one.close)
+            one.connect("leader", leader)
+        channel.send({name: one.address for name, one in transports.items()})
+        while not channel.poll(0.02):
+            for name, one in transports.items():
+                while (event := one.receive()) is not None:
+                    if isinstance(event, Delivery):
+                        one.send("leader", name.encode() + b":" + event.body)
+                one.tend(time.monotonic())
+
+
+@contextmanager
+def peers(count: int, leader: Transport, keys: Keys | Password) -> Iterator[dict[str, str]]:
+    """So many stand-ins run; their addresses by name."""
+    spawn = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        channels: list[Connection] = []
+        for first in range(0, count, _STAND_INS_EACH):
+            names = [f"peer{number}" for number in range(first, min(first + _STAND_INS_EACH, count))]
+            ours, theirs = spawn.Pipe()
+            process = spawn.Process(target=stand_ins, args=(theirs, names, leader.address, keys))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(ours.close)  # its end is the end of the process
+            stack.callback(process.terminate)
+            theirs.close()
+            channels.append(ours)
+        yield {name: address for channel in channels for name, address in channel.recv().items()}
+
+
+@pytest.mark.parametrize("count", [pytest.param(40, id="40"), pytest.param(1000, id="1000", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
+def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> None:
+    raise_limit()
+    keys = Keys.make() if encrypted else Password.make()
+    leader = Transport("leader", host="127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    try:
+        poller = zmq.Poller()
+        leader.register(poller)
+        before = len(os.listdir("/proc/self/fd"))
+        with peers(count, leader, keys) as addresses:
+            for name, address in addresses.items():
+                leader.connect(name, address)
+            met: set[str] = set()
+            answers: Counter[bytes] = Counter()
+            end = time.monotonic() + 300
+            while time.monotonic() < end and (len(met) < count or sum(answers.values()) < count):
+                event = leader.receive()
+                if isinstance(event, Met) and event.peer not in met:
+                    met.add(event.peer)
+                    leader.send(event.peer, b"who?")
+                elif isinstance(event, Delivery):
+                    answers[event.body] += 1
+                wait = leader.tend(time.monotonic())
+                if event is None:
+                    poller.poll(int(min(wait, 0.1) * 1000))
+            opened = len(os.listdir("/proc/self/fd")) - before
+        assert met == set(addresses)
+        assert answers == Counter(f"{name}:who?".encode() for name in addresses)
+        assert not leader.refused
+        assert opened <= PEER_DESCRIPTORS * count + 64
+    finally:
+        leader.close()
