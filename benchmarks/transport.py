@@ -7,11 +7,12 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Literal, NamedTuple
 
 import zmq
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.command import Options, run
 from benchmarks.report import Report, Table, median_and_spread
@@ -23,7 +24,10 @@ METHOD = """\
 One process sends messages with payloads to another one over loopback; the rate is that at which they arrive, between
 the first and the last. Beside `memckpt.peers.transport` a DEALER and a ROUTER with frames of the same sizes, which may
 hold as many bytes on their way and do nothing else: no acknowledgements, no sending again, no envelopes. In turn;
-medians of the repetitions, and of the ratios of pairs. CPU time is that of both processes, all threads."""
+medians of the repetitions, and of the ratios of pairs. CPU time is that of a process with all its threads: the sender's
+and the receiver's. *Threads*: the transport with several I/O threads in ZeroMQ's context, beside one. *AES-GCM*: what
+encryption with the processor's own instructions would take in the place of CURVE's XSalsa20 and Poly1305, as
+`cryptography` (OpenSSL) seals and opens the same payloads in one thread; copies and sockets come on top."""
 
 PATIENCE_SECONDS = 120.0
 WINDOW_BYTES = 32 << 20
@@ -41,13 +45,22 @@ class Task:
     keys: Keys | None
     count: int
     payload_bytes: int
+    io_threads: int = 1
 
 
-class Taken(NamedTuple):
-    """From the first to the last message, and the CPU time of one process."""
+class Received(NamedTuple):
+    """From the first to the last message, and the CPU time of the process that received them."""
 
     seconds: float
     cpu_seconds: float
+
+
+class Taken(NamedTuple):
+    """From the first to the last message, and the CPU time of either process."""
+
+    seconds: float
+    sending_cpu_seconds: float
+    receiving_cpu_seconds: float
 
 
 def bare_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, task: Task) -> zmq.Socket[bytes]:
@@ -75,7 +88,7 @@ def receive_tasks(link: Connection) -> None:
         link.send(receive(task, link.send))
 
 
-def receive_bare(task: Task, tell: Callable[[str], None]) -> Taken:
+def receive_bare(task: Task, tell: Callable[[str], None]) -> Received:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = bare_socket(context, zmq.ROUTER, task)
@@ -91,13 +104,15 @@ def receive_bare(task: Task, tell: Callable[[str], None]) -> Taken:
             assert len(payload.buffer) == task.payload_bytes
             if number == 0:
                 began = time.perf_counter()
-        return Taken(time.perf_counter() - began, time.process_time() - cpu)
+        return Received(time.perf_counter() - began, time.process_time() - cpu)
     finally:
         context.destroy(linger=0)
 
 
-def receive_with_transport(task: Task, tell: Callable[[str], None]) -> Taken:
-    transport = Transport("receiver", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES)
+def receive_with_transport(task: Task, tell: Callable[[str], None]) -> Received:
+    transport = Transport(
+        "receiver", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES, io_threads=task.io_threads
+    )
     try:
         tell(transport.address)
         poller = zmq.Poller()
@@ -114,7 +129,7 @@ def receive_with_transport(task: Task, tell: Callable[[str], None]) -> Taken:
                     began = began or last
             if received < task.count:
                 poller.poll(math.ceil(transport.tend(time.monotonic()) * 1000))
-        taken = Taken(last - began, time.process_time() - cpu)
+        taken = Received(last - began, time.process_time() - cpu)
         tell("all")
         return taken
     finally:
@@ -140,7 +155,9 @@ def send_bare(task: Task, address: str, payload: memoryview) -> None:
 
 
 def send_with_transport(task: Task, address: str, payload: memoryview, link: Connection) -> None:
-    transport = Transport("sender", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES)
+    transport = Transport(
+        "sender", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES, io_threads=task.io_threads
+    )
     try:
         transport.connect("receiver", address)
         poller = zmq.Poller()
@@ -159,7 +176,7 @@ def send_with_transport(task: Task, address: str, payload: memoryview, link: Con
 
 
 def measure(link: Connection, task: Task, payload: memoryview) -> Taken:
-    """Send a task's messages to the receiving process; CPU time of both."""
+    """Send a task's messages to the receiving process."""
     link.send(task)
     address = link.recv()
     cpu = time.process_time()
@@ -170,7 +187,15 @@ def measure(link: Connection, task: Task, payload: memoryview) -> Taken:
     if not link.poll(PATIENCE_SECONDS):
         raise RuntimeError("the receiving process does not answer")
     taken = link.recv()
-    return Taken(taken.seconds, taken.cpu_seconds + time.process_time() - cpu)
+    return Taken(taken.seconds, time.process_time() - cpu, taken.cpu_seconds)
+
+
+def cpu_a_gb(side: list[Taken], nbytes: int) -> list[float]:
+    """Median CPU seconds a GB of sender and receiver."""
+    return [
+        statistics.median(one.sending_cpu_seconds / nbytes * 1e9 for one in side),
+        statistics.median(one.receiving_cpu_seconds / nbytes * 1e9 for one in side),
+    ]
 
 
 def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes: int, repetitions: int) -> None:
@@ -183,12 +208,55 @@ def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes
         ours.append(measure(link, Task("transport", keys, nbytes // size, size), payload))
     ratio, spread = median_and_spread([other.seconds / one.seconds for one, other in zip(ours, bare, strict=True)])
     rates = [statistics.median(nbytes / one.seconds / 1e9 for one in side) for side in (ours, bare)]
-    cpus = [statistics.median(one.cpu_seconds / nbytes * 1e9 for one in side) for side in (ours, bare)]
+    cpus = [*cpu_a_gb(ours, nbytes), *cpu_a_gb(bare, nbytes)]
     security = "plain" if keys is None else "curve"
     table.add(
         security, f"{size >> 10}", *(f"{rate:.2f}" for rate in rates), f"{ratio:.2f} ± {spread:.2f}",
         *(f"{cpu:.2f}" for cpu in cpus),
         security=security, payload_bytes=size, nbytes=nbytes, ratio=ratio, transport=ours, bare=bare,
+    )  # fmt: skip
+
+
+def compare_threads(link: Connection, table: Table, keys: Keys, size: int, nbytes: int, repetitions: int) -> None:
+    """Several I/O threads in turn with one."""
+    payload = memoryview(bytes(size))
+    one = Task("transport", keys, nbytes // size, size)
+    for threads in (2, 4):
+        alone: list[Taken] = []
+        several: list[Taken] = []
+        for _ in range(repetitions):
+            alone.append(measure(link, one, payload))
+            several.append(measure(link, replace(one, io_threads=threads), payload))
+        pairs = zip(alone, several, strict=True)
+        ratio, spread = median_and_spread([first.seconds / other.seconds for first, other in pairs])
+        rates = [statistics.median(nbytes / taken.seconds / 1e9 for taken in side) for side in (several, alone)]
+        table.add(
+            str(threads), *(f"{rate:.2f}" for rate in rates), f"{ratio:.2f} ± {spread:.2f}",
+            *(f"{cpu:.2f}" for cpu in cpu_a_gb(several, nbytes)),
+            threads=threads, payload_bytes=size, nbytes=nbytes, ratio=ratio, several=several, alone=alone,
+        )  # fmt: skip
+
+
+def measure_aes(table: Table, size: int, nbytes: int, repetitions: int) -> None:
+    """Seal and open payloads of one size, each with a nonce of its own."""
+    cipher = AESGCM(AESGCM.generate_key(bit_length=256))
+    payload = bytes(size)
+    sealing: list[float] = []
+    opening: list[float] = []
+    for _ in range(repetitions):
+        seal = unseal = 0.0
+        for number in range(nbytes // size):
+            nonce = number.to_bytes(12, "big")
+            began = time.process_time()
+            sealed = cipher.encrypt(nonce, payload, ENVELOPE)
+            middle = time.process_time()
+            cipher.decrypt(nonce, sealed, ENVELOPE)
+            seal, unseal = seal + middle - began, unseal + time.process_time() - middle
+        sealing.append(seal / nbytes * 1e9)
+        opening.append(unseal / nbytes * 1e9)
+    table.add(
+        f"{size >> 10}", f"{statistics.median(sealing):.2f}", f"{statistics.median(opening):.2f}",
+        payload_bytes=size, nbytes=nbytes, sealing=sealing, opening=opening,
     )  # fmt: skip
 
 
@@ -198,8 +266,12 @@ def main(options: Options) -> None:
     sizes = (128 << 10,) if options.quick else (16 << 10, 128 << 10, 1 << 20)
     table = report.table(
         f"{nbytes >> 20} MiB", "security", "payload KiB", "transport GB/s", "bare ZeroMQ GB/s", "ratio",
-        "CPU s a GB, transport", "bare",
+        "CPU s a GB, transport: sends", "receives", "bare: sends", "receives",
     )  # fmt: skip
+    threads = report.table(
+        "Threads, curve, 128 KiB", "I/O threads", "GB/s", "with one", "ratio", "CPU s a GB: sends", "receives"
+    )
+    aes = report.table("AES-GCM, 256 bits, one thread", "payload KiB", "CPU s a GB: seals", "opens")
     context = multiprocessing.get_context("spawn")
     link, other = context.Pipe()
     receiver = context.Process(target=receive_tasks, args=(other,))
@@ -208,10 +280,13 @@ def main(options: Options) -> None:
         for keys in (None, Keys.make()):
             for size in sizes:
                 compare(link, table, keys, size, nbytes, repetitions)
+        compare_threads(link, threads, Keys.make(), 128 << 10, nbytes, repetitions)
     finally:
         link.send(None)
         receiver.join(PATIENCE_SECONDS)
         link.close()
+    for size in sizes:
+        measure_aes(aes, size, nbytes, repetitions)
     report.write(options.results)
 
 

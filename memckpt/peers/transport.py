@@ -66,6 +66,7 @@ class Transport:
         window_bytes: bytes of bodies and payloads that may be on their way to one peer without an acknowledgement.
         heartbeat_seconds: between states to each peer; after five without an answer it counts as silent.
         advertise: the address that peers are told, where it is not the one on which we listen.
+        io_threads: that encrypt, send and receive; each connection belongs to one of them.
 
     Attributes:
         address: to which peers connect.
@@ -89,6 +90,7 @@ class Transport:
         window_bytes: int = 32 << 20,
         heartbeat_seconds: float = 1.0,
         advertise: str | None = None,
+        io_threads: int = 1,
     ) -> None:
         self.node = node
         self.incarnation = secrets.token_hex(8)
@@ -105,7 +107,7 @@ class Transport:
         self._acknowledge_at: float | None = None
         self._events: deque[Delivery | Met] = deque()
         self._pollers: list[zmq.Poller] = []
-        self._context: Context = zmq.Context()
+        self._context: Context = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
