@@ -203,19 +203,25 @@ def test_the_sidecar_has_started_when_its_probe_says_so(lab: Lab, name: str) -> 
     assert run(probe, **environment).returncode == AgentNotFoundError.exit_code
 
 
-# Slurm
+# Scripts
 
-SCRIPT = DEPLOY / "slurm" / "train.sbatch"
+SBATCH_FILES = sorted((DEPLOY / "slurm").glob("*.sbatch"))
+SCRIPTS = [*SBATCH_FILES, *DEPLOY.rglob("*.sh")]
 
 
-def test_the_script_is_one_that_bash_and_shellcheck_take() -> None:
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_one_that_bash_and_shellcheck_take(script: Path) -> None:
     for command in (["bash", "-n"], [str(BIN / "shellcheck"), "--norc"]):
-        checked = run([*command, str(SCRIPT)])
+        checked = run([*command, str(script)])
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_option_of_the_script_is_one_that_sbatch_has() -> None:
-    lines = SCRIPT.read_text().splitlines()
+# Slurm
+
+
+@pytest.mark.parametrize("script", SBATCH_FILES, ids=lambda path: path.name)
+def test_every_option_of_a_script_is_one_that_sbatch_has(script: Path) -> None:
+    lines = script.read_text().splitlines()
     asked = [shlex.split(line.lstrip("#").removeprefix("SBATCH")) for line in lines if re.match("##?SBATCH", line)]
     options = [word.partition("=")[0].removeprefix("--") for words in asked for word in words]
     assert len(options) == len(asked), "one option a line"
@@ -225,7 +231,8 @@ def test_every_option_of_the_script_is_one_that_sbatch_has() -> None:
     assert not [line for line in lines[first:] if "#SBATCH" in line]
 
 
-def test_the_script_is_warned_in_time_to_save() -> None:
-    (warning,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", SCRIPT.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("script", SBATCH_FILES, ids=lambda path: path.name)
+def test_a_script_is_warned_in_time_to_save(script: Path) -> None:
+    (warning,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script.read_text(), re.MULTILINE)
     assert int(warning) >= 30 + GRACE_SECONDS + 5
-    assert re.search(r"^trap '.*' USR1\b", SCRIPT.read_text(), re.MULTILINE)
+    assert re.search(r"^trap '.*' USR1\b", script.read_text(), re.MULTILINE)

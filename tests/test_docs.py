@@ -18,7 +18,7 @@ from memckpt.cli.main import app
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, PeersConfig, StorageConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 _FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 ALL = "\n".join(page.read_text() for page in PAGES)
 

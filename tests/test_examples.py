@@ -51,5 +51,5 @@ def test_plain_loop(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_example_has_a_test_here_or_elsewhere() -> None:
     scripts = {each.name for each in (ROOT / "examples").glob("*.py")}
     here = {"lightning_gpt.py", "digits_cnn.py", "transformers_trainer.py", "plain_loop.py"}
-    elsewhere = {"train.py", "accelerate_gpt.py", "lost_node.py"}
+    elsewhere = {"train.py", "accelerate_gpt.py", "lost_node.py", "many_nodes.py"}
     assert scripts == here | elsewhere | {"__init__.py", "common.py", "digest.py", "gpt.py"}
