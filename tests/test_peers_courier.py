@@ -133,6 +133,19 @@ def test_the_watermark_is_the_leaders_and_not_beyond_what_this_node_has(node: No
     assert node.refused == 2
 
 
+def test_the_watermark_may_come_before_the_records_that_it_speaks_of(node: Node) -> None:
+    """To a courier that is new here. The leader says it once, and trainers that wait would wait for ever."""
+    node.says("a", Watermark(5, False))
+    assert (node.refused, node.member.watermark.record) == (0, 0)
+    node.send_own()
+    node.all_store(1, 2, 3)
+    node.member.work(1.0)
+    assert node.member.watermark.record == 3
+    node.all_store(4, 5)
+    node.member.work(2.0)
+    assert node.member.watermark.record == 5
+
+
 def test_a_node_speaks_for_itself_to_the_leader() -> None:
     with closing(Node("a")) as node:
         node.send_own()

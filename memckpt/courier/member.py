@@ -240,8 +240,7 @@ class Member:
             case Acknowledged():
                 self._lead(message)
             case Watermark():
-                # It has got no further than the records of this node have.
-                self._led = Watermark(min(message.record, self._told.record), message.whole, message.lifted)
+                self._led = message
                 self._pass_led()
 
     def _unfit(self, peer: str, message: WireMessage) -> str:
@@ -288,7 +287,9 @@ class Member:
     def _pass_led(self) -> None:
         """What the leader has said counts as whole only while it is heard."""
         led, lifted = self._led, self._led.lifted or self._leader_node in self._away.nodes
-        self._pass(Watermark(led.record, led.whole and not lifted and self._leader_node not in self.unheard, lifted))
+        # It has got no further than the records of this node have; those may reach it after the leader's word has.
+        record = min(led.record, self._told.record)
+        self._pass(Watermark(record, led.whole and not lifted and self._leader_node not in self.unheard, lifted))
 
     def _pass(self, watermark: Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
