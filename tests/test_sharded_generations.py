@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from memckpt import Session
+from memckpt.capture.slot_writer import SlotWriter
 from memckpt.session.staging import Staging
 from tests.engine_child import config
 from tests.engine_harness import Lab
@@ -115,17 +115,17 @@ def die_in_second_generation(rank: int, others: int, told: int) -> None:
 
 
 def tell_of_second_generation(tell: int) -> None:
-    """Tell when this attempt's second generation has been committed on this rank."""
+    """Tell when this attempt's second generation has been committed on this rank, which now waits for its slots."""
     begun: list[None] = []
-    original = Session._begin_generation
+    original = Staging.adopt
 
-    def begin_generation(self: Session, point: Any) -> None:
-        original(self, point)
+    def adopt(self: Staging, writer: SlotWriter) -> None:
+        original(self, writer)
         begun.append(None)
         if len(begun) == 2:
             os.write(tell, b"1")
 
-    Session._begin_generation = begin_generation  # type: ignore[method-assign]
+    Staging.adopt = adopt  # type: ignore[method-assign]
 
 
 def dying(rank: int, world_size: int, told: int, tell: int) -> Callable[[int], None]:

@@ -58,6 +58,20 @@ class Attempt:
             if member.left and not member.finished and member.left_at < before and member.process.alive()
         ]
 
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank of this node has a connection."""
+        member = self.members.get(rank)
+        return member is not None and not member.left
+
+    def is_through(self, rank: int, record: int) -> bool:
+        """Whether a rank that has said hello has said what became of a record."""
+        return self.members[rank].next_record > record
+
+    @property
+    def all_connected(self) -> bool:
+        """Whether all ranks of this node have a connection now."""
+        return all(self.is_here(rank) for rank in self.local_ranks)
+
     @property
     def all_here(self) -> bool:
         return set(self.members) == set(self.local_ranks)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.messages import Message, Prepare
-from memckpt.errors import MemckptError
-from memckpt.state.layout import StateSpec
+from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.memory.budget import check_budget
+from memckpt.state.layout import Layout, StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -83,10 +84,10 @@ class Building:
         self._begins = message.record
         self.next_number()
         try:
-            self.generation = self._make(message, held_bytes + beside)
+            self.generation = self._make(message, held_bytes + beside, held_bytes)
         except MemckptError as error:
-            if not held_bytes:
-                raise
+            if not held_bytes or not _fits_alone(message, held_bytes, beside):
+                raise  # to let go of the old one would be of no use
             # Two generations do not fit: protection lapses until the new one is complete, and that is said.
             _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
             self._make_room(str(error))
@@ -98,7 +99,7 @@ class Building:
         self._number += 1
         return self._number
 
-    def _make(self, message: Prepare, held_bytes: int) -> Generation:
+    def _make(self, message: Prepare, held_bytes: int, given_back: int = 0) -> Generation:
         return Generation(
             self._number,
             message.spec,
@@ -106,6 +107,8 @@ class Building:
             budget=message.memory_budget_bytes,
             threads=message.threads,
             notify=self._notify,
+            begins=None if message.whole else message.record,
+            given_back=given_back,
         )
 
     def take(self) -> None:
@@ -122,6 +125,15 @@ class Building:
         """A new attempt begins: what the ranks of the one before have asked for is of no account."""
         self.drop()
         self._asked = {}
+
+
+def _fits_alone(message: Prepare, held_bytes: int, beside: int) -> bool:
+    """Whether there is room for all of a generation once the old one has gone."""
+    try:
+        check_budget(Layout(message.spec).total_bytes, beside, message.memory_budget_bytes, "", held_bytes)
+    except MemoryBudgetError:
+        return False
+    return True
 
 
 def _not_in_all(names: Sequence[frozenset[str]]) -> frozenset[str]:

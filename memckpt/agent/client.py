@@ -33,6 +33,7 @@ from memckpt.agent.messages import (
     Logged,
     Message,
     NeedGeneration,
+    NeedSlots,
     OthersStay,
     Prepare,
     Prepared,
@@ -43,6 +44,7 @@ from memckpt.agent.messages import (
     Saved,
     SaveFailed,
     SaveRecord,
+    SlotsMade,
     Status,
     StatusRequest,
     StopRequest,
@@ -60,7 +62,7 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
 )
 from memckpt.config import AgentConfig
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.errors import AgentError, AgentGoneError, MemoryBudgetError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
@@ -122,6 +124,8 @@ class AgentClient:
         self._config = config
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
+        #: What has become of generations whose slots were asked for, by their numbers.
+        self._slots_made: dict[int, SlotsMade] = {}
         #: The page that the agent's loop moves, once it has said hello.
         self._life: LifePage | None = None
         self._watch: LifeWatch | None = None
@@ -213,6 +217,8 @@ class AgentClient:
                     "memckpt: training %s for peers", "does not wait" if message.lifted else "waits, where it has to,"
                 )
             self.whole, self.lifted = message.whole, message.lifted
+        elif isinstance(message, SlotsMade):
+            self._slots_made[message.generation] = message
         elif isinstance(message, Notice):
             self._notices.append(message)
         elif isinstance(message, Fencing):
@@ -267,6 +273,32 @@ class AgentClient:
     def resume(self, message: Resume) -> PreparedRegions:
         """Have the state after the record that the plan chose produced."""
         return self._regions(message)
+
+    def make_slots(self, generation: int) -> bool:
+        """Have the slots of a generation made whose start is written; waits for all local ranks, and for others.
+
+        Returns:
+            False where nothing is to be staged in it: another one follows.
+
+        Raises:
+            MemoryBudgetError: there is no room. What its start takes is kept.
+            AgentGoneError: the agent is gone, or stands still.
+        """
+        self.send(NeedSlots(generation))
+        until = time.monotonic() + self._config.start_seconds
+        while generation not in self._slots_made:
+            if any(isinstance(notice, Alarm) for notice in self._notices):
+                return False
+            received = self._poll(max(0.0, until - time.monotonic()))
+            if received is None:
+                # Its loop runs, and a rank is not through its record: then both generations are held.
+                self.send(NeedSlots(generation, now=True))
+                received = self._sign_of_life(self._config.start_seconds)
+            self._note(*received)
+        made = self._slots_made.pop(generation)
+        if made.problem:
+            raise MemoryBudgetError(made.problem)
+        return not made.dropped
 
     def advance(self, record: int) -> Advanced:
         """Have the replica go on to the resumed record; waits until all local ranks have asked."""

@@ -28,6 +28,20 @@ class Generation:
     """Owns the regions (and in eager mode the replica) of one generation; :meth:`close` frees them.
 
     Complete once every local rank has committed its part of the start; until then it can produce nothing.
+
+    Args:
+        number: of the generation; no other one has it.
+        spec: what it holds.
+        held_bytes: held on this node beside it.
+        budget: on all of that, in bytes; None: what the machine has.
+        threads: of redo.
+        notify: takes what its redo thread says.
+        begins: the record after which it begins. Then only what its start takes is reserved, until
+            :meth:`make_whole`. None: all of it is.
+        given_back: bytes among `held_bytes` that are let go of before the rest is reserved.
+
+    Raises:
+        MemoryBudgetError: there is no room.
     """
 
     def __init__(
@@ -39,6 +53,8 @@ class Generation:
         budget: int | None,
         threads: int,
         notify: Callable[[Message], None],
+        begins: int | None = None,
+        given_back: int = 0,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -61,10 +77,19 @@ class Generation:
             own = len(spec.by_value) - len(layout.shared)
             detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
             detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
-        check_budget(layout.total_bytes, held_bytes, budget, detail)
+        start = None if begins is None else layout.start_ranges(begins)
+        later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
+        if later:
+            check_budget(layout.total_bytes, held_bytes - given_back, budget, detail, given_back)
+        check_budget(layout.total_bytes - later, held_bytes, budget, detail)
+        #: Bytes of its slots that are reserved only once it has begun.
+        self._later_bytes = later
+        self._budget, self._detail = budget, detail
+        #: The record after which it begins, if only its start was reserved at first.
+        self.begins = begins
         self.static = self.replica_region = None
         self.replica: Replica | None = None
-        self.slots = Region.create("slots", layout.slots_bytes)
+        self.slots = Region.create("slots", layout.slots_bytes, start)
         try:
             self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
             self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
@@ -77,7 +102,8 @@ class Generation:
             self.close()
             raise
         for region in self.regions:
-            region.populate_in_background()
+            if self.whole or region is not self.slots:
+                region.populate_in_background()
         #: Why its mode was chosen, in words.
         self.reason = ""
         self.base: int | None = None
@@ -102,7 +128,29 @@ class Generation:
 
     @property
     def nbytes(self) -> int:
-        return self.layout.total_bytes
+        """Bytes of memory that are reserved for it."""
+        return self.layout.total_bytes - self._later_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its slots are there, and not only what its start takes."""
+        return not self._later_bytes
+
+    def make_whole(self, held_bytes: int) -> None:
+        """Reserve the rest of its slots.
+
+        Args:
+            held_bytes: held on this node beside it.
+
+        Raises:
+            MemoryBudgetError: there is no room; what its start takes stays.
+        """
+        if self.whole:
+            return
+        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, self._detail)
+        self.slots.reserve("slots")
+        self._later_bytes = 0
+        self.slots.populate_in_background()
 
     def close(self) -> None:
         if self.replica is not None:
@@ -117,6 +165,11 @@ class Generation:
         if self.base not in (None, message.record):
             raise DamagedStateError(
                 f"generation {self.number}: rank {rank} begins after record {message.record}, others after {self.base}"
+            )
+        if self.begins not in (None, message.record):
+            raise DamagedStateError(
+                f"generation {self.number}: rank {rank} begins after record {message.record}, room was asked for one "
+                f"that begins after {self.begins}"
             )
         self.base = message.record
         if rank == self.spec.local_ranks[0]:

@@ -23,10 +23,12 @@ from memckpt.agent.messages import (
     GenerationCommit,
     Message,
     NeedGeneration,
+    NeedSlots,
     Prepare,
     Prepared,
     Protected,
     Resume,
+    SlotsMade,
 )
 from memckpt.agent.saver import Saver, StartWriter
 from memckpt.errors import AgentError, MemckptError
@@ -92,6 +94,9 @@ class Holding:
         self._not_repeated = ""
         self._following: dict[int, dict[int, bytes]] = {}
         self._advancing: set[int] = set()
+        #: The number of the generation whose slots are to be made whole, and the ranks that wait for that.
+        self._wanted: int | None = None
+        self._wanting: set[int] = set()
         self._history: tuple[Branch, ...] = ()
         self.saver = Saver(
             name,
@@ -139,7 +144,7 @@ class Holding:
         if self._building.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
         self._building.forget()
-        self._resumed_to = None
+        self._resumed_to = self._wanted = None
 
     # What it can produce
 
@@ -241,6 +246,7 @@ class Holding:
             before=self._before,
             not_repeated=self._not_repeated,
             following=self._following,
+            whole=held.whole,
         )
 
     def why_not_repeated(self, record: int) -> str:
@@ -362,13 +368,85 @@ class Holding:
         gate = self._gate(self)
         # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
         later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
-        if self.held.spec.world_size == 1:
+        if len(self.ranks) == self.held.spec.world_size:
+            # No rank is elsewhere: once the generation is complete, all of the job have it.
             self._let_go_of_before()
             return
         bases = [one.base or 0 for one in (*self.before[1:], self.held)]
         while self.before and record > bases[0] + 1 + later and (gate is None or gate >= bases[0]):
             bases.pop(0)
             self.before.pop(0).close()
+
+    # The slots of a generation that has begun
+
+    def want_slots(self, rank: int, message: NeedSlots) -> None:
+        """A rank has written its part of a start, and waits for :meth:`make_slots`."""
+        if self._wanted != message.generation:
+            self._wanted, self._wanting = message.generation, set()
+        self._wanting.add(rank)
+
+    def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
+        """Make the generation whole that ranks wait for, once the one before it has gone.
+
+        That one goes as soon as all ranks of the job can go back to the new one's base. Where that cannot be known,
+        both are held; where they do not fit, the old one goes all the same, and that is said.
+
+        Args:
+            attempt: whose ranks wait. One that has gone, or is through the record without a start, is not waited for.
+            elsewhere: whether all ranks that do not share this holding can go back to a record; None while a moment's
+                patience will tell.
+            now: do not wait.
+        """
+        if self._wanted is None or not any(attempt.is_here(rank) for rank in self._wanting):
+            return
+        generation = self._generation(self._wanted)
+        if generation is None:
+            self._answer_slots(SlotsMade(self._wanted, dropped=True))
+            return
+        known: bool | None = True
+        if not generation.whole:
+            # One that has asked has written its part, and has let go of the old one's memory.
+            if not now and any(self._is_awaited(rank, generation, attempt) for rank in self.ranks):
+                return
+            if generation is self.held and self.before:
+                known = elsewhere(generation.base or 0)
+                if known is None and not now:
+                    return
+                if known:
+                    self._let_go_of_before()
+        try:
+            self._make_whole(generation, or_gap=known is False and attempt.all_connected)
+        except MemckptError as error:
+            _log.error("generation %d has room for its start and for no record: %s", generation.number, error)
+            self._answer_slots(SlotsMade(generation.number, problem=str(error)))
+        else:
+            self._answer_slots(SlotsMade(generation.number))
+
+    def _is_awaited(self, rank: int, generation: Generation, attempt: Attempt) -> bool:
+        """Whether a rank is about to ask for the slots of a generation."""
+        if rank in self._wanting or not attempt.is_here(rank):
+            return False
+        return generation.started_by(rank) or not attempt.is_through(rank, generation.begins or 0)
+
+    def _make_whole(self, generation: Generation, or_gap: bool) -> None:
+        """`or_gap`: without room for both the old one goes. Not so while ranks die: it may be what counts."""
+        try:
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+        except MemckptError as error:
+            if not or_gap or not self.before:
+                raise
+            _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
+            self._let_go_of_before()
+            self._tell(Gap(str(error)))
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+
+    def _answer_slots(self, answer: SlotsMade) -> None:
+        self._wanted = None
+        self._tell(answer)
+
+    def can_go_back_to(self, record: int) -> bool:
+        """Whether it can produce the state after a record now."""
+        return any(record in one.reachable() for one in (*self.before, self.held) if one is not None)
 
     def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
         """A rank's part of a record is whole."""

@@ -124,6 +124,30 @@ class Holdings:
             gate=self._gate,
         )
 
+    def make_slots(self, attempt: Attempt, now: tuple[int, ...] = ()) -> None:
+        """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
+
+        Args:
+            attempt: whose ranks they are.
+            now: the ranks of a holding that waits no longer.
+        """
+        for holding in self:
+            holding.make_slots(
+                attempt,
+                lambda record, holding=holding: self._others_reach(holding, record, attempt),  # type: ignore[misc]
+                now=holding.ranks == now,
+            )
+
+    def _others_reach(self, holding: Holding, record: int, attempt: Attempt) -> bool | None:
+        """Whether all ranks that do not share a holding can go back to a record; None while some are not through it."""
+        others = [one for one in self if one is not holding and one.ranks in attempt.units]
+        ranks = [rank for one in others for rank in one.ranks]
+        if len(ranks) + len(holding.ranks) < attempt.world_size:
+            return False  # other nodes have some of them
+        if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
+            return None
+        return all(one.can_go_back_to(record) for one in others)
+
     def _announce(self, by: tuple[int, ...], record: int) -> None:
         for holding in self:
             if holding.ranks != by:

@@ -68,7 +68,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +124,8 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     """Allocate for a new generation with this layout, to begin after `record`. Every local rank sends the same one.
 
     `discard` says that what is held is not wanted and may go first. `reason`: why the spec's mode, for the status.
+    `whole`: reserve all of it at once; otherwise only what its start takes is, until all local ranks ask for the rest
+    (NeedSlots).
     """
 
     spec: StateSpec
@@ -133,6 +135,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     discard: bool
     record: int
     reason: str = ""
+    whole: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -172,6 +175,8 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     Where the step of `record` can be repeated, `before` is what it is repeated from, and an eager replica stands there
     until all local ranks have asked to advance. Otherwise `not_repeated` says why. `following` are the rank states of
     later records, by record and rank, of which a captured state has nothing else.
+
+    `whole`: all slots are reserved. Where they are not, no record may be begun before they are (NeedSlots).
     """
 
     generation: int
@@ -184,6 +189,28 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     before: Before | None = None
     not_repeated: str = ""
     following: dict[int, dict[int, bytes]] = {}
+    whole: bool = True
+
+
+class NeedSlots(msgspec.Struct, frozen=True, tag="slots?"):
+    """A rank has written its part of a generation's start, and has let go of the generation before: reserve the rest.
+
+    Answer: SlotsMade, once all local ranks have asked. `now`: without waiting for that, or for other ranks.
+    """
+
+    generation: int
+    now: bool = False
+
+
+class SlotsMade(msgspec.Struct, frozen=True, tag="slots"):
+    """Answer to NeedSlots. `dropped`: nobody has that generation any more, another one follows.
+
+    `problem`: why there is no room, in words; what the start takes is kept.
+    """
+
+    generation: int
+    dropped: bool = False
+    problem: str = ""
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
@@ -531,6 +558,8 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Prepare,
     Resume,
     Prepared,
+    NeedSlots,
+    SlotsMade,
     Advance,
     Advanced,
     Checked,

@@ -41,6 +41,7 @@ from memckpt.agent.messages import (
     Leaving,
     Message,
     NeedGeneration,
+    NeedSlots,
     OthersStay,
     Preempted,
     Prepare,
@@ -270,6 +271,7 @@ class Agent:
         assert connection.member is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
             connection.member.left, connection.member.left_at = True, time.monotonic()
+            self._holdings.make_slots(self._attempt)
             if not self._attempt.living() and self._fence is None:
                 self._lonely_since = time.monotonic()
 
@@ -382,7 +384,11 @@ class Agent:
                 if message.discard:
                     self._holdings.discard(self._attempt)
                 generation = holding.prepare(member.rank, message)
-                self._send_regions(connection, Prepared(generation.number, generation.spec), generation)
+                prepared = Prepared(generation.number, generation.spec, whole=generation.whole)
+                self._send_regions(connection, prepared, generation)
+            case NeedSlots():
+                holding.want_slots(member.rank, message)
+                self._holdings.make_slots(self._attempt, now=member.unit if message.now else ())
             case Resume():
                 generation, prepared = holding.resume(message)
                 self._send_regions(connection, prepared, generation)
@@ -404,6 +410,7 @@ class Agent:
                 self._committed_at = time.monotonic()
                 holding.generation_committed(member.rank, message)
                 self._peers.sync(holding)
+                self._holdings.make_slots(self._attempt)
             case Commit():
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
@@ -411,6 +418,7 @@ class Agent:
                 self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
                 holding.commit(member.rank, message, self._attempt)
                 self._peers.sync(holding)
+                self._holdings.make_slots(self._attempt)
             case Listen():
                 self._connections.answer(connection, self._peers.listen(message))
             case Join():
@@ -426,6 +434,7 @@ class Agent:
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
                 member.next_record = message.record + 1
+                self._holdings.make_slots(self._attempt)
             case NeedGeneration():
                 self._order_generation(holding, message, connection)
             case Preempted():

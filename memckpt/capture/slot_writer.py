@@ -36,6 +36,9 @@ class SlotWriter:
     """One rank's view of a generation's regions, bound to the live tensors that it stages.
 
     Owns the mappings it was given; :meth:`close` unmaps them. The memory itself is the agent's.
+
+    Attributes:
+        whole: whether all slots are reserved. Where they are not, only a start may be written.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class SlotWriter:
         live: LiveState,
         rank: int,
         copier: Copier,
+        whole: bool = True,
     ) -> None:
         self.spec = spec
         self.layout = Layout(spec)
@@ -89,8 +93,19 @@ class SlotWriter:
         # Made now and not when they are first used: that is during backward, between large gradients, where small
         # objects that stay would pin the heap.
         self._gradient_rows = self._make_gradient_rows()
-        copier.adopt(slots)
-        slots.populate_in_background()
+        self.whole = False
+        if whole:
+            self.use_all_slots()
+
+    def use_all_slots(self) -> None:
+        """All slots are there: records may be staged.
+
+        Before that nothing is page-locked or touched ahead, which would take the memory of what is not reserved. So
+        an accelerator's start is copied to pageable memory.
+        """
+        self._copier.adopt(self._slots)
+        self._slots.populate_in_background()
+        self.whole = True
 
     def close(self) -> None:
         """Let go of views and mappings."""

@@ -19,7 +19,7 @@ def available_bytes() -> int:
     return min([available, *(each.left for each in memory_limits())])
 
 
-def check_budget(needed: int, already_held: int, budget: int | None, detail: str) -> None:
+def check_budget(needed: int, already_held: int, budget: int | None, detail: str, given_back: int = 0) -> None:
     """Refuse an allocation that cannot fit.
 
     Args:
@@ -28,11 +28,12 @@ def check_budget(needed: int, already_held: int, budget: int | None, detail: str
         budget: the configured limit on both together; None: only what the machine has. More than the machine has is no
             promise: anonymous memory that is not there shows up as an OOM kill, never as an error.
         detail: what the figure is made of, for the message.
+        given_back: bytes, not among those already held, that are free by the time at which they are needed.
 
     Raises:
         MemoryBudgetError: with the figures and the remedy.
     """
-    room, source = int(available_bytes() * (1 - _HEADROOM)), "available memory"
+    room, source = int(available_bytes() * (1 - _HEADROOM)) + given_back, "available memory"
     if budget is not None and budget - already_held < room:
         room, source = budget - already_held, "agent.memory_budget_bytes"
     if needed > room:

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 
 from memckpt.errors import MemoryBudgetError
 
@@ -51,8 +52,14 @@ class Region:
         _live.add(self)
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Region:
-        """Reserve `nbytes` of anonymous memory.
+    def create(cls, name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None) -> Region:
+        """Reserve anonymous memory.
+
+        Args:
+            name: what it is for.
+            nbytes: size of the region.
+            ranges: offsets and lengths, in bytes, of what of it is reserved now; None: all. The rest must not be
+                touched before :meth:`reserve` has returned.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.
@@ -60,7 +67,8 @@ class Region:
         fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, nbytes)
-            os.posix_fallocate(fd, 0, nbytes)
+            for start, length in [(0, nbytes)] if ranges is None else ranges:
+                os.posix_fallocate(fd, start, length)
             return cls(fd, nbytes)
         except OSError as error:
             os.close(fd)
@@ -70,6 +78,22 @@ class Region:
     def open(cls, fd: int) -> Region:
         """Map a region that was received over a socket; takes over the descriptor."""
         return cls(fd, os.fstat(fd).st_size)
+
+    def reserve(self, name: str) -> None:
+        """Reserve what :meth:`create` has left out; what is there stays as it is.
+
+        Raises:
+            MemoryBudgetError: the kernel has no room for it, and nothing has changed.
+        """
+        try:
+            os.posix_fallocate(self.fd, 0, self.nbytes)
+        except OSError as error:
+            raise no_room(name, self.nbytes, error) from error
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of memory that the kernel has given to it."""
+        return os.fstat(self.fd).st_blocks * 512
 
     def populate_in_background(self) -> None:
         """Touch every page from a thread, so that no step pays for a first touch."""

@@ -94,11 +94,17 @@ class AgentLink:
         self.client.configure(Configure(linger, timeline, storage, compute_threads, search_path=paths, claimed=claimed))
 
     def prepare(
-        self, spec: StateSpec, timeline: Timeline, record: int, discard: bool = False, reason: str = ""
+        self,
+        spec: StateSpec,
+        timeline: Timeline,
+        record: int,
+        discard: bool = False,
+        reason: str = "",
+        whole: bool = False,
     ) -> PreparedRegions:
-        """Have a generation allocated that begins after `record`."""
+        """Have a generation allocated that begins after `record`; `whole`: with all of its slots."""
         threads, budget = self._config.threads, self._config.memory_budget_bytes
-        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason))
+        return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole))
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
         """Have the state after the record that the plan chose produced; with `repeat` that before it as well."""

@@ -244,7 +244,7 @@ class Resumption:
         self._prepare(spec, plan.timeline, 1, discard=plan.discard)
 
     def _prepare(self, spec: StateSpec, timeline: Timeline, record: int, discard: bool) -> None:
-        self._fresh = self._link.prepare(spec, timeline, record, discard=discard, reason=self._reason)
+        self._fresh = self._link.prepare(spec, timeline, record, discard=discard, reason=self._reason, whole=True)
 
     @property
     def _wants_to_repeat(self) -> bool:

@@ -29,6 +29,7 @@ from memckpt.errors import (
     AgentGoneError,
     ForeignStateError,
     MemckptError,
+    MemoryBudgetError,
     ResumeMismatchError,
     UnsupportedError,
     UsageError,
@@ -313,7 +314,12 @@ class Session:
     def _go_on(self, writer: SlotWriter, record: int) -> None:
         """The state after `record` is back: collect the next one."""
         if self._live.spec(self._request) == writer.spec and not self._peers.active:
-            self._begin_record(record + 1)
+            try:
+                self._begin_record(record + 1)
+            except MemoryBudgetError as error:
+                # The dead attempt had written a generation's start, and there is no room for its records.
+                self._lose_agent(record, str(error))
+                self._recorder.begin(None, record + 1)
         else:
             # Other settings than the last attempt's, or a state that has grown, or peers that need all of it: start a
             # new generation.
@@ -557,6 +563,12 @@ class Session:
         """Go on to the next record, as soon as its slot is free."""
         writer = self._staging.writer
         assert writer is not None
+        if not writer.whole:
+            if not self._link.client.make_slots(writer.generation):
+                self._staging.drop()
+                self._recorder.begin(None, record)
+                return
+            writer.use_all_slots()
         self._clock.slot_wait += self._link.wait_for_room(record, writer.spec, self._due.began)
         self._staging.begin_record(record)
 
@@ -605,8 +617,8 @@ class Session:
 
     # Generations
 
-    def _begin_generation(self, point: RestorePoint) -> None:
-        """Write the whole state by value; the log goes on from here."""
+    def _begin_generation(self, point: RestorePoint, goes_on: bool = True) -> None:
+        """Write the whole state by value; the log goes on from here, if training does."""
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()
@@ -624,12 +636,13 @@ class Session:
         self._recorder.check.restart()
         self._recorder.pending.regroup()
         self._tap_again()  # parameters may have been unfrozen since
+        if goes_on:
+            self._begin_record(record + 1)
         if self._unprotected_since is not None:
             gap = record - self._unprotected_since
             _log.warning("memckpt: protected again from step %d on; %d steps were not", point.step, gap)
             self._unprotected_since = None
         _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
-        self._begin_record(record + 1)
 
     def _tap_again(self) -> None:
         """Hooks are on the parameters that are trained now."""
@@ -760,7 +773,7 @@ class Session:
             _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
             return
         try:
-            self._begin_generation(point)
+            self._begin_generation(point, goes_on=False)
         except Exception as error:
             _log.warning("memckpt: the final step %d cannot be captured: %s", point.step, error)
 

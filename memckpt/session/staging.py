@@ -79,6 +79,7 @@ class Staging:
             self._live,
             self._rank,
             self._copier,
+            message.whole,
         )
 
     def adopt(self, writer: SlotWriter) -> None:

@@ -510,6 +510,35 @@ class Layout:
         """Shared memory of one generation on this node."""
         return self.slots_bytes + self.static_bytes + self.replica_bytes
 
+    def start_ranges(self, record: int) -> list[tuple[int, int]]:
+        """Offsets and lengths, in bytes and whole pages, of what a start after `record` writes into the slots' region.
+
+        They are all headers and landings, the anchors of the virtual records, and the record's by-value tensors. The
+        ranges are ascending and disjoint.
+        """
+        virtual = range(0) if self.spec.mode == "eager" else range(record - self.spec.period + 1, record + 1)
+        found = []
+        landings = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
+        for slot in range(0, self.slot_bytes * self.ring, self.slot_bytes):
+            found.append((slot, slot + HEADER_BYTES))
+            if self.landing_bytes:
+                found.append((slot + landings, slot + self.slot_bytes))
+        for number in virtual:
+            offset, nbytes = self.anchor_area(number)
+            start = self.slot_offset(number) + offset
+            found.append((start, start + nbytes))
+        for number in range(self.by_value_ring):
+            slot = self.slot_bytes * self.ring + number * self.by_value_slot_bytes
+            held = self.by_value_slot_offset(record) == slot
+            found.append((slot, slot + (self.by_value_slot_bytes if held else HEADER_BYTES)))
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted((begin - begin % PAGE, aligned(end, PAGE)) for begin, end in found):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+            else:
+                merged.append((start, stop))
+        return [(start, stop - start) for start, stop in merged]
+
     @property
     def numel(self) -> int:
         """Elements of all stepped parameters."""
