@@ -20,6 +20,7 @@ from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UnsupportedError
 from memckpt.messages import show_by_default
 from tests.engine_harness import Lab
+from tests.processes import be_subreaper
 
 CONFIG = memckpt.MemckptConfig(redo="lazy", storage=None, agent=memckpt.AgentConfig(linger_seconds=60))
 
@@ -64,6 +65,19 @@ def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
     assert said(lab) == ["memckpt: resuming from local memory at step 3"]
     assert said(lab) == ["memckpt: resuming from local memory at step 6"]
     assert said(lab, resume="never") == ["memckpt: starting over: resume='never'"]
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_an_agent_that_would_die_with_its_trainer_is_named(lab: Lab, adopts: bool) -> None:
+    """Ray's workers, say, which have all of their descendants ended with them."""
+
+    def body() -> None:
+        be_subreaper(adopts)
+        train(lab.run_dir)
+
+    child = lab.fork(body, "train")
+    assert child.wait() == -signal.SIGKILL, child.log.read_text()
+    assert ("has become a child of this process, which adopts orphans" in child.log.read_text()) == adopts
 
 
 def test_a_level_that_somebody_has_chosen_stays() -> None:

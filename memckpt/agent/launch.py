@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -11,10 +12,11 @@ from pathlib import Path
 
 from memckpt.agent.address import AgentAddress
 from memckpt.agent.descriptors import readable
-from memckpt.agent.processes import ProcessHandle
+from memckpt.agent.processes import ProcessHandle, parent_of
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, ConfigurationError
 
+_log = logging.getLogger("memckpt")
 _READY = "ready"
 #: Ends what the agent says. The end of the pipe would not do: a process that was forked meanwhile may have it, too.
 _END = "\0"
@@ -94,7 +96,16 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     if outcome != _READY:
         detail = outcome or (f"it ended with status {status}" if status else "it has died")
         raise AgentError(f"the agent could not be started: {detail}; see {address.log_path}")
-    return int(line.split()[0])
+    pid = int(line.split()[0])
+    if parent_of(pid) == os.getpid():
+        _log.warning(
+            "memckpt: the agent (pid %d) has become a child of this process, which adopts orphans: it is the first "
+            "process of a container, or a child subreaper, as launchers make their workers. What ends this process may "
+            "end the agent, and what it holds. Start `memckpt agent %s` outside of it, before training",
+            pid,
+            address.run_dir,
+        )
+    return pid
 
 
 def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subprocess.Popen[bytes]:

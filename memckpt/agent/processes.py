@@ -34,6 +34,11 @@ def _status_of(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def parent_of(pid: int) -> int:
+    """Process id of its parent; 0 if there is no such process."""
+    return int(_status_of(pid).get("PPid", 0))
+
+
 class ProcessHandle:
     """A pidfd: names one process for good, whatever happens to its id. Owner closes it."""
 
