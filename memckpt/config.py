@@ -18,6 +18,7 @@ StorageMode = Literal["replica", "log"]
 StorageChoice = Literal["auto", "replica", "log"]
 ResumeChoice = Literal["auto", "require", "never"]
 AckPolicy = Literal["wait", "proceed"]
+CadencePolicy = Literal["auto", "every_step"]
 Security = Literal["curve", "plain"]
 ResumeCheckChoice = Literal["witness", "replay", "require", "off"]
 DomainLevel = Literal["auto", "node", "rack", "zone"]
@@ -189,14 +190,19 @@ class ErasureConfig(PeersConfig):
         tolerate: m, how many nodes of a group may be lost. The owner is a holder itself, so that a record is sent
             (k + m - 1) / k times over.
         backend: of liberasurecode, for m of 2 or more.
+        cadence: what is sent where the links do not carry every record: ``"auto"`` sends the whole state after every
+            N-th step instead, N as small as they allow; ``"every_step"`` sends records or nothing, so that training
+            waits for them, or with ``ack="proceed"`` leaves records out.
     """
 
     data: int = 2
     tolerate: int = 1
     backend: str = "isa_l_rs_cauchy"
+    cadence: CadencePolicy = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _require(self.cadence in ("auto", "every_step"), "peers.cadence", "'auto' or 'every_step'", self.cadence)
         _require(1 <= self.data <= 32, "peers.data", "1 to 32", self.data)
         _require(1 <= self.tolerate <= 32, "peers.tolerate", "1 to 32", self.tolerate)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from memckpt.agent.peer_messages import StateTaken
 from memckpt.peers.blob import Blob, Extent, RecordTail
 from memckpt.peers.holder import Holder
 from memckpt.state.layout import StateSpec
@@ -41,11 +42,12 @@ class Setting:
     wait: bool = True
     eager: bool = False
     repeat: bool = False
+    cadence: bool = False
 
     def __str__(self) -> str:
         words = f"{self.data}+{self.tolerate} on {self.nodes}, T={self.period}, D={self.slots}"
         words += ", private" * self.private + ", proceed" * (not self.wait)
-        return words + ", eager" * self.eager + ", repeat" * self.repeat
+        return words + ", eager" * self.eager + ", repeat" * self.repeat + ", cadence" * self.cadence
 
     @property
     def trails(self) -> bool:
@@ -164,6 +166,22 @@ class Generation:
 
     def step(self, record: int) -> int:
         return 10 * record
+
+    def close(self) -> None:
+        pass
+
+
+class Taken:
+    """A copy of a unit's state, as a courier reads it; `plain` of the message says who made it."""
+
+    def __init__(self, message: StateTaken, regions: list[Any]) -> None:
+        self.message = message
+        self.records = range(message.record - message.spec.period + 1, message.record + 1)
+
+    def open(self, record: int) -> Blob:
+        past = msgspec.msgpack.decode(self.message.plain, type=tuple[str, ...])
+        data = bytes_of(self.message.ranks, record, past, virtual=True)
+        return Blob(RecordTail(10 * record, b"", {}, (Extent(0, len(data)),)), [memoryview(data)])
 
     def close(self) -> None:
         pass

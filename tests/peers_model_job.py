@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from memckpt.agent.generation import branch_off
-from memckpt.agent.peer_messages import GiveUp, PeerJob, PeerNode, PeerUnit
+from memckpt.agent.peer_messages import GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
 from memckpt.courier.member import Member
 from memckpt.courier.mirroring import Mirroring
 from memckpt.peers.blob import BlobReader, Room
@@ -35,6 +35,7 @@ class Job:
         made: the newest record that each unit's trainers have committed.
         staging: units that are filling the slot of the next one.
         anew: units that begin a generation with it.
+        ordered: by node, the record whose state is to be copied.
         whole: whether any m nodes could be lost at some time in this attempt.
         emptied: those that have lost their memory since.
         strayed: whether nobody had to wait at some time in this attempt.
@@ -50,11 +51,13 @@ class Job:
     made: dict[Unit, int]
     staging: set[Unit]
     anew: set[Unit]
+    ordered: dict[str, int]
 
     def __init__(self, setting: Setting, room: int) -> None:
         self.setting = setting
         self.room = room
         self.code = Code(setting.data, setting.tolerate)
+        self.plain_code = Code(1, setting.tolerate)
         self.attempts: dict[str, tuple[Any, Chain]] = {}
         self.bases: dict[str, int] = {}
         self.places: dict[Unit, Node] = {}
@@ -160,7 +163,7 @@ class Job:
         for stripe in range(stripes):
             there = [(name, one.fragment(record, stripe)) for name, one in windows.items() if one is not None]
             data, bad = decode_stripe(
-                self.code,
+                self.code if fetch.data == self.setting.data else self.plain_code,
                 [(name, found[0], bytes(found[1])) for name, found in there if found is not None],
                 generation=fetch.generation,
                 owner=fetch.ranks,
@@ -199,6 +202,7 @@ class Job:
         self.lifted: dict[str, bool] = {}
         self.made = dict.fromkeys(places, record or 0)
         self.staging, self.anew = set(), set(places)
+        self.ordered = {}
         self.network = Network(names)
         self.job = PeerJob(
             attempt=nonce,
@@ -212,6 +216,7 @@ class Job:
             rate_bytes_per_second=None,
             overhead=0.03,
             record=record,
+            cadence=self.setting.cadence,
         )
         self.close_members()
         for unit, node in places.items():
@@ -247,7 +252,12 @@ class Job:
         job = msgspec.structs.replace(self.job, record=record)
         unused: Any = None  # nothing is mirrored
         holder = Mirroring(node.holder, unused, unused)
-        self.members[node.name] = Member(node.name, job, holder, port, passed, rejoined)
+        self.ordered.pop(node.name, None)
+
+        def ask(message: TakeState) -> None:
+            self.ordered[node.name] = message.record
+
+        self.members[node.name] = Member(node.name, job, holder, port, passed, rejoined, ask)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -315,6 +325,31 @@ class Job:
             self._owner(node, unit).committed(record)
             self._allow(unit)
         live.let_go(self.members[node.name].watermark.record)
+        self._copy_state(node, unit, past)
+
+    def _copy_state(self, node: Node, unit: Unit, past: Chain) -> None:
+        """Copy the state of a unit, if that after its newest record is to be copied."""
+        record, ordered = self.made[unit], self.ordered.get(node.name, 0)
+        cuts = self.members[node.name].cuts
+        if not ordered or cuts is None or record < ordered:
+            return
+        del self.ordered[node.name]
+        if record > ordered:
+            cuts.miss(ordered, "too late")
+            return
+        name = f"{self.attempt}/{unit}/{self._names}/{node.name}/state {record}"
+        self._names += 1
+        self.bases[name] = self.bases[name + "/own"] = record
+        spec = self.setting.spec(unit)
+        plain = msgspec.msgpack.encode(past)
+        cuts.take(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
+
+    def slow_down(self, unit: Unit) -> None:
+        """A unit's links do not carry its records any more."""
+        owner = self._owner(self.places[unit], unit)
+        if owner.spaces and not owner.paused:
+            owner.too_slow = True
+            owner.pause()
 
     def may_start(self, unit: Unit) -> bool:
         """Whether a unit's trainers, which have found a new agent, can write their state as it is."""
@@ -363,6 +398,7 @@ class Job:
         member._sources[unit] = generation
         member._ahead[unit] = sizes.kept - sizes.period - setting.standing
         member._reach[unit] = member._ahead[unit] * sizes.every
+        self._owner(node, unit).spaces = setting.cadence
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
     def begin_anew(self, unit: Unit) -> None:
@@ -451,9 +487,21 @@ class Job:
     def promised(self, lost: Collection[str]) -> int:
         """The record that must be reachable without some nodes; 0: none."""
         names = [node.name for node in self.job.nodes]
+        if self.setting.cadence:
+            return self._promised_state(len(lost))
         gone = set(lost) | self.emptied
         borne = self.setting.tolerate if self.whole else 0
         groups = next(iter(self.members.values())).placement.groups
         if not self.setting.wait or any(len(gone & {names[one] for one in group.nodes}) > borne for group in groups):
             return 0
         return max(seen for name, seen in self.seen.items() if name not in lost)
+
+    def _promised_state(self, lost: int) -> int:
+        """The record whose state every node and its holders have by value; 0: none."""
+        leader = next((one._leader for one in self.members.values() if one._leader is not None), None)
+        if leader is None or leader._cadence is None or lost > self.setting.tolerate:
+            return 0
+        state = leader._cadence.reached
+        noticed = all(None not in queue for queue in self.network.queues.values()) and not self.network.unnoticed()
+        there = all(one.cuts is not None and one.cuts.hold(state) for one in self.members.values())
+        return state if state and leader.watermark.record == state and noticed and there else 0

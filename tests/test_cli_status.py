@@ -142,6 +142,13 @@ def test_what_is_not_known_is_left_out() -> None:
     assert "s3://bucket/[run]" in text
 
 
+def test_states_that_are_sent_in_place_of_records() -> None:
+    text = text_of(a_view(an_agent(peers=some_peers(every=12))))
+    assert re.search(r"cadence +│ the whole state every 12 steps: the links do not carry every record", text)
+    assert "the whole state every step: " in text_of(a_view(an_agent(peers=some_peers(every=1))))
+    assert "cadence" not in text_of(a_view(an_agent(peers=some_peers())))
+
+
 def test_peers_that_protect() -> None:
     text = text_of(a_view(an_agent(peers=some_peers())))
     for expected in (

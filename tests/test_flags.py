@@ -34,6 +34,7 @@ OTHER_VALUES: dict[str, tuple[str, Any]] = {
     "agent.fence_seconds": ("90", 90.0),
     "agent.niceness": ("0", 0),
     "peers.ack": ("proceed", "proceed"),
+    "peers.cadence": ("every_step", "every_step"),
     "peers.security": ("plain", "plain"),
     "peers.host": ("eth0", "eth0"),
     "peers.port": ("29600", 29_600),

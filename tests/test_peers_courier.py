@@ -325,7 +325,7 @@ def test_owners_send_in_turns(node: Node) -> None:
             return limit
 
     node.member._turns = deque([Sender("first"), Sender("second")])  # type: ignore[list-item]
-    assert [node.member._pump() for _ in range(3)] == [_PUMP_BYTES] * 3
+    assert [node.member._pump(_PUMP_BYTES) for _ in range(3)] == [_PUMP_BYTES] * 3
     assert turns == ["first", "second", "first"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from memckpt.courier import member
+from memckpt.courier import cuts, member
+from memckpt.errors import MemoryBudgetError
 from memckpt.peers import blob, fragments, holder, windows
+from memckpt.peers.cadence import NONE_CAN_BE_HAD
+from memckpt.peers.kept_window import BeingReservedError
 from memckpt.peers.wire import Put
 from memckpt.recovery.plan import RestoreRecord
-from tests.peers_model import Node, Setting, Unit
+from tests.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.peers_model_job import Job
 
 #: Picks one of several.
@@ -40,6 +44,10 @@ SETTINGS = [
     Setting(data=2, tolerate=2, nodes=4, slots=4, eager=True, repeat=True),
     Setting(data=1, tolerate=2, nodes=3, slots=4, private=True, eager=True, repeat=True),
     Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, repeat=True, wait=False),
+    Setting(data=1, tolerate=1, nodes=2, wait=False, cadence=True),
+    Setting(data=2, tolerate=2, nodes=4, period=3, wait=False, cadence=True),
+    Setting(data=2, tolerate=1, nodes=3, cadence=True),
+    Setting(data=2, tolerate=1, nodes=3, slots=4, eager=True, wait=False, cadence=True),
 ]
 
 
@@ -51,6 +59,7 @@ def _short_stripes() -> Iterator[None]:
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
         patch.setattr(member, "_PUMP_BYTES", 200)
+        patch.setattr(cuts, "_Taken", Taken)
         yield
 
 
@@ -132,8 +141,10 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
         for number in range(2):
             names = {node.name for node in places.values()}
             job.begin(job.plan(places, f"attempt{number}"), places, f"attempt{number}", hear=names)
-            for event in range(120):
-                if event < 3:
+            for event in range(60 if setting.cadence else 120):
+                if setting.cadence and event == 3:
+                    job.slow_down(setting.units[-1])
+                if event < 3 or (setting.cadence and event % 6 == 0):
                     _step(job, said.append)
                     job.settle()
                     job.look()
@@ -143,7 +154,96 @@ def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: 
             stay = list(places.items())[setting.tolerate :]
             lost = list(places)[: setting.tolerate]
             places = {**{unit: Node(f"new{number}{index}") for index, unit in enumerate(lost)}, **dict(stay)}
-        assert not setting.wait or sum(map(bool, promises)) > len(promises) / 10
+        assert not setting.wait or setting.cadence or sum(map(bool, promises)) > len(promises) / 10
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
+def test_a_state_by_value_is_there_whichever_nodes_are_lost(setting: Setting) -> None:
+    """Survivors go back to it as well, however far they have got since."""
+    job, said, promises = Job(setting, room=50), list[str](), list[int]()
+    try:
+        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
+        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+        for step in range(30):
+            if step == 3:
+                job.slow_down(setting.units[-1])
+            _step(job, said.append)
+            if step % 3 == 0:  # training is ahead of what is sent
+                job.settle()
+            for unit in setting.units:
+                while job.redo(unit):
+                    pass
+            promises += _lose_each_choice(job, said)
+        assert sum(map(bool, promises)) > len(promises) / 6
+        assert max(promises) >= 8
+    finally:
+        job.close()
+
+
+def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
+    """And is kept as soon as there is some."""
+    setting = next(setting for setting in SETTINGS if setting.cadence)
+    job, said, refused = Job(setting, room=50), list[str](), Counter[str]()
+
+    def reserving(node: Node) -> Callable[[int], Memory]:
+        def reserve(nbytes: int) -> Memory:
+            refused[node.name] += 1
+            if refused[node.name] % 3:
+                raise BeingReservedError("not yet")
+            return Memory(nbytes)
+
+        return reserve
+
+    try:
+        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
+        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+        for step in range(12):
+            if step == 3:
+                job.slow_down(setting.units[-1])
+                for node in places.values():
+                    node.holder._reserve = reserving(node)
+            _step(job, said.append)
+            for _ in range(40):  # who does not get memory asks again after some seconds
+                job.settle()
+        assert min(refused.values()) > 5
+        cuts = [member.cuts for member in job.members.values()]
+        print(
+            [(c.acknowledged, c.missed, c.ordered, c.problem, len(c._arrived)) for c in cuts],
+            [(m.watermark, m._told) for m in job.members.values()],
+            refused,
+        )
+        assert all(one is not None and one.acknowledged > 3 and not one.missed for one in cuts), said
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.cadence], ids=str)
+def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
+    job, said = Job(setting, room=50), list[str]()
+
+    def no_memory(*_: object) -> None:
+        raise MemoryBudgetError("none")
+
+    try:
+        places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
+        for node in places.values():
+            node.holder.keep_own = no_memory  # type: ignore[assignment,method-assign]
+        job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
+        for step in range(600):
+            if step == 3:
+                job.slow_down(setting.units[-1])
+            _step(job, said.append)
+            job.settle()
+            for unit in setting.units:
+                while job.redo(unit):
+                    pass
+        assert {member.watermark.cut for member in job.members.values()} == {NONE_CAN_BE_HAD}
+        assert min(job.made.values()) > 500
+        for member in job.members.values():
+            assert member.watermark.record > 500
+            assert member.watermark.whole
     finally:
         job.close()
 
@@ -237,7 +337,8 @@ _HAPPENS = [
 
 
 def _let_happen(job: Job, choose: Choose, say: Say) -> None:
-    match choose([*_HAPPENS, *["redo"] * 6] if job.setting.eager else _HAPPENS):
+    happens = [*_HAPPENS, *["redo"] * 6 * job.setting.eager, *["slow link"] * job.setting.cadence]
+    match choose(happens):
         case "deliver":
             if ready := job.network.ready():
                 pair = choose(ready)
@@ -260,6 +361,10 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
             name = choose(sorted(job.members))
             say(f"all but {name} comes to rest")
             job.settle(name)
+        case "slow link":
+            unit = choose(job.setting.units)
+            say(f"the links of {unit} do not carry its records")
+            job.slow_down(unit)
         case "generation":
             unit = choose(job.setting.units)
             say(f"{unit} is to begin a generation")
@@ -274,6 +379,9 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
 def _go_on(job: Job, say: Say) -> None:
     """Nothing more happens: training goes on, and is as well protected as at first."""
     before = min(job.made.values())
+    if job.setting.cadence:
+        _go_on_with_states(job, say)
+        return
     for _ in range(job.setting.period + job.setting.slots + 3):
         _step(job, say)
         job.settle()
@@ -284,6 +392,22 @@ def _go_on(job: Job, say: Say) -> None:
     assert not job.emptied
     assert set(job.seen.values()) == {newest}
     assert all(member.watermark.whole for member in job.members.values())
+
+
+def _go_on_with_states(job: Job, say: Say) -> None:
+    """Nothing more happens, but links may be too slow: some state soon is with all peers, and records after it."""
+    before = min(job.made.values())
+    for _ in range(400):
+        _step(job, say)
+        job.settle()
+        for unit in job.setting.units:  # no message may make it go on, where no record is sent
+            while job.redo(unit):
+                pass
+        job.look()
+        member = next(iter(job.members.values()))
+        if member.watermark.record > before and member.watermark.whole and not member.watermark.every:
+            return
+    raise AssertionError([(one.watermark, one._told) for one in job.members.values()])
 
 
 def _step(job: Job, say: Say) -> None:

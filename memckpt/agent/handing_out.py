@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from memckpt.agent.generation import Generation
 from memckpt.agent.holding import Holding
-from memckpt.agent.peer_messages import SendGeneration
+from memckpt.agent.peer_messages import SendGeneration, StateTaken
+from memckpt.agent.snapshots import Snapshot
 from memckpt.state.records import Branch
 
 
@@ -24,6 +25,22 @@ def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
         records=held.sendable(),
         missing=missing,
         plain=plain,
+        history=holding.history,
+    )
+
+
+def by_value(holding: Holding, snapshot: Snapshot, name: str) -> StateTaken:
+    """A state that was copied for peers."""
+    held, record = snapshot.generation, snapshot.record
+    return StateTaken(
+        ranks=holding.ranks,
+        record=record,
+        generation=name,
+        spec=held.spec,
+        step=held.step_of(record) or 0,
+        rank_states=held.rank_states(record),
+        missing=snapshot.missing,
+        plain=snapshot.plain,
         history=holding.history,
     )
 

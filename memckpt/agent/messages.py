@@ -51,6 +51,9 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     SendGeneration,
     SendRecord,
+    StateMissed,
+    StateTaken,
+    TakeState,
 )
 from memckpt.agent.writer_messages import (
     Announce,
@@ -68,7 +71,7 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 
 class Launcher(msgspec.Struct, frozen=True, array_like=True):
@@ -615,6 +618,9 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     Filled,
     SendGeneration,
     SendRecord,
+    TakeState,
+    StateMissed,
+    StateTaken,
     GiveUp,
     GivenUp,
     Holds,

@@ -79,6 +79,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         record: the one behind which the attempt goes on; None: it starts over, or from storage.
         forget: a person wants it to start over, and nothing that is kept.
         ack_timeout_seconds: after which training does not wait for a node that acknowledges nothing.
+        cadence: where links do not carry every record, the state after every N-th is sent instead.
     """
 
     attempt: str
@@ -94,6 +95,7 @@ class PeerJob(msgspec.Struct, frozen=True):
     record: int | None
     forget: bool = False
     ack_timeout_seconds: float = 15.0
+    cadence: bool = False
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -270,6 +272,47 @@ class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
     rank_states: dict[int, bytes]
 
 
+class TakeState(msgspec.Struct, frozen=True, tag="take state"):
+    """From the courier: have the state after a record, which lies a little ahead, copied for peers.
+
+    Answer: StateTaken or StateMissed, for each set of ranks that share their shards.
+    """
+
+    record: int
+
+
+class StateMissed(msgspec.Struct, frozen=True, tag="state missed"):
+    """To the courier: the state after that record has not been copied, as the order came too late, or something else
+    is being copied."""
+
+    record: int
+
+
+class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
+    """To the courier: the state after a record; its copy comes along, laid out as a snapshot, then the static region
+    where there is one.
+
+    Attributes:
+        ranks: whose it is.
+        record: after which.
+        generation: its name, no two alike.
+        step: the framework's.
+        rank_states: after it.
+        missing, plain: as in RecordMeta, of all optimizer state.
+        history: timelines, oldest first.
+    """
+
+    ranks: tuple[int, ...]
+    record: int
+    generation: str
+    spec: StateSpec
+    step: int
+    rank_states: dict[int, bytes]
+    missing: tuple[tuple[int, int, str], ...]
+    plain: bytes
+    history: tuple[Branch, ...]
+
+
 class GiveUp(msgspec.Struct, frozen=True, tag="give up"):
     """To the courier: send no more of what the generation begins with, the replica has to go on. Answer: GivenUp."""
 
@@ -354,7 +397,8 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
 
     `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
-    some node has lost all that it had and can begin anew only if training goes on, or stands still for too long.
+    some node has lost all that it had and can begin anew only if training goes on, or stands still for too long; or
+    links do not carry every record.
     """
 
     record: int
@@ -407,6 +451,7 @@ class PeersStatus(msgspec.Struct, frozen=True):
         refused: messages of strangers, and damaged ones.
         gap: the records from..to that no peer had, the last such gap; None if there was none.
         recovering: what is being restored, with progress; empty if nothing is.
+        every: N, where the links do not carry every record and the state after every N-th is sent instead; else 0.
     """
 
     scheme: str
@@ -426,6 +471,7 @@ class PeersStatus(msgspec.Struct, frozen=True):
     refused: int
     gap: tuple[int, int] | None
     recovering: str = ""
+    every: int = 0
 
 
 class PeersReport(msgspec.Struct, frozen=True, tag="peers"):

@@ -7,12 +7,13 @@ import secrets
 import selectors
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
 from memckpt.agent.backoff import Backoff
 from memckpt.agent.generation import Generation
-from memckpt.agent.handing_out import announce, hand_out
+from memckpt.agent.handing_out import announce, by_value, hand_out
 from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.messages import Message
@@ -46,9 +47,12 @@ from memckpt.agent.peer_messages import (
     Recovered,
     RecoveryProgress,
     SendRecord,
+    StateMissed,
+    TakeState,
 )
 from memckpt.agent.piece_rooms import PieceRooms
 from memckpt.agent.recovery import Recovery
+from memckpt.agent.snapshots import Snapshot
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
@@ -410,6 +414,33 @@ class Peers:
         self._send(hand_out(ranks, held, record, history, behind), [region.fd for region in held.regions])
         return ""
 
+    def _take_state(self, record: int) -> None:
+        """Have the state of this node's ranks copied after a record."""
+        if self._job is None or self._listening is None:
+            return
+        node = self._listening[0].node
+        for unit in self._job.units:
+            holding = self._holding(unit.ranks) if self._job.nodes[unit.node].name == node else None
+            held = holding.held if holding is not None else None
+            if holding is not None and held is not None and held.complete and held.spec.mode != "capture":
+                holding.saver.copy_for_peers(held, record, partial(self._state_taken, holding, record))
+            elif self._job.nodes[unit.node].name == node:
+                self._send(StateMissed(record))
+
+    def _state_taken(self, holding: Holding, record: int, snapshot: Snapshot | None) -> None:
+        if snapshot is None:
+            self._send(StateMissed(record))
+            return
+        try:
+            if self._job is not None:
+                ranks = "-".join(map(str, holding.ranks))
+                name = f"{self._job.attempt}/{self._token}/{ranks}/state {record}"
+                static = snapshot.generation.static
+                regions = [snapshot.region] + ([static] if static is not None else [])
+                self._send(by_value(holding, snapshot, name), [region.fd for region in regions])
+        finally:
+            snapshot.region.close()
+
     def gate(self, holding: Holding) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
         if self.watermark is None or self._job is None:
@@ -495,6 +526,8 @@ class Peers:
                 self.watermark, self._newest = message.record, message
                 self._mirrors.passed(message.record, message.whole)
                 self._told_passed(message)
+            case TakeState():
+                self._take_state(message.record)
             case PeersReport():
                 self._report, self._reported = message.status, time.monotonic()
             case GivenUp():

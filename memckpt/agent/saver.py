@@ -278,7 +278,29 @@ class Saver:
         except (MemckptError, OSError, RuntimeError) as error:
             done(SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}"))
 
+    def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
+        """Have the state after a record copied, if nothing else is just being copied.
+
+        Args:
+            generation: which holds it.
+            record: a little ahead.
+            taken: gets the copy, which it owns; None if there is none.
+        """
+
+        def failed(message: Saved | SaveFailed) -> None:
+            _log.warning("no state is copied for peers: %s", message.reason if isinstance(message, SaveFailed) else "")
+            taken(None)
+
+        try:
+            if self._snapshots.busy or not self._snapshots.begin(generation, record, "", failed, taken):
+                taken(None)
+        except (MemckptError, OSError, RuntimeError) as error:
+            failed(SaveFailed(generation.newest_step() or 0, str(error)))
+
     def _again(self, snapshot: Snapshot) -> None:
+        if snapshot.for_peers is not None:
+            snapshot.for_peers(None)
+            return
         self._want_again(snapshot.url, snapshot.done)
 
     def _want_again(self, url: str, done: Done) -> None:
@@ -297,6 +319,9 @@ class Saver:
 
     def _save_snapshot(self, snapshot: Snapshot) -> None:
         generation = snapshot.generation
+        if snapshot.for_peers is not None and generation.knows(snapshot.record):
+            snapshot.for_peers(snapshot)
+            return
         if not generation.knows(snapshot.record):
             # So late that its rank states have been let go of.
             snapshot.region.close()

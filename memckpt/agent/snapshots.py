@@ -27,6 +27,7 @@ class Snapshot:
         url, done: for where and whom it is.
         missing, plain: as in RecordMeta, of all optimizer state.
         seconds: that trainers took to copy it.
+        for_peers: who gets it in place of storage; None where that was not taken.
     """
 
     generation: Generation
@@ -38,6 +39,7 @@ class Snapshot:
     plain: bytes = b""
     seconds: float = 0.0
     taken: dict[int, SnapshotTaken] = field(default_factory=dict)
+    for_peers: Callable[[Snapshot | None], None] | None = None
 
 
 class Snapshots:
@@ -74,7 +76,14 @@ class Snapshots:
         """Who is told of the one that is being taken; None while none is."""
         return self._current.done if self._current is not None else None
 
-    def begin(self, generation: Generation, record: int, url: str, done: Done) -> bool:
+    def begin(
+        self,
+        generation: Generation,
+        record: int,
+        url: str,
+        done: Done,
+        for_peers: Callable[[Snapshot | None], None] | None = None,
+    ) -> bool:
         """Have the state after `record` copied; False if that record has passed.
 
         Raises:
@@ -94,7 +103,7 @@ class Snapshots:
             region.close()
             return False
         generation.pinned = record
-        self._current = Snapshot(generation, record, region, url, done)
+        self._current = Snapshot(generation, record, region, url, done, for_peers=for_peers)
         return True
 
     def taken(self, rank: int, message: SnapshotTaken) -> None:

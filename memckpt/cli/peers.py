@@ -23,6 +23,9 @@ def show_peers(table: Table, peers: PeersStatus) -> None:
     if peers.recovering:
         table.add_row("recovering", f"[yellow]{escape(peers.recovering)}[/]")
     table.add_row("scheme", escape(f"{peers.scheme}; {_security_text(peers.security)}; ack {peers.ack}"))
+    if peers.every:
+        steps = "every step" if peers.every == 1 else f"every {peers.every} steps"
+        table.add_row("cadence", f"the whole state {steps}: the links do not carry every record")
     if peers.acknowledged:
         table.add_row("acknowledged", _acknowledged_text(peers.acknowledged))
     if peers.gap is not None:

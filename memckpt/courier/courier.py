@@ -41,6 +41,8 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     SendGeneration,
     SendRecord,
+    StateMissed,
+    StateTaken,
 )
 from memckpt.courier.asking import Asking
 from memckpt.courier.member import Member
@@ -288,6 +290,8 @@ class Courier:
             case Deserted():
                 if self._member is not None:
                     self._member.deserted = "its trainers go on without their agent"
+            case StateTaken() | StateMissed():
+                self._take_state(message, regions)
             case GiveUp():
                 if self._member is not None:
                     self._member.give_up(message)
@@ -380,7 +384,15 @@ class Courier:
         if self._member is not None:
             self._stop_reading()  # with the member goes its code, by which readers decode
             self._member.close()
-        self._member = Member(self._node, message.job, self._holder, self._transport, self._tell_passed, message.rejoin)
+        self._member = Member(
+            self._node,
+            message.job,
+            self._holder,
+            self._transport,
+            self._tell_passed,
+            message.rejoin,
+            self._channel.send,
+        )
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
         self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():
@@ -428,6 +440,18 @@ class Courier:
         elif self._member is not None:
             self._member.deserted = ""
             self._member.begin(message, regions)
+        else:
+            for region in regions:
+                region.close()
+
+    def _take_state(self, message: StateTaken | StateMissed, regions: list[Region]) -> None:
+        """A state that was ordered has been copied, or not."""
+        cuts = self._member.cuts if self._member is not None else None
+        if isinstance(message, StateMissed):
+            if cuts is not None:
+                cuts.miss(message.record, "the order came too late, or storage was being served")
+        elif cuts is not None:
+            cuts.take(message, regions)
         else:
             for region in regions:
                 region.close()

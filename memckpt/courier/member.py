@@ -16,12 +16,16 @@ from memckpt.agent.peer_messages import (
     PeersStatus,
     SendGeneration,
     SendRecord,
+    TakeState,
 )
+from memckpt.courier.cuts import Cuts, cuts_for
+from memckpt.courier.holding_up import HeldUp
 from memckpt.courier.mirroring import Mirroring
 from memckpt.courier.source import Part, RegionSource
 from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.peers.blob import Blob
+from memckpt.peers.cadence import NONE_CAN_BE_HAD, Cadence
 from memckpt.peers.code import Code
 from memckpt.peers.overdue import Absence, Overdue
 from memckpt.peers.owner import Outgoing, Owner
@@ -79,8 +83,10 @@ class Member:
             transport.
         passed: told when the watermark has got further, or protection has changed.
         rejoined: the node has taken part before, and has lost what its own records were on their way to.
+        ask: has the agent copy a state; None: no states are sent in place of records.
 
     Attributes:
+        cuts: states that are sent in place of records; None where they are not.
         loopback: messages of this node to itself.
         refused: what could not be understood, by reason.
         unheard: peers of which nothing is heard, as the transport says.
@@ -95,6 +101,7 @@ class Member:
         transport: Transport,
         passed: Callable[[Passed], None],
         rejoined: bool = False,
+        ask: Callable[[TakeState], None] | None = None,
     ) -> None:
         self._rejoined = rejoined
         self._leaving = False
@@ -125,7 +132,12 @@ class Member:
             for unit in job.units
             if unit.node == index
         }
-        self._turns = deque(self._owners.values())
+        self.cuts: Cuts | None = None
+        if job.cadence and ask is not None:
+            self.cuts = cuts_for(
+                node, job.attempt, self._code, holder.holder, self._owners, holders, self.send, self.room, ask
+            )
+        self._turns = deque(self._all_owners())
         self._private = {unit.ranks for unit in job.units if unit.private}
         pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
         #: By their ranks, the node, and which of its pieces is kept here.
@@ -136,12 +148,15 @@ class Member:
             holder.forget()
         holder.begin(job.attempt, job.record, self._code, rejoined)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
-        self._leader = Leader(names, start) if node == self._leader_node else None
+        cadence = Cadence() if self.cuts is not None else None
+        self._leader = Leader(names, start, cadence) if node == self._leader_node else None
         self.pacer = Pacer(job.rate_bytes_per_second, job.overhead)
         self._paused_until = 0.0
         #: By unit: how many records training may be ahead of the watermark; and since when it has been that far.
         self._ahead: dict[tuple[int, ...], int] = {}
         self._waiting_since: float | None = None
+        self._held_up = HeldUp(job.overhead)
+        self._spaced = False
         #: Nobody waited for a while, and training may still be further ahead than it is to be.
         self._strayed = rejoined
         #: By unit: how many records later the node cannot go back to one.
@@ -158,6 +173,8 @@ class Member:
     def close(self) -> None:
         for owner in self._owners.values():
             owner.close()
+        if self.cuts is not None:
+            self.cuts.close()
         self._sources.clear()
         for code in self._codes.values():
             code.close()
@@ -165,6 +182,10 @@ class Member:
     @property
     def owners(self) -> list[Owner]:
         return list(self._owners.values())
+
+    def _all_owners(self) -> list[Owner]:
+        """Those who send records, and those who send states."""
+        return [*self._owners.values(), *(self.cuts.owners if self.cuts is not None else ())]
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
@@ -209,7 +230,7 @@ class Member:
     def met(self, peer: str) -> None:
         """A peer is there for the first time, or has lost all that it had."""
         self._connected.add(peer)
-        for owner in self._owners.values():
+        for owner in self._all_owners():
             owner.met(peer)
         if peer == self._leader_node:
             self.send(peer, self._told, b"")
@@ -234,9 +255,13 @@ class Member:
             case Abandon():
                 self._holder.abandon(message.owner, message.generation, message.record)
             case Stored():
-                self._owners[message.owner].stored(peer, message)
+                for owner in self._all_owners():
+                    if owner.ranks == message.owner:
+                        owner.stored(peer, message)
             case NotStored():
-                self._owners[message.owner].not_stored(peer, message, now)
+                for owner in self._all_owners():
+                    if owner.ranks == message.owner:
+                        owner.not_stored(peer, message, now)
             case Acknowledged():
                 self._lead(message)
             case Watermark():
@@ -252,6 +277,8 @@ class Member:
                     return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
                 if window.private != (window.owner in self._private):
                     return f"private={window.private} is not as planned"
+                if window.cut and (window.private or not self.job.cadence):
+                    return "no state by value of it is planned"
                 if window.mirror and (window.private or self.job.scheme != "mirror"):
                     return "no mirror of it is planned"
             case Put() | Abandon():
@@ -287,9 +314,10 @@ class Member:
     def _pass_led(self) -> None:
         """What the leader has said counts as whole only while it is heard."""
         led, lifted = self._led, self._led.lifted or self._leader_node in self._away.nodes
-        # It has got no further than the records of this node have; those may reach it after the leader's word has.
-        record = min(led.record, self._told.record)
-        self._pass(Watermark(record, led.whole and not lifted and self._leader_node not in self.unheard, lifted))
+        whole = led.whole and not lifted and self._leader_node not in self.unheard
+        # It has got no further than this node has; its records may reach it after the leader's word has.
+        record = min(led.record, max(self._told.record, self._told.cut))
+        self._pass(msgspec.structs.replace(led, record=record, whole=whole, lifted=lifted))
 
     def _pass(self, watermark: Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
@@ -297,12 +325,46 @@ class Member:
         if watermark == self.watermark:
             return
         self.watermark = watermark
-        self._strayed |= watermark.lifted
+        self._strayed |= watermark.lifted or watermark.every > 0
         self._holder.passed(watermark.record, watermark.whole)
         for owner in self._owners.values():
             owner.passed(watermark.record)
             self._forget_virtual(owner)
-        self._passed(Passed(watermark.record, watermark.whole, watermark.lifted))
+        self._space_out(watermark)
+        self._passed(Passed(watermark.record, watermark.whole, watermark.lifted or watermark.every > 0))
+
+    def _space_out(self, watermark: Watermark) -> None:
+        """Send records, or the state that is due in their place."""
+        if self.cuts is None:
+            return
+        if (watermark.every > 0) != self._spaced:
+            self._spaced = watermark.every > 0
+            _log.warning(
+                "links do not carry every record: states are sent instead, one after the other"
+                if self._spaced
+                else "states cannot be copied: records are sent again, as links carry them"
+                if watermark.cut == NONE_CAN_BE_HAD
+                else "links carry every record again"
+            )
+        self.cuts.passed(watermark.record)
+        for ranks, owner in self._owners.items():
+            owner.proceeds = not self.job.wait or watermark.every > 0
+            owner.spaces = watermark.cut != NONE_CAN_BE_HAD and self._may_space(ranks)
+            owner.too_slow &= owner.spaces
+            if watermark.cut > 0 and not owner.paused:
+                owner.pause()
+            elif watermark.cut <= 0 and owner.paused and not owner.too_slow:
+                # A leader that was replaced knows of no states: training waits again.
+                owner.go_on(awaited=self.job.wait and not watermark.every)
+            owner.too_slow &= watermark.cut <= 0
+        if watermark.cut > 0:
+            self._held_up.forget()
+            self.cuts.order(watermark.cut)
+
+    def _may_space(self, ranks: tuple[int, ...]) -> bool:
+        """Whether states may be sent in place of a unit's records."""
+        source = self._sources.get(ranks)
+        return self.cuts is not None and source is not None and source.spec.mode != "capture"
 
     def _forget_virtual(self, owner: Owner) -> None:
         """Once its base is acknowledged a replica goes on, and no virtual records can be cut from it."""
@@ -358,6 +420,7 @@ class Member:
         self._reach[message.ranks] = self._ahead[message.ranks] * sizes.every
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         own = _OwnSource(source, "private" if private else "all")
+        owner.spaces = self.watermark.cut != NONE_CAN_BE_HAD and self._may_space(message.ranks)
         owner.begin(Outgoing(window, own, records, source.layout.ring))
 
     def committed(self, message: SendRecord) -> None:
@@ -366,6 +429,8 @@ class Member:
         if source is not None:
             source.note(message.record, message.step, message.meta, message.rank_states)
             self._owners[message.ranks].committed(message.record)
+            if message.ranks == next(iter(self._owners)):
+                self._held_up.committed()
 
     def give_up(self, message: GiveUp) -> None:
         """What a generation begins with cannot be sent any more."""
@@ -377,32 +442,23 @@ class Member:
 
     def work(self, now: float) -> None:
         """Send some of what is due, if it may go now, and say how far all is."""
-        for owner in self._owners.values():
+        for owner in self._all_owners():
             owner.retry(now)
+        if self.cuts is not None:
+            self.cuts.work()
         self._paused_until = 0.0
         self._note_waiting(now)
         self.pacer.in_flight(self._transport.in_flight_bytes)
-        if any(owner.wants for owner in self._owners.values()):
+        if any(owner.wants for owner in self._all_owners()):
             self._tell_pacer()
-            delay = self.pacer.delay(_PUMP_BYTES, now)
+            piece = self.pacer.piece(_PUMP_BYTES)
+            delay = self.pacer.delay(piece, now)
             if delay > 0:
                 self._paused_until = now + delay
             else:
-                self.pacer.sent(self._pump(), now)
-        record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
-        late = [ranks for ranks in self._owners if self._late(ranks)]
-        self._strayed &= self.watermark.lifted or bool(late)
-        # While training here does not wait it may get too far ahead of others at any time.
-        whole = not self.watermark.lifted and all(
-            owner.whole and self.unheard.isdisjoint(owner.holders) and ranks not in late
-            for ranks, owner in self._owners.items()
-        )
-        since = max((owner.since for owner in self._owners.values()), default=record)
-        anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
+                self.pacer.sent(self._pump(piece), now)
         self._look_for_overdue(now)
-        away = any(not self._away.nodes.isdisjoint(owner.holders) for owner in self._owners.values())
-        lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self._overdue.nodes or away))
-        told = Acknowledged(self._node, record, since, whole, lost)
+        told = self._how_far()
         if told != self._told:
             self._told = told
             if self._leader is not None:
@@ -446,13 +502,47 @@ class Member:
         for node in sorted(before - after):
             _log.info("%s is waited for again; it is sent what it lacks", node)
 
-    def _pump(self) -> int:
+    def _how_far(self) -> Acknowledged:
+        """What the leader is to know of this node."""
+        record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
+        late = [ranks for ranks in self._owners if self._late(ranks)]
+        self._strayed &= self.watermark.lifted or self.watermark.every > 0 or bool(late)
+        # While training here does not wait it may get too far ahead of others at any time.
+        whole = not self.watermark.lifted and all(
+            owner.whole and self.unheard.isdisjoint(owner.holders) and ranks not in late
+            for ranks, owner in self._owners.items()
+        )
+        since = max((owner.since for owner in self._owners.values()), default=record)
+        anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
+        away = any(not self._away.nodes.isdisjoint(owner.holders) for owner in self._owners.values())
+        lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self._overdue.nodes or away))
+        if self.cuts is None:
+            return Acknowledged(self._node, record, since, whole, lost)
+        newest = max((owner.newest or 0 for owner in self._owners.values()), default=0)
+        if self._leader is not None:
+            self._leader.newest = newest
+        mark = self.watermark
+        held = self.cuts.hold(mark.record)
+        if (mark.every or held) and not (whole and record > mark.record):
+            # Until all records are there that a later state takes, it is the one sent by value that counts.
+            heard = all(self.unheard.isdisjoint(owner.holders) for owner in self._owners.values())
+            record = since = mark.record
+            whole = held and heard and not mark.lifted
+        elif mark.every or held:
+            since = max(owner.reaches_from for owner in self._owners.values())
+        behind = any(owner.too_slow for owner in self._owners.values())
+        behind |= self.job.wait and not mark.every and self._held_up.too_long
+        # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
+        missed = self.cuts.missed if newest >= self.cuts.missed else 0
+        return Acknowledged(self._node, record, since, whole, lost, behind, self.cuts.acknowledged, missed)
+
+    def _pump(self, limit: int) -> int:
         """Send a piece, of the owners in turns; returns the bytes."""
         sent = 0
         for owner in list(self._turns):
             self._turns.rotate(-1)
-            sent += owner.pump(_PUMP_BYTES - sent)
-            if sent >= _PUMP_BYTES:
+            sent += owner.pump(limit - sent)
+            if sent >= limit:
                 break
         return sent
 
@@ -464,6 +554,8 @@ class Member:
     def _late(self, ranks: tuple[int, ...]) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
         owner = self._owners[ranks]
+        if self.cuts is not None and self.cuts.hold(self.watermark.record):
+            return False
         if owner.newest is None or ranks not in self._reach or (self.job.wait and not self._strayed):
             return False
         known = self.watermark.record if self.job.wait else owner.acknowledged
@@ -483,22 +575,28 @@ class Member:
     def _note_waiting(self, now: float) -> None:
         """Tell the pacer for how long training has waited for acknowledgements by now."""
         newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
-        waits = self.job.wait and any(
-            record is not None and record - self.watermark.record >= self._reach[ranks]
-            for ranks, record in newest.items()
-            if ranks in self._reach
+        waits = (
+            self.job.wait
+            and not self.watermark.every
+            and any(
+                record is not None and record - self.watermark.record >= self._reach[ranks]
+                for ranks, record in newest.items()
+                if ranks in self._reach
+            )
         )
         if self._waiting_since is not None:
             self.pacer.waited(now - self._waiting_since)
+            self._held_up.waited(now - self._waiting_since)
         self._waiting_since = now if waits else None
+        self._held_up.look(now, counts=self.watermark.whole or self._held_up.began)
 
     def patience(self, now: float) -> float:
         """Seconds until there is something to do without anything arriving."""
-        if self.loopback:
+        if self.loopback or (self.cuts is not None and self.cuts.busy):
             return 0.0
-        if any(owner.wants for owner in self._owners.values()):
+        if any(owner.wants for owner in self._all_owners()):
             return max(0.0, self._paused_until - now)
-        times = [at - now for owner in self._owners.values() if (at := owner.retry_at()) is not None]
+        times = [at - now for owner in self._all_owners() if (at := owner.retry_at()) is not None]
         return max(0.0, min(times, default=60.0))
 
     # What is shown
@@ -520,7 +618,7 @@ class Member:
             security=security,
             ack="wait" if job.wait else "proceed",
             watermark=self.watermark.record if self.watermark.record else None,
-            acknowledged=tuple((owner.ranks, owner.acknowledged) for owner in owners if owner.acknowledged),
+            acknowledged=tuple((owner.ranks, record) for owner in owners if (record := self._newest_of(owner))),
             protected=self.watermark.whole,
             problem=self._problem(),
             held_bytes=self._holder.nbytes,
@@ -533,11 +631,16 @@ class Member:
             refused=sum(self._transport.refused.values()) + sum(self.refused.values()),
             gap=next((owner.gap for owner in owners if owner.gap is not None), None),
             recovering=recovering,
+            every=self.watermark.every,
         )
+
+    def _newest_of(self, owner: Owner) -> int:
+        """The newest record of a unit's that all its holders have, or whose state they have."""
+        return max(owner.acknowledged, self.cuts.acknowledged_of(owner.ranks) if self.cuts is not None else 0)
 
     def _links(self) -> tuple[PeerLinkStatus, ...]:
         problems: dict[str, str] = {}
-        for owner in self._owners.values():
+        for owner in self._all_owners():
             problems |= owner.problems
         return tuple(
             PeerLinkStatus(
@@ -557,7 +660,7 @@ class Member:
             return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
         if self.deserted:
             return f"training goes on without the peers of this node: {self.deserted}"
-        for owner in self._owners.values():
+        for owner in self._all_owners():
             for holder, problem in owner.problems.items():
                 return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
         if left := self._overdue.nodes | self._away.nodes:
@@ -565,6 +668,8 @@ class Member:
         silent = [link.node for link in self._links() if not link.connected]
         if silent:
             return f"nothing is heard of {', '.join(silent)}"
+        if self.cuts is not None and self.cuts.ordered > self.cuts.acknowledged and self.cuts.problem:
+            return f"the state after record {self.cuts.ordered} is not copied: {self.cuts.problem}"
         if any(self._late(ranks) for ranks in self._owners):
             return "training is so far ahead of its peers that it cannot go back to what they have"
         if self._leader is not None and (missing := self._leader.missing()):

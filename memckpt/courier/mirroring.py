@@ -75,7 +75,8 @@ class Mirroring:
 
     def kept(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
         """Node, ranks and newest record of all that is kept."""
-        pieces = [(one.window, max(records)) for one in self.windows() if (records := one.records())]
+        others = [one for one in self.windows() if not self._holder.keeps_for_itself(one)]
+        pieces = [(one.window, max(records)) for one in others if (records := one.records())]
         mirrored = [(one.window, one.newest) for one in self._mirrors.values() if one.newest is not None]
         return tuple((window.node, window.owner, newest) for window, newest in [*pieces, *mirrored])
 
@@ -193,7 +194,7 @@ class Mirroring:
         newest: dict[tuple[int, ...], int] = {}
         begun = [one.window for one in self._mirrors.values()] + [one.window for one in self.windows()]
         for window in begun:
-            if window.attempt == self._attempt and window.base < watermark:  # as holders do
+            if window.attempt == self._attempt and window.base < watermark and not window.cut:  # as holders do
                 newest[window.owner] = max(window.base, newest.get(window.owner, window.base))
         for owner, base in newest.items():
             self._holder.forget_before(owner, base)

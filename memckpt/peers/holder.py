@@ -142,6 +142,31 @@ class Holder:
                 self._forget(one)
             return KeptWindow(window, unit, self._reserve, self._keeper)
 
+    def keep_own(self, window: Window, code: Code) -> KeptWindow:
+        """Room for a state of this node's own ranks, which it keeps itself.
+
+        Args:
+            window: what it would tell a holder.
+            code: of its pieces.
+
+        Raises:
+            MemckptError: there is none.
+        """
+        self.let_go_of(window.owner, window.generation)
+        kept = KeptWindow(window, code.fragment_bytes(STRIPE_BYTES), self._reserve, self._keeper)
+        self._windows[window.owner, window.generation] = kept
+        return kept
+
+    def keeps_for_itself(self, window: KeptWindow) -> bool:
+        """Whether it is of this node's own ranks."""
+        return window.window.node == self._node
+
+    def let_go_of(self, owner: tuple[int, ...], generation: str) -> None:
+        """A generation is not needed any more."""
+        window = self._windows.get((owner, generation))
+        if window is not None:
+            self._forget(window)
+
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Keep a fragment; the answer that its owner is to get, if any."""
         key = fragment.owner, fragment.generation
@@ -160,8 +185,11 @@ class Holder:
 
     def abandon(self, owner: tuple[int, ...], generation: str, record: int) -> None:
         window = self._windows.get((owner, generation))
-        if window is not None:
-            window.abandon(record)
+        if window is None:
+            return
+        window.abandon(record)
+        if window.window.cut and not window.records():
+            self._forget(window)  # another state is sent instead
 
     def passed(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
@@ -170,13 +198,16 @@ class Holder:
         newest = {
             window.window.owner: window.window.base
             for window in sorted(self.windows(), key=lambda one: one.window.base)
-            if window.window.attempt == self._attempt and window.window.base < self.watermark
+            if window.window.attempt == self._attempt and window.window.base < self.watermark and not window.window.cut
         }
         for window in self.windows():
             told = window.window
             if told.attempt != self._attempt:
                 if whole:
                     self._forget(window)
+            elif told.cut:
+                if told.base < self.watermark:
+                    self._forget(window)  # a later state is with all its holders, or records reach further
             elif told.base < newest.get(told.owner, told.base):
                 self._forget(window)
             else:
@@ -187,7 +218,7 @@ class Holder:
         """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
         for window in self.windows():
             told = window.window
-            if told.owner == owner and told.attempt == self._attempt and told.base < base:
+            if told.owner == owner and told.attempt == self._attempt and told.base < base and not told.cut:
                 self._forget(window)
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:

@@ -182,7 +182,7 @@ class KeptWindow:
     ) -> None:
         self.window = window
         self.spec = read_spec(window.spec)
-        self._sizes = sizes_of(self.spec, window.private)
+        self._sizes = sizes_of(self.spec, window.private, window.cut)
         problem = differing(window, self.spec, self._sizes)
         if problem:
             raise ValueError(problem)

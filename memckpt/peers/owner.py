@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from memckpt.peers.blob import STATIC, Blob
+from memckpt.peers.blob import STATIC
 from memckpt.peers.code import STRIPE_BYTES, Code, Piece
 from memckpt.peers.fragments import Fragment, seal_stripe
 from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
@@ -29,12 +29,25 @@ _MOST_WORDS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 #: Records over which a link's rate is averaged.
 _RATE_RECORDS = 16
+#: So often records were overtaken, each time within so many windows of the last time: no accident, but a slow link.
+_MOST_LOSSES, _LOSS_WINDOWS = 3, 4
+
+
+class Stripes(Protocol):
+    """The bytes of a record, as :class:`Blob` has them."""
+
+    nbytes: int
+    stripes: int
+
+    def stripe(self, index: int) -> bytes | memoryview: ...
+
+    def release(self) -> None: ...
 
 
 class Source(Protocol):
     """Where the bytes of one generation's records lie."""
 
-    def open(self, record: int) -> Blob | None:
+    def open(self, record: int) -> Stripes | None:
         """The bytes of a record; None if they are not there any more."""
         ...
 
@@ -64,7 +77,7 @@ class Outgoing:
         self.source = source
         self.records = deque(records)
         self._slots = window.kept if slots is None else slots
-        self._blobs: dict[int, Blob] = {}
+        self._blobs: dict[int, Stripes] = {}
 
     @property
     def generation(self) -> str:
@@ -81,7 +94,7 @@ class Outgoing:
         newest = self.records[-1] if self.records else record
         return record // self.window.every + self._slots - 1 - newest // self.window.every
 
-    def blob(self, record: int) -> Blob | None:
+    def blob(self, record: int) -> Stripes | None:
         """The bytes of a record; None if they are not there any more."""
         found = self._blobs.get(record)
         if found is None:
@@ -161,13 +174,19 @@ class _Stream:
         return self._heard if self._pending or self.problem or not self.met else None
 
     def restart(self, outgoing: Outgoing | None) -> None:
-        """Send what there is of a generation, from its beginning."""
+        """Send what there is of a generation, from its beginning; None: nothing."""
         self.queue.clear()
         self._pending.clear()
         self.stripe = 0
         if outgoing is not None:
             self.since = max(self.since, outgoing.window.base)
             self.begin(outgoing)
+
+    def go_on(self, outgoing: Outgoing) -> None:
+        """Send what follows of a generation, and none of the records that there are."""
+        self.queue.append((outgoing, _OPEN))
+        if outgoing.window.static and (outgoing.generation, STATIC) not in self._stored:
+            self.add(outgoing, STATIC)
 
     def empty(self) -> None:
         """The holder has nothing any more."""
@@ -237,7 +256,9 @@ class _Stream:
                 self.acknowledged = max(self.acknowledged, record)
                 self.problem, self._backoff = "", _FIRST_RETRY_SECONDS
                 oldest = record - outgoing.window.kept * outgoing.window.every
-                self._stored = {one for one in self._stored if one[1] == STATIC or one[1] > oldest}
+                self._stored = {
+                    one for one in self._stored if one[0] != outgoing.generation or one[1] == STATIC or one[1] > oldest
+                }
 
     def not_stored(self, message: NotStored, now: float) -> None:
         """The holder does not take it: try again, later each time."""
@@ -252,10 +273,14 @@ class _Stream:
 
     def whole(self, window: Window) -> bool:
         """Whether the holder has all that the state after its newest record needs."""
-        needed = {self.acknowledged - index * window.every for index in range(window.period)}
+        return self.holds(window, self.acknowledged)
+
+    def holds(self, window: Window, record: int) -> bool:
+        """Whether the holder has all that the state after a record needs."""
+        needed = {record - index * window.every for index in range(window.period)}
         if window.static:
             needed.add(STATIC)
-        return all((window.generation, record) in self._stored for record in needed)
+        return all((window.generation, one) in self._stored for one in needed)
 
 
 class Owner:
@@ -282,7 +307,16 @@ class Owner:
         proceeds: bool = False,
     ) -> None:
         self.ranks = ranks
-        self._proceeds = proceeds
+        #: Whether training goes on to fill slots whose records were not sent.
+        self.proceeds = proceeds
+        #: Whether states are sent instead (by somebody else) where links do not carry every record.
+        self.spaces = False
+        #: They do not.
+        self.too_slow = False
+        #: The record that was overtaken last, and how often some were, one time soon after the other.
+        self._lost_at, self._losses = record, 0
+        #: Nothing is sent until :meth:`go_on`.
+        self.paused = False
         self._code = code
         self._send = send
         self._room = room
@@ -318,7 +352,7 @@ class Owner:
         """A generation is complete on this node: send it."""
         self._generations.append(outgoing)
         for stream in self._streams:
-            if stream.met:
+            if stream.met and not self.paused:
                 stream.begin(outgoing)
 
     def committed(self, record: int) -> None:
@@ -326,7 +360,7 @@ class Owner:
         outgoing = self._generations[-1]
         outgoing.add(record)
         for stream in self._streams:
-            if stream.met and not stream.waits:
+            if stream.met and not stream.waits and not self.paused:
                 stream.note_record()
                 stream.add(outgoing, record)
                 if len(stream.queue) > _MOST_WINDOWS_QUEUED * outgoing.window.kept:
@@ -334,6 +368,51 @@ class Owner:
                     if missed := stream.behind_of(outgoing):
                         self._note_gap(outgoing, min(missed), max(missed))
                     stream.restart(outgoing)
+
+    def pause(self) -> None:
+        """Send nothing more of these records; what was sent of one in part is withdrawn."""
+        self.paused = True
+        for stream in self._streams:
+            if stream.queue and stream.stripe:
+                outgoing, record = stream.queue[0]
+                if record is not _OPEN and record != STATIC:
+                    self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
+            stream.restart(None)
+        for outgoing in self._generations:
+            for record in outgoing.records:
+                self._forget(outgoing, record)
+            outgoing.forget(STATIC)
+
+    def go_on(self, awaited: bool = False) -> None:
+        """Send what is committed from now on.
+
+        Args:
+            awaited: training waits for what is there, so that it is sent, too.
+        """
+        if not self.paused:
+            return
+        self.paused = self.too_slow = False
+        for stream in self._streams:
+            if stream.met and not stream.waits and self._newest is not None:
+                if awaited:
+                    stream.restart(self._newest)
+                else:
+                    stream.go_on(self._newest)
+
+    def supersede(self) -> None:
+        """What is newer than the watermark is not sent any more: something else is to be sent instead."""
+        for outgoing in [one for one in self._generations if one.window.base > self.watermark]:
+            self._generations.remove(outgoing)
+            for stream in self._streams:
+                for record in outgoing.records:
+                    self._send(stream.holder, Abandon(self.ranks, outgoing.generation, record), b"")
+                stream.drop(outgoing)
+            outgoing.close()
+
+    def holds(self, base: int) -> bool:
+        """Whether all holders have the state that a generation begins with."""
+        windows = [one.window for one in self._generations if one.window.base == base]
+        return any(all(stream.holds(window, base) for stream in self._streams) for window in windows)
 
     def give_up(self, generation: str) -> None:
         """What a generation begins with cannot be sent any more: the replica, where it lies, goes on."""
@@ -366,7 +445,7 @@ class Owner:
         for stream in self._streams:
             if stream.holder == holder:
                 stream.empty()
-                stream.restart(self._newest)
+                stream.restart(None if self.paused else self._newest)
 
     def stored(self, holder: str, message: Stored) -> None:
         for stream in self._streams:
@@ -422,6 +501,13 @@ class Owner:
         if not self._generations:
             return False
         return all(stream.whole(self._generations[-1].window) for stream in self._streams)
+
+    @property
+    def reaches_from(self) -> int:
+        """The first record whose state all holders can produce, of those from :attr:`since` on."""
+        base = self._generations[-1].window.base if self._generations else self._start
+        period = self._generations[-1].window.period if self._generations else 1
+        return base if self.since <= base else self.since + period - 1
 
     @property
     def _newest(self) -> Outgoing | None:
@@ -492,7 +578,7 @@ class Owner:
         for stream in self._streams:
             if stream.waits and stream.retry_at <= now:
                 stream.waits = False
-                stream.restart(self._newest)
+                stream.restart(None if self.paused else self._newest)
 
     def pump(self, limit: int) -> int:
         """Send up to about `limit` bytes, in turns to all holders that take some; returns how many."""
@@ -516,7 +602,11 @@ class Owner:
             self._send(stream.holder, Open(msgspec.structs.replace(outgoing.window, piece=stream.piece)), b"")
             return 0
         if self._comes_too_late(stream, outgoing, record):
-            self._go_to_newest(stream, outgoing)
+            if self.spaces and record > outgoing.window.base:
+                self.too_slow = True
+                self.pause()
+            else:
+                self._go_to_newest(stream, outgoing)
             return 0
         blob = outgoing.blob(record)
         if blob is None:
@@ -550,7 +640,7 @@ class Owner:
         Of the newest it is not: sending shows how fast the link is by now.
         """
         rate = stream.bytes_per_record
-        if not self._proceeds or rate is None or record == STATIC or record == outgoing.records[-1]:
+        if not self.proceeds or rate is None or record == STATIC or record == outgoing.records[-1]:
             return False
         nbytes = outgoing.window.record_bytes // self._code.data
         if stream.stripe:
@@ -577,7 +667,20 @@ class Owner:
         self._next(stream)
         if stream.skip(outgoing, record) and record != STATIC:
             self._note_gap(outgoing, record, record)
+            self._note_loss(outgoing, record)
         self._forget(outgoing, record)
+
+    def _note_loss(self, outgoing: Outgoing, record: int) -> None:
+        window = outgoing.window
+        if not self.spaces or not self.proceeds or record <= window.base:
+            return
+        since, self._lost_at = record - self._lost_at, max(record, self._lost_at)
+        if since > window.kept:  # else it is one loss with the last one
+            self._losses = self._losses + 1 if since <= _LOSS_WINDOWS * window.kept else 1
+        if self._losses >= _MOST_LOSSES:
+            self._losses = 0
+            self.too_slow = True
+            self.pause()
 
     def _forget(self, outgoing: Outgoing, record: int) -> None:
         """Nothing more of a record can be read."""
@@ -592,7 +695,7 @@ class Owner:
             first, last = min(first, self.gap[0]), max(last, self.gap[1])
         self.gap = first, last
 
-    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Blob) -> list[tuple[Fragment, Piece]]:
+    def _encode(self, outgoing: Outgoing, record: int, stripe: int, blob: Stripes) -> list[tuple[Fragment, Piece]]:
         key = outgoing.generation, record, stripe
         found = self._encoded.get(key)
         if found is None:

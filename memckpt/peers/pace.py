@@ -197,6 +197,10 @@ class Pacer:
 
     # What follows from it
 
+    def piece(self, most: int) -> int:
+        """Bytes to send in one go, `most` at most: no more than a burst at the configured rate."""
+        return most if self._cap.rate is None else max(1, min(most, int(self._cap.rate * _BURST_SECONDS)))
+
     def delay(self, nbytes: int, now: float) -> float:
         """Seconds after which to ask again whether so many bytes may go; 0: they may go now.
 

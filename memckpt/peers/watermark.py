@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
+from memckpt.peers.cadence import Cadence
 from memckpt.peers.wire import Acknowledged, Watermark
 
 
@@ -13,9 +16,15 @@ class Leader:
     Args:
         nodes: all of the job.
         record: that every node can produce at the start.
+        cadence: which states are protected where links are too slow for records; None: no other than these.
+
+    Attributes:
+        newest: record that this node has committed.
     """
 
-    def __init__(self, nodes: Collection[str], record: int) -> None:
+    def __init__(self, nodes: Collection[str], record: int, cadence: Cadence | None = None) -> None:
+        self._cadence = cadence
+        self.newest = record
         self._said: dict[str, Acknowledged] = {}
         self._nodes = set(nodes)
         self._unheard: frozenset[str] = frozenset()
@@ -51,13 +60,18 @@ class Leader:
     def _change(self) -> Watermark | None:
         lifted = bool(self._given_up) or any(one.lost for one in self._said.values())
         if set(self._said) != self._nodes:
-            return self._tell(Watermark(self._told.record, False, lifted))
+            return self._tell(msgspec.structs.replace(self._told, whole=False, lifted=lifted))
         record = min(one.record for one in self._said.values())
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
         record = max(record, self._told.record)
-        whole = not self._unheard and all(one.whole and one.since <= record for one in self._said.values())
-        return self._tell(Watermark(record, whole and not lifted, lifted))
+        every = cut = reached = 0
+        if self._cadence is not None:
+            record = self._cadence.look(self._said.values(), self.newest, record)
+            every, cut, reached = self._cadence.every, self._cadence.cut, self._cadence.reached
+        # Records that begin beyond a state that holders have: until all have got further than that, it counts.
+        there = all(one.whole and (one.since <= record or record == reached) for one in self._said.values())
+        return self._tell(Watermark(record, not self._unheard and there and not lifted, lifted, every, cut))
 
     def _tell(self, now: Watermark) -> Watermark | None:
         if now == self._told:

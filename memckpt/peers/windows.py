@@ -33,18 +33,24 @@ class WindowSizes(NamedTuple):
     most_static_stripes: int
 
 
-def sizes_of(spec: StateSpec, private: bool) -> WindowSizes:
-    """Of a window of records with a layout; `private`: with what is their ranks' own only."""
+def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
+    """Of a window of records with a layout.
+
+    Args:
+        spec: what the layout is made from.
+        private: they have what is their ranks' own only.
+        cut: they are virtual ones, of one state.
+    """
     layout = Layout(spec)
     period = 1 if private else spec.period
     capture = spec.mode == "capture"
     record_bytes = layout.by_value_area()[1]
     if not private:
-        record_bytes += layout.gradient_bytes + layout.anchor_bytes
+        record_bytes += layout.anchor_bytes + (0 if cut else layout.gradient_bytes)
     static_bytes = 0 if private else layout.static_bytes
     return WindowSizes(
         period=period,
-        kept=period + (CAPTURES if capture else spec.slots),
+        kept=period + (0 if cut else CAPTURES if capture else spec.slots),
         every=spec.every if capture else 1,
         record_bytes=record_bytes,
         static=static_bytes > 0,

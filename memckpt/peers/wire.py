@@ -31,6 +31,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
         mirror: the holder is to redo the records on a replica of its own, rather than keep them.
+        cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
     owner: tuple[int, ...]
@@ -51,6 +52,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     history: tuple[Branch, ...]
     spec: bytes
     mirror: bool = False
+    cut: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -99,6 +101,9 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
     takes T records. `lost`: nobody is to wait for the node. It has lost all that it had and begins anew at one of the
     next records, or its agent or one of its holders stands still.
+
+    `behind`: its links do not carry every record. `cut`: the newest record whose state by value they have, and the node
+    itself. `missed`: one whose state it was to take, and could not.
     """
 
     node: str
@@ -106,18 +111,23 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
     since: int
     whole: bool
     lost: bool = False
+    behind: bool = False
+    cut: int = 0
+    missed: int = 0
 
 
 class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
 
     `lifted`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another record,
-    which takes all ranks; or some node stands still for too long.
+    which takes all ranks; or some node stands still for too long. `every`, `cut`: as in Cadence.
     """
 
     record: int
     whole: bool
     lifted: bool = False
+    every: int = 0
+    cut: int = 0
 
 
 class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):

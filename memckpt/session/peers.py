@@ -245,10 +245,11 @@ class Peers:
         assert config is not None
         mirror = isinstance(config, MirrorConfig)
         names = [one.name for one in self._nodes]
+        units = self._sent_units(config)
         self._job = PeerJob(
             attempt=self._ranks.nonce,
             nodes=self._nodes,
-            units=self._sent_units(config),
+            units=units,
             scheme="mirror" if mirror else "erasure",
             data=config.data if isinstance(config, ErasureConfig) else 1,
             tolerate=config.tolerated,
@@ -259,6 +260,10 @@ class Peers:
             record=plan.record if isinstance(plan, RestoreRecord) else None,
             forget=isinstance(plan, StartOver) and plan.asked,
             ack_timeout_seconds=config.ack_timeout_seconds,
+            # What replicas share is not sent, and they hold none of it that is as old as a state by value.
+            cadence=isinstance(config, ErasureConfig)
+            and config.cadence == "auto"
+            and not any(unit.private for unit in units),
         )
         assert self._ranks.node in names
         job = self._job
