@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from memckpt.agent.address import AgentAddress
 from memckpt.agent.control import ask_status, stop_agent
 from memckpt.agent.descriptors import readable
 from memckpt.agent.detach import lower_oom_score
+from memckpt.cli.common import no_agent
 from memckpt.config import AgentConfig
-from memckpt.errors import AgentError, AgentGoneError
+from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError
+from tests.cli_harness import invoke
 from tests.engine_harness import Lab
 from tests.processes import children, kill_and_wait
 
@@ -156,6 +159,95 @@ def test_starters_wait_for_each_other_and_not_for_a_dead_one(lab: Lab) -> None:
     for fd in (read_fd, write_fd):
         os.close(fd)
     assert not list(address.run_dir.glob("*.json*"))
+
+
+# Directories that are copied or moved
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[AgentAddress]:
+    """A run directory for which this process listens."""
+    address = AgentAddress.of(tmp_path / "original", "node")
+    address.run_dir.mkdir()
+    listener = address.listen()
+    yield address
+    listener.close()
+
+
+def is_found(run_dir: Path) -> bool:
+    sock = AgentAddress.of(run_dir, "node").connect()
+    if sock is not None:
+        sock.close()
+    return sock is not None
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["where it was", "moved"])
+@pytest.mark.parametrize("seen", [False, True], ids=["from another PID namespace", "from its own"])
+def test_a_copy_does_not_find_the_agent_of_the_original(
+    served: AgentAddress, tmp_path: Path, moved: bool, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever both are; what the agent's directory is now is seen in its own PID namespace only."""
+    original, copy = served.run_dir, tmp_path / "copy"
+    if not seen:
+        monkeypatch.setattr(address_module, "_pid_namespace", lambda: 1)
+    if moved:
+        original = original.rename(tmp_path / "moved")
+    shutil.copytree(original, copy)
+    assert is_found(original)
+    assert is_found(copy) == (moved and not seen), "the file says where the directory was"
+    if not (moved and not seen):
+        assert AgentAddress.of(copy, "node").original() == str(original)
+        assert f"is a copy of {original}" in no_agent(AgentAddress.of(copy, "node"))
+
+
+def test_a_copy_in_the_place_of_the_original_does_not_find_its_agent(served: AgentAddress, tmp_path: Path) -> None:
+    moved = served.run_dir.rename(tmp_path / "moved")
+    shutil.copytree(moved, served.run_dir)
+    assert is_found(moved)
+    assert not is_found(served.run_dir)
+
+
+@pytest.mark.parametrize(
+    "change", [{"inode": 0}, {"device": 0}, {"directory": "/elsewhere"}, {"directory": ""}], ids=repr
+)
+def test_an_agent_whose_directory_is_not_seen_elsewhere_is_found(served: AgentAddress, change: dict[str, Any]) -> None:
+    """As from another mount namespace, on file systems that number anew, and for files of earlier versions."""
+    serving = served.serving()
+    assert serving is not None
+    served.file_path.write_bytes(msgspec.json.encode(msgspec.structs.replace(serving, **change)))
+    assert is_found(served.run_dir)
+
+
+def test_a_directory_has_one_agent_on_all_its_paths(served: AgentAddress, tmp_path: Path) -> None:
+    """A bind mount cannot be made here; a path through another process's root leads to the same directory."""
+    (tmp_path / "link").symlink_to(served.run_dir)
+    assert is_found(tmp_path / "link")
+    other_path = AgentAddress(Path(f"/proc/self/root{served.run_dir}"), "node")
+    sock = other_path.connect()
+    assert sock is not None
+    sock.close()
+
+
+def test_stopping_a_copy_stops_nothing_and_a_moved_directory_keeps_its_agent(lab: Lab) -> None:
+    agent = lab.start_agent()
+    copy, moved = lab.directory / "copy", lab.directory / "moved"
+    shutil.copytree(lab.run_dir, copy)
+    assert ask_status(AgentAddress.of(copy)) is None
+    assert stop_agent(AgentAddress.of(copy)) is None
+    for command in (["stop", copy], ["export", copy, "--to", lab.directory / "exported", "--from", "memory"]):
+        with pytest.raises(AgentNotFoundError, match=f"is a copy of {lab.run_dir}, "):
+            invoke(*command)
+    own = lab.start_agent(copy)
+    assert f"is a copy of {lab.run_dir}" in own.log.read_text()
+    lab.run_dir.rename(moved)
+    status = ask_status(AgentAddress.of(moved))
+    assert status is not None
+    assert (status.pid, status.run_dir) == (agent.pid, str(moved))
+    assert stop_agent(AgentAddress.of(copy)) == own.pid
+    assert agent.alive()
+    assert stop_agent(AgentAddress.of(moved)) == agent.pid
+    assert AgentAddress.of(moved).serving() is None, "it has withdrawn its file from where the directory is"
+    assert (agent.wait(), own.wait()) == (0, 0)
 
 
 # Starting one

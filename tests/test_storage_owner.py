@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +23,7 @@ from memckpt.storage.store import LocalStore, Store
 from memckpt.writer.writer import save
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.engine_cases import PLAIN
-from tests.engine_child import kill_both
+from tests.engine_child import config, kill_both, kill_self
 from tests.engine_harness import Lab, collect
 from tests.test_storage import part_of, some_state, write
 from tests.test_storage_runs import stored, until_ordered, until_stored
@@ -312,3 +313,32 @@ def test_two_runs_with_one_storage_keep_apart(lab: Lab, tmp_path: Path) -> None:
     assert final.restored_step == 5
     assert final.of("restored")[0]["lost"] is None, "nobody is left who knows"
     lab.check_same(PLAIN, died, final)
+
+
+def test_a_copy_of_a_run_trains_for_itself(lab: Lab) -> None:
+    """Its address file was copied as well, and names the agent of the original."""
+    settings, copy = config("lazy"), lab.directory / "copy"
+    lab.start_agent()
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    shutil.copytree(lab.run_dir, copy)
+    other = lab.train(PLAIN, settings, run_dir=copy, actions={("backward", 12): kill_self})
+    assert other.restored_step is None
+    assert f"{copy} is a copy of {lab.run_dir}" in other.log
+    lab.stop(copy)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_a_run_that_was_moved_goes_on_with_its_agent(lab: Lab) -> None:
+    """What the agent writes from then on goes to where the run is."""
+    settings, moved = stored("lazy", every_steps=None), lab.directory / "moved"
+    lab.start_agent()
+    died = lab.train(PLAIN, config("lazy"), actions={("backward", 9): kill_self})
+    lab.run_dir.rename(moved)
+    final = lab.train(PLAIN, settings, run_dir=moved, seed=2)
+    assert final.restored_step == 8
+    assert "local memory" in final.log
+    lab.check_same(PLAIN, died, final)
+    assert not lab.run_dir.exists()
+    assert read_catalog(LocalStore(moved / "storage")).complete

@@ -4,6 +4,8 @@ Nothing else says where the agent is. The environment of a later trainer may dif
 the agent, and directories such as XDG_RUNTIME_DIR go when the user logs out. No path leads to the agent's sockets, so
 none can be removed: one has a name in the abstract namespace, which belongs to the network namespace; the other is
 reached from other network namespaces, through a descriptor of the agent in ``/proc``. Both go with the agent.
+
+The file also says which directory it was written for: in a copy of that directory it names an agent of another run.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import msgspec
 from memckpt.agent.descriptors import readable
 from memckpt.agent.processes import start_ticks
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.storage.owner import lies_elsewhere
 
 _log = logging.getLogger("memckpt.agent")
 NODE_VARIABLE = "MEMCKPT_NODE"
@@ -48,13 +51,16 @@ def node_name() -> str:
 
 
 class ServingAgent(msgspec.Struct, frozen=True):
-    """The content of the file: which process serves, and its two sockets.
+    """The content of the file: which process serves which directory, and its two sockets.
 
     Attributes:
         boot: the id of the machine's boot; process ids of another one mean nothing.
         pid_namespace: the inode of the PID namespace in which `pid` counts.
         socket: the name in the abstract namespace.
         descriptor: of the process, and refers to the other socket's inode; -1: there is none.
+        directory: path of the run directory when the agent began; empty: not known.
+        device, inode: of that directory.
+        directory_descriptor: of the process, and refers to that directory, which may be moved; -1: there is none.
     """
 
     pid: int
@@ -63,13 +69,32 @@ class ServingAgent(msgspec.Struct, frozen=True):
     pid_namespace: int
     socket: str
     descriptor: int
+    directory: str = ""
+    device: int = 0
+    inode: int = 0
+    directory_descriptor: int = -1
 
     @property
     def addresses(self) -> Iterator[str]:
         """Where to connect to, best first."""
         yield f"\0{self.socket}"
-        if self.descriptor >= 0 and self._pid_counts and start_ticks(self.pid) == self.start_ticks:
+        if self.descriptor >= 0 and self._is_visible:
             yield f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    def serves_elsewhere(self, run_dir: Path) -> str:
+        """The directory that the agent serves, where that is another one than `run_dir`; else empty."""
+        paths = [self.directory]
+        if self.directory_descriptor >= 0 and self._is_visible:
+            with contextlib.suppress(OSError):  # it leaves
+                paths.append(os.readlink(f"/proc/{self.pid}/fd/{self.directory_descriptor}"))
+        return next((path for path in paths if path and lies_elsewhere(run_dir, Path(path), self._is_directory)), "")
+
+    def _is_directory(self, found: os.stat_result) -> bool:
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+    @property
+    def _is_visible(self) -> bool:
+        return self._pid_counts and start_ticks(self.pid) == self.start_ticks
 
     @property
     def _pid_counts(self) -> bool:
@@ -122,6 +147,22 @@ class AgentAddress:
             _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
             return None
 
+    def original(self) -> str:
+        """The directory whose agent the file names, where the run directory is a copy of it; else empty."""
+        serving = self.serving()
+        return "" if serving is None else serving.serves_elsewhere(self.run_dir)
+
+    def say_if_copied(self, log: logging.Logger) -> None:
+        """Warn in one line that an agent is about to be started although the file names one."""
+        if original := self.original():
+            log.warning(
+                "memckpt: %s is a copy of %s, and its %s was copied with it: the agent of that run is not used; the "
+                "copy gets its own, which holds nothing yet, and goes on from its storage",
+                self.run_dir,
+                original,
+                self.file_path.name,
+            )
+
     # The agent's side
 
     def listen(self) -> Listener:
@@ -132,7 +173,7 @@ class AgentAddress:
         Raises:
             AgentError: the file cannot be written.
         """
-        listener = Listener()
+        listener = Listener(self.run_dir)
         written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
         try:
             written.write_bytes(msgspec.json.encode(listener.serving))
@@ -208,7 +249,7 @@ class AgentAddress:
     # For trainers and people
 
     def connect(self) -> socket.socket | None:
-        """A connection to the agent, or None if none serves.
+        """A connection to the agent, or None if none serves; one of another directory, whose copy this is, does not.
 
         Raises:
             AgentGoneError: it accepts no connections: it is stopped, or overloaded.
@@ -217,7 +258,7 @@ class AgentAddress:
         refused: ServingAgent | None = None
         while True:
             serving = self.serving()
-            if serving is None:
+            if serving is None or serving.serves_elsewhere(self.run_dir):
                 return None
             try:
                 return self._connect_to(serving)
@@ -264,18 +305,24 @@ class AgentAddress:
 
 
 class Listener:
-    """The two sockets of the agent that runs in this process. Its owner closes it."""
+    """The two sockets of the agent that runs in this process. Its owner closes it.
 
-    def __init__(self) -> None:
+    Args:
+        run_dir: the directory that the agent serves; None: none, to see whether one could listen.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
         name = f"memckpt-{secrets.token_hex(16)}"
         self.sockets = [_listen_at(f"\0{name}")]
-        self._descriptor = -1
+        self._descriptor = self._directory = -1
         try:
             self._listen_in_proc()
         except OSError as error:  # no directory for temporary files
             _log.info("trainers in another network namespace will not reach this agent: %s", error)
         pid = os.getpid()
         self.serving = ServingAgent(pid, start_ticks(pid), _boot_id(), _pid_namespace(), name, self._descriptor)
+        if run_dir is not None:
+            self._hold(run_dir)
 
     def _listen_in_proc(self) -> None:
         """A socket whose path is gone as soon as there is a descriptor of its inode."""
@@ -289,13 +336,42 @@ class Listener:
             finally:
                 os.close(fd)
 
+    def _hold(self, run_dir: Path) -> None:
+        """Keep the directory open: it can be seen where it is moved to, and no file system gives it another inode."""
+        try:
+            fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # there is no directory, which the attempt to write the file says
+            return
+        self._directory = fd
+        found = os.fstat(fd)
+        self.serving = msgspec.structs.replace(
+            self.serving,
+            directory=str(run_dir),
+            device=found.st_dev,
+            inode=found.st_ino,
+            directory_descriptor=fd,
+        )
+
+    @property
+    def moved_to(self) -> Path | None:
+        """Where the run directory is now, if it was moved since the agent began; None: it was not, or is removed."""
+        if self._directory < 0:
+            return None
+        now = os.readlink(f"/proc/self/fd/{self._directory}")
+        try:
+            same = now != self.serving.directory and os.path.samestat(os.stat(now), os.fstat(self._directory))
+        except OSError:
+            return None
+        return Path(now) if same else None
+
     def close(self) -> None:
         """Idempotent."""
         for listening in self.sockets:
             listening.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        for fd in (self._descriptor, self._directory):
+            if fd >= 0:
+                os.close(fd)
+        self._descriptor = self._directory = -1
 
 
 def _listen_at(address: str) -> socket.socket:

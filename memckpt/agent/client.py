@@ -140,6 +140,7 @@ class AgentClient:
         """
         sock, started = address.connect(), False
         if sock is None:
+            address.say_if_copied(_log)
             try:
                 spawn_agent(address, config)
                 started = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -61,13 +62,20 @@ class Connections:
         for listening in self._listener.sockets:
             self._selector.register(listening, selectors.EVENT_READ, functools.partial(self._accept, listening))
 
+    @property
+    def address(self) -> AgentAddress:
+        """Where the agent is found: its run directory may have been moved."""
+        moved_to = self._listener.moved_to if self._listener is not None else None
+        return self._address if moved_to is None else dataclasses.replace(self._address, run_dir=moved_to)
+
     def stop_listening(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
         if self._listener is None:
             return
+        address = self.address
         # The file goes first: as long as it names this process, whoever reads it gets through.
-        with self._address.starting():
-            self._address.withdraw(self._listener.serving)
+        with address.starting():
+            address.withdraw(self._listener.serving)
             for listening in self._listener.sockets:
                 self._selector.unregister(listening)
             self._listener.close()

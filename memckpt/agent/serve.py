@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from memckpt.agent.control import relieve
 from memckpt.agent.descriptors import raise_limit
 from memckpt.agent.server import Agent
 from memckpt.errors import RunBusyError
+
+_log = logging.getLogger("memckpt.agent")
 
 
 def serve(
@@ -42,6 +45,7 @@ def serve(
             pid = peer(other)[0]
             other.close()
             raise RunBusyError(f"an agent already serves {address.run_dir} on node {address.node} (pid {pid})")
+        address.say_if_copied(_log)
         agent.listen()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: agent.leave(f"signal {signal.Signals(received).name}"))

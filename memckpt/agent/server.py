@@ -404,7 +404,7 @@ class Agent:
                 if not self._by_operator:
                     self._linger_seconds = message.linger_seconds
                 extend_search_path(message.search_path)
-                self._holdings.configure(member.unit, message, self._address.run_dir)
+                self._holdings.configure(member.unit, message, self._connections.address.run_dir)
             case GenerationCommit():
                 member.next_record = message.record + 1
                 self._committed_at = time.monotonic()
@@ -564,7 +564,7 @@ class Agent:
         now = time.monotonic()
         status = Status(
             pid=os.getpid(),
-            run_dir=str(self._address.run_dir),
+            run_dir=str(self._connections.address.run_dir),
             node=self._address.node,
             mode="",
             trainers=tuple((member.rank, member.process.pid) for member in members),

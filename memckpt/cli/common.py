@@ -56,6 +56,8 @@ def no_agent(address: AgentAddress) -> str:
     said = f"no agent answers for {address.run_dir} on node {address.node}"
     if not address.run_dir.is_dir():
         return f"{said}: there is no such directory"
+    if original := address.original():
+        return f"{said}: it is a copy of {original}, and its {address.file_path.name} names the agent of that run"
     others = sorted(path.stem.removeprefix("agent-") for path in address.run_dir.glob("agent-*.log"))
     others = [name for name in others if name != address.node]
     if others:

@@ -25,6 +25,7 @@ from memckpt.cli.common import (
     count,
     err,
     nbytes_text,
+    no_agent,
     out,
     plain_table,
     print_json,
@@ -32,6 +33,7 @@ from memckpt.cli.common import (
     time_text,
 )
 from memckpt.errors import (
+    AgentNotFoundError,
     ConfigurationError,
     DamagedStateError,
     ForeignStateError,
@@ -436,8 +438,9 @@ def _export_held(address: AgentAddress, step: int | None, to: Path, form: str) -
     if step is not None:
         raise UsageError("--step: memory gives its newest step; leave it out, or use --from storage")
     held = ask_status(address)
-    if held is not None:
-        _check_room(to, held.held_bytes)
+    if held is None:
+        raise AgentNotFoundError(f"{no_agent(address)}: nothing is held in memory")
+    _check_room(to, held.held_bytes)
     with contextlib.ExitStack() as stack:
         beside = _beside(to, stack)
         with err.status("the agent saves its newest step"):

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -125,14 +125,31 @@ def original_of(run_dir: Path, kept: Kept) -> str:
 
     One that was moved has its inode still, or what it was before is not there any more.
     """
-    here, there = run_dir.resolve(), Path(kept.directory)
-    if not kept.directory or here == there or os.stat(here).st_ino == kept.inode:
+    if not kept.directory or not lies_elsewhere(
+        run_dir, Path(kept.directory), lambda found: found.st_ino == kept.inode
+    ):
         return ""
     try:
-        same = os.stat(there).st_ino == kept.inode and read_kept(there).run == kept.run
+        same = read_kept(Path(kept.directory)).run == kept.run
     except (OSError, DamagedStateError):  # StorageError is an OSError: what is there cannot be looked at
         return ""
-    return str(there) if same else ""
+    return kept.directory if same else ""
+
+
+def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result], bool]) -> bool:
+    """Whether the directory that a file in `run_dir` speaks of is seen at another path, so that `run_dir` is a copy.
+
+    Args:
+        run_dir: where the file was found.
+        there: where the directory was, or is.
+        is_it: whether what is found at a path is that directory. Where it is `run_dir`, that was moved, or has several
+            paths. Where it is at neither path (removed, or another mount namespace), nobody can tell: False.
+    """
+    here = run_dir.resolve()
+    try:
+        return here != there and not is_it(os.stat(here)) and is_it(os.stat(there))
+    except OSError:
+        return False
 
 
 def refuse_copy(url: str, run: str, run_dir: Path, original: str) -> None:
