@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -11,16 +12,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.agent.attempt import Attempt
+from memckpt.agent.helper_process import HelperProcess
 from memckpt.agent.holding import Holding
 from memckpt.agent.holdings import Holdings
-from memckpt.agent.messages import Commit, GenerationCommit, Hello, Launcher, Message, Prepare, Resume
+from memckpt.agent.messages import (
+    Commit,
+    Configure,
+    GenerationCommit,
+    Hello,
+    Launcher,
+    Message,
+    Prepare,
+    Resume,
+    Saved,
+    SaveFailed,
+)
+from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
-from tests.storage_node import Filled, spec_of
+from tests.storage_node import Filled, Process, spec_of
 
-T1 = Timeline(1, "a")
+T1, T2 = Timeline(1, "a"), Timeline(2, "b")
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -233,3 +247,92 @@ def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:
         assert one.held.reachable() == [4, 5, 6]
     finally:
         one.close()
+
+
+class Node:
+    """What a node holds through several attempts, each with a rank alone there, and how its parts are called."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._processes: list[Process] = []
+        self.holdings = Holdings("n", lambda ranks: nothing, nothing, self._start, nothing)
+
+    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
+        self._processes.append(Process(received, ended))
+        return cast("HelperProcess", self._processes[-1])
+
+    def begins(self, rank: int) -> None:
+        self.holdings.begin_attempt()
+        self.holdings.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
+
+    def trains(self, rank: int, timeline: Timeline) -> None:
+        self.holdings.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
+        self._hold(rank)
+
+    def adopts(self, rank: int) -> None:
+        self.holdings.adopt((rank,))
+        self._hold(rank)
+
+    def _hold(self, rank: int) -> None:
+        filled = Filled(spec=spec_of((rank,), 2))
+        for _ in range(2):
+            filled.commit()
+        self.holdings[rank,].take_over(filled.held, ())
+
+    def saves(self) -> dict[tuple[int, ...], tuple[str, Timeline]]:
+        """The name and the timeline of each unit's part."""
+        answers: list[Saved | SaveFailed] = []
+        self.holdings.save_record(2, "elsewhere", answers.append)
+        parts = [(process, process.sent.pop().part) for process in self._processes if process.sent]
+        for process, part in parts:
+            process.received(Saved(part.step, part.record, 0, 0.0, 0.0, part.timeline))
+        assert [type(answer) for answer in answers] == [Saved]
+        return {part.ranks: (part.node, part.timeline) for _, part in parts}
+
+
+@pytest.mark.parametrize(("own", "adopted"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize("now", [0, 1])
+def test_a_part_of_adopted_ranks_has_a_name_of_its_own(own: int, adopted: int, now: int, tmp_path: Path) -> None:
+    """Whichever rank the node has in the attempt that adopts, and though parts of its own were saved before."""
+    node = Node(tmp_path)
+    try:
+        node.begins(own)
+        node.trains(own, T1)
+        assert node.saves() == {(own,): ("n", T1)}
+        node.begins(now)
+        node.adopts(adopted)
+        both = {(own,): ("n", T1), (adopted,): (f"n.rank{adopted}", T1)}
+        assert node.saves() == both
+        node.begins(1 - now)  # that attempt got no further
+        node.adopts(adopted)
+        assert node.saves() == both
+        node.holdings.discard(Attempt("n", 1, ()))
+        node.begins(now)
+        node.trains(now, T2)
+        assert node.saves() == {(now,): ("n", T2)}
+    finally:
+        node.holdings.close()
+
+
+def test_adopted_ranks_are_written_for_the_last_attempt_though_the_node_had_them_in_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path)
+    try:
+        node.begins(1)
+        node.trains(1, T1)
+        node.begins(0)  # the nodes have changed places
+        node.trains(0, T2)
+        node.begins(0)
+        node.adopts(1)
+        assert node.saves() == {(0,): ("n", T2), (1,): ("n.rank1", T2)}
+    finally:
+        node.holdings.close()
+
+
+def test_nothing_is_adopted_where_no_trainers_were(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.begins(0)
+    with pytest.raises(AgentError, match="expected trainers of the last attempt to have been on node n, found none"):
+        node.holdings.adopt((0,))
+    node.holdings.close()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from memckpt.agent.writer_messages import Save
+from memckpt.errors import ForeignStateError
 from memckpt.memory.region import Region
 from memckpt.storage import drain
 from memckpt.storage.catalog import read_catalog, remove
@@ -117,5 +118,25 @@ def test_of_several_nodes_the_last_one_tidies_up_and_the_others_read_no_more_tha
                 if rank == 1:
                     assert len(found) == 1, "the other part of this checkpoint, and no other checkpoint's"
             assert [one.record for one in read_catalog(store).complete] == [record]
+    finally:
+        region.close()
+
+
+def test_a_part_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:
+    store, spec = LocalStore(tmp_path), some_state().spec
+    region = Region.create("test", 4096)
+
+    def save(rank: int, state: bytes) -> None:
+        part = part_of(1, node="n", ranks=(rank,), world_size=2, full=True, serves=(rank,))
+        writer.save(Save(store.url, part, spec, "snapshot", 1, {rank: state}, 1, None), [region, region])
+
+    try:
+        save(1, b"first")
+        before = {path: store.read(path) for path in store.find("")}
+        with pytest.raises(ForeignStateError, match=r"part of ranks \[0\], found that of ranks \[1\], which is kept"):
+            save(0, b"other")
+        assert {path: store.read(path) for path in store.find("")} == before
+        save(1, b"again")
+        assert len(store.find("")) == len(before)
     finally:
         region.close()

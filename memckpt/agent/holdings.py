@@ -78,6 +78,8 @@ class Holdings:
         self._start_writer = start_writer
         self._save_failed = save_failed
         self._all: dict[tuple[int, ...], Holding] = {}
+        #: What the parts of this attempt's units are called.
+        self._names: dict[tuple[int, ...], str] = {}
 
     def __iter__(self) -> Iterator[Holding]:
         return iter(list(self._all.values()))
@@ -90,30 +92,40 @@ class Holdings:
 
     def introduce(self, hello: Hello) -> None:
         """Ranks that share a holding have come."""
+        alone = hello.unit == hello.local_ranks
+        self._names[hello.unit] = self._node if alone else self._name_beside_others(hello.unit)
         if hello.unit not in self._all:
-            self._add(hello.unit, alone=hello.unit == hello.local_ranks)
+            self._add(hello.unit, self._names[hello.unit])
 
     def adopt(self, ranks: tuple[int, ...]) -> Holding:
-        """A holding of ranks that this attempt does not have, or has on another node.
+        """A holding of ranks of the run's last attempt that were on another node.
 
-        What is fetched of them is written from here, for other ranks to go on from.
+        What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
+        node's own unit may have the bare name among these, so no adopted one gets it. Trainers that have just come may
+        be of the same ranks: their own name is theirs from :meth:`configure` on.
 
         Raises:
             AgentError: no trainers of the run's last attempt were here.
         """
-        if ranks not in self._all:
-            self._add(ranks, alone=False)
-        adopted = self._all[ranks]
-        if not any(adopted.saver.configure_like(one.saver) for one in self):
+        last = max((one.saver for one in self), key=lambda saver: saver.attempt_number, default=None)
+        if last is None or not last.attempt_number:
             raise AgentError(f"expected trainers of the last attempt to have been on node {self._node}, found none")
+        if ranks not in self._all:
+            self._add(ranks, self._name_beside_others(ranks))
+        adopted = self._all[ranks]
+        if adopted.saver.attempt_number != last.attempt_number:
+            adopted.saver.configure_like(last, self._name_beside_others(ranks))
         return adopted
 
-    def _add(self, ranks: tuple[int, ...], alone: bool) -> None:
-        """`alone`: no other ranks are on this node."""
+    def _name_beside_others(self, ranks: tuple[int, ...]) -> str:
+        """No two units of one attempt have the same: they have no rank in common."""
+        return f"{self._node}.rank{ranks[0]}"
+
+    def _add(self, ranks: tuple[int, ...], name: str) -> None:
         self._all[ranks] = Holding(
             self._node,
             ranks,
-            self._node if alone else f"{self._node}.rank{ranks[0]}",
+            name,
             tell=self._tell(ranks),
             notify=lambda message: self._notify(ranks, message),
             start_writer=self._start_writer,
@@ -161,6 +173,7 @@ class Holdings:
     def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""
         if message.timeline is not None:
+            self._all[ranks].saver.rename(self._names[ranks])
             self._all[ranks].saver.configure(
                 message.storage,
                 run_dir,
@@ -181,6 +194,7 @@ class Holdings:
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
+        self._names.clear()
         for holding in self:
             holding.begin_attempt()
             if holding.held is None:  # of ranks that have got nowhere, and may never come again

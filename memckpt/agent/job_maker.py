@@ -61,11 +61,19 @@ class JobMaker:
         self._config, self._timeline, self._threads = config, timeline, threads
         self._search_path = search_path
 
-    def configure_like(self, other: JobMaker) -> bool:
-        """Take what another one has been told, if this one has been told nothing; False if that was nothing, too."""
-        if self._timeline is None and other._timeline is not None:
-            self.configure(other._config, other._timeline, other._threads, other._search_path)
-        return self._timeline is not None
+    @property
+    def attempt_number(self) -> int:
+        """Of the attempt that it has been told of; 0: of none."""
+        return self._timeline.number if self._timeline is not None else 0
+
+    def configure_like(self, other: JobMaker) -> None:
+        """Take what another one has been told of an attempt."""
+        assert other._timeline is not None
+        self.configure(other._config, other._timeline, other._threads, other._search_path)
+
+    def rename(self, name: str) -> None:
+        """What the parts are called from now on."""
+        self._node = name
 
     def of_snapshot(self, snapshot: Snapshot) -> None:
         """A checkpoint of one that is whole; its region goes along."""

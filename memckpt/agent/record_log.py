@@ -122,6 +122,10 @@ class RecordLog:
         #: What has been written since the last checkpoint, about.
         self._nbytes = 0
 
+    def rename(self, name: str) -> None:
+        """What the batches of the next attempt are called; one that is open keeps its name."""
+        self._node = name
+
     def configure(
         self,
         url: str,

@@ -87,7 +87,6 @@ class Saver:
         announce: Callable[[int], None] = lambda record: None,
         hurried: Callable[[int], None] = lambda lead: None,
     ) -> None:
-        self._node = node
         self._failed = failed
         self._tell_siblings = announce
         self._tell = tell
@@ -154,9 +153,21 @@ class Saver:
                 self._url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", self._witness
             )
 
-    def configure_like(self, other: Saver) -> bool:
-        """Take what another saver knows of the attempt, for ranks that are not here. False if that is nothing."""
-        return self._making.configure_like(other._making)
+    @property
+    def attempt_number(self) -> int:
+        """Of the attempt whose parts are written; 0: none is known."""
+        return self._making.attempt_number
+
+    def configure_like(self, other: Saver, name: str) -> None:
+        """Write for the attempt that another saver knows, under this name; for ranks that are not here."""
+        self._saved_record = None  # of another attempt, or under another name
+        self._making.rename(name)
+        self._making.configure_like(other._making)
+
+    def rename(self, name: str) -> None:
+        """What the parts are called from the next attempt on, which :meth:`configure` then tells of."""
+        self._making.rename(name)
+        self._log.rename(name)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
         """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""

@@ -20,7 +20,14 @@ from memckpt.agent.writer_messages import (
     LookForRoom,
     Save,
 )
-from memckpt.errors import DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
+from memckpt.errors import (
+    DamagedStateError,
+    ForeignStateError,
+    MemckptError,
+    StorageAwayError,
+    StorageError,
+    StorageFullError,
+)
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.recovery.host_state import HostState
@@ -45,7 +52,7 @@ from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
 from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
-from memckpt.storage.store import Store, open_store, store_is_away
+from memckpt.storage.store import Store, is_missing, open_store, store_is_away
 from memckpt.storage.tidying import read_pins
 from memckpt.writer.complaints import Complaints
 
@@ -110,7 +117,13 @@ def save(job: Save, regions: list[Region]) -> Saved:
 
 
 def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
-    """Write a part, once room has been made for it. Raises StorageFullError if there is none."""
+    """Write a part, once room has been made for it.
+
+    Raises:
+        StorageFullError: there is none.
+        ForeignStateError: a part of other ranks is there under the same name.
+    """
+    _refuse_other_ranks(store, job.part)
     what = f"step {job.part.step}"
     nbytes = sum(one.numel() * one.element_size() for one in tensors.values()) + len(encode_node_state(state))
     needed = nbytes + _TENSOR_BYTES * len(tensors) + _FILES_BYTES
@@ -230,6 +243,31 @@ def _claimed_by(store: Store) -> str:
     except DamagedStateError:
         return ""  # commit files may know
     return claim.run if claim is not None else ""
+
+
+def _refuse_other_ranks(store: Store, part: Part) -> None:
+    """See that no committed part of other ranks is replaced.
+
+    Raises:
+        ForeignStateError: it would be.
+    """
+    path = part.commit_path
+    if path not in store.find(path.rpartition("/")[0]):
+        return
+    try:
+        found = decode_commit(store.read(path), path)
+    except DamagedStateError:
+        return  # it is good for nothing
+    except StorageError as error:
+        if is_missing(error):
+            return  # it has just been deleted
+        raise
+    if isinstance(found, Part) and found.ranks != part.ranks:
+        raise ForeignStateError(
+            f"expected {path} in {store.url} to be the part of ranks {list(part.ranks)}, found that of ranks "
+            f"{list(found.ranks)}, which is kept: two nodes may have the same name; set MEMCKPT_NODE to a name of each "
+            "node's own"
+        )
 
 
 def _is_last(store: Store, part: Part) -> bool:
