@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import socket
 import sys
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,8 @@ def test_agent() -> None:
         (DiskFacts("/", "overlay", 100 * GIB, 5e8), ["warning", "ok"]),
         (DiskFacts("/runs", "nfs4", GIB, 500e6), ["ok", "warning"]),
         (DiskFacts("/runs", "nfs4", GIB, None, "Read-only file system"), ["problem", "warning"]),
+        (DiskFacts("/runs", "ext4", 8 << 20, None), ["ok", "warning"]),
+        (DiskFacts("/runs", "tmpfs", 8 << 20, None), ["warning", "warning"]),
     ],
 )
 def test_disk(disk: DiskFacts, expected: list[str]) -> None:
@@ -321,6 +324,33 @@ def test_the_disk_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch: pytes
     found = facts.try_disk(LocalStore(tmp_path), nbytes=1 << 20)
     assert found.bytes_per_second is None
     assert "No space left" in found.problem
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("free", "written", "rated"),
+    [
+        (400 << 20, 24 << 20, True),
+        (80 << 20, 20 << 20, True),
+        (64 << 20, 16 << 20, True),
+        (63 << 20, 4096, False),
+        (8 << 20, 4096, False),
+        (0, 4096, False),
+    ],
+)
+def test_the_trial_of_a_disk_leaves_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, written: int, rated: bool
+) -> None:
+    """A training beside it must not find its storage full meanwhile."""
+    sizes = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    found = facts.try_disk(LocalStore(tmp_path), nbytes=24 << 20)
+    assert sizes == [written]
+    assert (found.bytes_per_second is not None) == rated
+    assert found.problem == ""
+    said = checks.check_disk(found)[0].text
+    assert ("no rate was measured" in said) != rated
     assert list(tmp_path.iterdir()) == []
 
 

@@ -369,8 +369,8 @@ class DiskFacts:
         directory: the nearest one that exists.
         filesystem: its kind.
         free: bytes.
-        bytes_per_second: None if nothing could be written.
-        problem: why not.
+        bytes_per_second: None if nothing could be written, or too little is free to measure a rate.
+        problem: why nothing could be written; empty: it could.
     """
 
     directory: str
@@ -384,15 +384,18 @@ def check_disk(facts: DiskFacts) -> list[Check]:
     """Whether it can be written, how fast, how much room there is, and whether it lasts."""
     where = f"{facts.directory} ({facts.filesystem})"
     checks = []
-    if facts.bytes_per_second is None:
+    if facts.problem:
         remedy = "another place: StorageConfig(url=...), or the rights to write there"
         checks.append(Check("storage", "problem", f"{where} cannot be written: {facts.problem}", remedy))
     else:
-        text = f"{where}: {nbytes_text(facts.bytes_per_second)}/s, written and synced"
+        if facts.bytes_per_second is None:
+            text = f"{where}: can be written; no rate was measured, as only {nbytes_text(facts.free)} are free"
+        else:
+            text = f"{where}: {nbytes_text(facts.bytes_per_second)}/s, written and synced"
         if facts.filesystem in _LOST_WITH:
             text += f"; what is there is lost with {_LOST_WITH[facts.filesystem]}"
             checks.append(Check("storage", "warning", text, "a disk or volume that lasts: StorageConfig(url=...)"))
-        elif facts.bytes_per_second < _SLOW_DISK:
+        elif facts.bytes_per_second is not None and facts.bytes_per_second < _SLOW_DISK:
             remedy = "a faster disk; until then checkpoints are written less often"
             checks.append(Check("storage", "warning", text, remedy))
         else:

@@ -108,7 +108,8 @@ def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterat
 def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:
     """Say what will not work here, and the remedy.
 
-    Writes and removes 64 MiB where checkpoints would be (1 KiB in an object store). Exit status 1 if there is a
+    Writes and removes 64 MiB, and at most a quarter of what is free, where checkpoints would be (1 KiB in an object
+    store). Exit status 1 if there is a
     problem; warnings are none.
     """
     found = []

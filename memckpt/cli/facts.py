@@ -26,6 +26,10 @@ from memckpt.storage.presence import without
 from memckpt.storage.store import LocalStore, Store
 
 _CHUNK_BYTES = 4 << 20
+#: The trial of a disk takes this share of what is free: a training beside it is to find room meanwhile.
+_TRIAL_SHARE = 0.25
+#: Fewer bytes than these tell the time of a sync, and no rate; whether a file can be written, the least of them do.
+_RATE_BYTES, _LEAST_BYTES = 16 << 20, 4096
 #: How long storage may take to say what it has.
 _STORAGE_SECONDS = 30.0
 #: So many other runs are named.
@@ -203,22 +207,30 @@ def filesystem_of(path: Path, mounts: str) -> str:
 
 
 def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
-    """Write and sync a temporary file where the store is, or would be."""
+    """Write and sync a temporary file where the store is, or would be.
+
+    Args:
+        store: the place; its nearest directory that exists is tried.
+        nbytes: size of the file; at most a quarter of what is free. Where that is too little for a rate, 4 KiB.
+    """
     directory = nearest_directory(store.root)
     kind = filesystem_of(directory, Path("/proc/self/mounts").read_text())
     free = shutil.disk_usage(directory).free
-    data = os.urandom(_CHUNK_BYTES)  # nothing that a file system could compress
+    size = min(nbytes, int(free * _TRIAL_SHARE))
+    rated = size >= min(nbytes, _RATE_BYTES)
+    size = size if rated else _LEAST_BYTES
+    data = os.urandom(min(size, _CHUNK_BYTES))  # nothing that a file system could compress
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".memckpt-doctor-") as file:
             started = time.perf_counter()
-            for _ in range(max(1, nbytes // len(data))):
-                file.write(data)
+            for begin in range(0, size, len(data)):
+                file.write(data[: size - begin])
             file.flush()
             os.fsync(file.fileno())
             seconds = time.perf_counter() - started
     except OSError as error:
         return DiskFacts(str(directory), kind, free, None, str(error))
-    return DiskFacts(str(directory), kind, free, max(nbytes, len(data)) / seconds)
+    return DiskFacts(str(directory), kind, free, size / seconds if rated else None)
 
 
 def try_store(store: Store) -> tuple[float, str]:
