@@ -50,7 +50,7 @@ optimizer = Signs(net.parameters())
 config = memckpt.MemckptConfig(redo="lazy", agent=memckpt.AgentConfig(linger_seconds=60))
 session = memckpt.attach(net, optimizer, run_dir=run_dir, config=config)
 session.restore()
-for step in range(1, {STEPS} + 1):
+for step in range(session.held.step + 1 if session.held else 1, {STEPS} + 1):
     net(torch.randn(4, 6)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -119,6 +119,17 @@ def test_the_end_of_a_training_with_a_class_of_the_script_itself(lab: Lab) -> No
     code, said = run_script(lab)
     assert code == 0, said
     assert "Signs: no other process can import this optimizer class" in said
+    assert_same(stored(lab, STEPS), lab, STEPS)
+
+
+def test_a_training_that_was_killed_behind_its_last_step(lab: Lab) -> None:
+    """What is started again has nothing left to do, and is the only one that can redo the step."""
+    write_scripts(lab, own_module=False)
+    code, said = run_script(lab, dies=STEPS)
+    assert code == -signal.SIGKILL, said
+    code, said = run_script(lab)
+    assert code == 0, said
+    assert f"at step {STEPS}" in said
     assert_same(stored(lab, STEPS), lab, STEPS)
 
 

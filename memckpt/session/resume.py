@@ -44,7 +44,7 @@ from memckpt.session.ranks import Ranks
 from memckpt.session.repetition import Repetition
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume_check import ResumeCheck
-from memckpt.session.staging import Staging
+from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.session.witness import Witness
 from memckpt.state import codec, rng
@@ -102,6 +102,8 @@ class Resumption:
         self._run_dir = run_dir
         self._fresh: PreparedRegions | None = None
         self._resumable: PreparedRegions | None = None
+        #: What memory holds of the record that is put back; None where it comes from storage, or nothing is.
+        self.point: RestorePoint | None = None
         self._resume_from: RestoreRecord | None = None
         self._stored: StoredState | None = None
         #: The state behind `_stored`, whose step is repeated.
@@ -355,6 +357,7 @@ class Resumption:
         self._resume_from = plan
         self._state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self.held = HeldState(plan.step, plan.record, plan.tier, self._state["provided"], self._ranks.world_size)
+        self.point = RestorePoint(plan.record, plan.step, codec.Packed(self._state, fetch=lambda tensor: tensor, token=lambda: lambda: None))
         self._take_over(self._resumable.message.spec)
 
     def _open_stored(self, stored: StoredState) -> int:

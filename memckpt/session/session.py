@@ -756,8 +756,9 @@ class Session:
             return
         self._closed = True
         self._link.finish_sending()
-        if finished and self._config.storage is not None and self._last is not None and self._link.up:
-            self._capture_last(self._last)
+        last = self._last if self._last is not None else self._resumption.point  # which no step has followed
+        if finished and self._config.storage is not None and last is not None and self._link.up:
+            self._capture_last(last)
         self._unhook()
         self._close_regions()
         self._link.close(finished)
