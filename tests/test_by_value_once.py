@@ -236,6 +236,29 @@ def test_a_generation_at_whose_start_ranks_disagree_replaces_none() -> None:
             assert list(unit.holding.standing_still()) == ([4] if number < 3 else [6])
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_start_that_is_read_when_its_by_value_tensors_are_written_over(agree: bool) -> None:
+    """Nobody waits for the agent with lazy redo: what the ranks have committed since counts, if they agree on it."""
+    spec = ring_spec(2, 1, 3, ("average",))
+    unit = Unit(spec)
+    base, last = 4, 4 + spec.by_value_slots
+    meta = encode_meta(RecordMeta(base, base, True))
+    with closing(unit.holding):
+        for rank in (0, 1):
+            prepare = Prepare(spec, Timeline(1, "a"), 1, None, False, base, whole=True)
+            held = unit.holding.prepare(rank, prepare)
+            for record in range(base, last + 1):
+                held.ring.note_digests(record, rank, bytes([record if agree else rank]) * DIGEST_BYTES)
+                held.ring.seal(record, rank)
+        for rank in (0, 1):
+            metas = () if rank else (meta,)
+            unit.holding.generation_committed(rank, GenerationCommit(1, base, base, b"", metas))
+        for record in range(base + 1, last + 1):
+            for rank in (0, 1):
+                unit.holding.commit(rank, Commit(1, record, record, b"", b"" if rank else meta), unit.attempt)
+        assert list(unit.holding.standing_still())[-1:] == ([last] if agree else [])
+
+
 def note(ring: SlotRing, rank: int, *found: int) -> None:
     ring.note_digests(5, rank, b"".join(bytes([one]) * DIGEST_BYTES for one in found))
     ring.seal(5, rank)

@@ -179,7 +179,7 @@ class Generation:
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
         self._started.add(rank)
         # Where the ranks do not agree on what it holds once, nothing can be produced, and another one follows.
-        self.complete = self._started == set(self.spec.local_ranks) and self.agrees(message.record)
+        self.complete = self._all_started and self.agrees(message.record)
         if self.complete and self.replica is not None:
             self.replica.begin(message.record, self._missing, self._plain)
             for record in sorted(number for number in self._metas if number > message.record):
@@ -187,6 +187,10 @@ class Generation:
         if self.complete:
             self._let_redo_go_on()
         return self.complete
+
+    @property
+    def _all_started(self) -> bool:
+        return self._started == set(self.spec.local_ranks)
 
     def started_by(self, rank: int) -> bool:
         """Whether a rank has written its part of the start."""
@@ -199,6 +203,10 @@ class Generation:
             if self.replica is not None and self.complete:
                 self.replica.offer(message.record, message.meta)
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
+        # Its start may be read so late that the by-value tensors of the base are written over, and whether ranks agreed
+        # on them is not known any more. What can be produced of the records since is known.
+        if not self.complete and self._all_started and self.replica is None:
+            self.complete = bool(self._producible())
         if self.complete:
             self._let_redo_go_on()
 
@@ -259,7 +267,10 @@ class Generation:
 
     def reachable(self) -> list[int]:
         """Numbers of the records whose state this node can produce; the replica must be frozen."""
-        if not self.complete or self.base is None:
+        return self._producible() if self.complete else []
+
+    def _producible(self) -> list[int]:
+        if self.base is None:
             return []
         newest, common = max(self.committed.values()), min(self.committed.values())
         if self.spec.mode == "capture":

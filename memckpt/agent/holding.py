@@ -347,16 +347,19 @@ class Holding:
         generation.gate = self._gate(self)
         if not generation.start(rank, message):
             return
-        if generation is not self._building.generation:
-            return
+        if generation is self._building.generation:
+            self._take_built(generation, message.record)
+
+    def _take_built(self, generation: Generation, record: int) -> None:
+        """A new generation is complete after a record: it is what is held."""
         self._building.take()
         old, self.held = self.held, generation
         if old is not None:
             self.saver.forget(old)
             self.before.append(old)
-            self._let_go_up_to(message.record)
-        _log.info("generation %d is complete after record %d", generation.number, message.record)
-        self._tell(Protected(generation.number, message.record))
+            self._let_go_up_to(record)
+        _log.info("generation %d is complete after record %d", generation.number, record)
+        self._tell(Protected(generation.number, record))
 
     def _let_go_up_to(self, record: int) -> None:
         """Our ranks have got to `record`: let go of generations that nobody in the job can need any more.
@@ -455,6 +458,8 @@ class Holding:
             return
         generation.gate = self._gate(self)
         generation.commit(rank, message)
+        if generation is self._building.generation and generation.complete:
+            self._take_built(generation, message.record)
         if generation is self.held:
             if self.before:
                 self._let_go_up_to(message.record)

@@ -357,7 +357,9 @@ class Resumption:
         self._resume_from = plan
         self._state = codec.decode(self._resumable.message.rank_states[self._ranks.rank])
         self.held = HeldState(plan.step, plan.record, plan.tier, self._state["provided"], self._ranks.world_size)
-        self.point = RestorePoint(plan.record, plan.step, codec.Packed(self._state, fetch=lambda tensor: tensor, token=lambda: lambda: None))
+        self.point = RestorePoint(
+            plan.record, plan.step, codec.Packed(self._state, fetch=lambda tensor: tensor, token=lambda: lambda: None)
+        )
         self._take_over(self._resumable.message.spec)
 
     def _open_stored(self, stored: StoredState) -> int:
