@@ -315,7 +315,11 @@ class Holdings:
     def save_record(self, record: int, url: str, done: Done) -> None:
         """Write all that is held of one record; `done` is told once it is there."""
         if any(record not in one.standing_still() for one in self if one.held is not None):
-            done(SaveFailed(record, f"record {record} cannot be produced on node {self._node}"))
+            problem = (
+                f"record {record} cannot be produced on node {self._node}, which holds an older one if it sat out the "
+                f"last attempt: `memckpt stop RUN --node {self._node}` lets go of it"
+            )
+            done(SaveFailed(record, problem))
         else:
             self._save_record(record, url, _Answers(len(self.holding), done))
 

@@ -42,7 +42,7 @@ _ORDER = (
 )
 _CAUSES = (
     "the usual causes: plain attributes that are in no state_dict, data read from elsewhere, code that has changed, "
-    "another batch size"
+    "another batch size, an optimizer of your own that keeps something outside of its state"
 )
 
 
