@@ -51,9 +51,9 @@ def test_errors_of_foreign_code_end_a_replica_and_nothing_else(
         if place[1] != "create" or arguments[0] == "replica":
             raise error
 
-    def fail_or_create(name: str, nbytes: int) -> Region:
+    def fail_or_create(name: str, nbytes: int, ranges: Sequence[tuple[int, int]] | None = None) -> Region:
         fail(name)
-        return create(name, nbytes)
+        return create(name, nbytes, ranges)
 
     create = Region.create
     with pair("lazy", OPTIMIZERS["adam"]) as one, monkeypatch.context() as context:
