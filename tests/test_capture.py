@@ -161,7 +161,7 @@ def end_agent(lab: Lab) -> None:
         os.close(handle)
 
 
-@pytest.mark.parametrize("case", [COUNTING, QUASI_CASES[0]], ids=by_name)
+@pytest.mark.parametrize("case", [COUNTING, pytest.param(QUASI_CASES[0], marks=pytest.mark.slow)], ids=by_name)
 def test_what_no_trainer_came_back_for_is_resumed_from_storage(lab: Lab, case: Case) -> None:
     """The agent writes the newest capture; it imports no optimizer for that."""
     settings = stored(min_seconds=3600.0)
@@ -176,7 +176,7 @@ def test_what_no_trainer_came_back_for_is_resumed_from_storage(lab: Lab, case: C
     lab.check_same(case, died, final)
 
 
-@pytest.mark.parametrize("case", [COUNTING, QUASI_CASES[0]], ids=by_name)
+@pytest.mark.parametrize("case", [COUNTING, pytest.param(QUASI_CASES[0], marks=pytest.mark.slow)], ids=by_name)
 def test_a_snapshot_between_two_captures_is_resumed_from_storage(lab: Lab, case: Case) -> None:
     settings = stored(capture_every_steps=100, every_steps=7)
 

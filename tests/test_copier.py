@@ -95,7 +95,11 @@ def test_ddp_of_three_ranks(lab: Lab) -> None:
     ddp.survives(lab, replace(ddp.job_of(lab, world_size=3), config=unchecked()), [Dies(1, 5, "backward")], [4])
 
 
-@pytest.mark.parametrize("setup", [Setup(), Setup(accumulate=2), Setup(offload=True)], ids=lambda setup: setup.name)
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(), pytest.param(Setup(accumulate=2), marks=pytest.mark.slow), Setup(offload=True)],
+    ids=lambda setup: setup.name,
+)
 def test_reduced_shards(lab: Lab, setup: Setup) -> None:
     survives(lab, job_of(lab, setup, unchecked()), [Death(1, 3, "backward"), Death("all", 7, "stepped")])
 

@@ -186,7 +186,7 @@ def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: boo
 
 
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+@pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
 def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nodes: bool, redo: str) -> None:
     """With two agents, the one that lives is not enough; each has written its own part of the checkpoint."""
     settings = config(redo, storage=StorageConfig(every_steps=5))

@@ -146,6 +146,11 @@ CASES = [
     ),
 ]
 
+IN_EVERY_RUN = {
+    "accumulation", "validation_mid_epoch", "manual", "average", "bf16_clipped", "stateful_loader", "estimated",
+    "attributes",
+}  # fmt: skip
+
 MORE_CASES = [
     Case("estimated_workers", built_early="estimated", **PERSISTENT),
     Case("iterable_built_in_setup", built_early="setup", loader="iterable"),
@@ -263,7 +268,8 @@ def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> 
 PLAIN = Case("plain")
 
 
-@pytest.mark.parametrize("engine", [pytest.param(STAND_IN, marks=pytest.mark.slow), ENGINE], ids=["stand-in", "engine"])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [STAND_IN, ENGINE], ids=["stand-in", "engine"])
 def test_one_run_killed_at_every_point(
     engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path
 ) -> None:
@@ -281,14 +287,18 @@ def test_nothing_fails_and_nothing_changes(
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [case if case.name in IN_EVERY_RUN else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.name,
+)
 def test_each_feature(case: Case, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path) -> None:
     kills = BRIEFLY if case.validate else WITHOUT_VALIDATION
     found = interrupted(server, kills, case, tmp_path, **attach)
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loaders_built_early_and_reloaded(
     epochs: int, server: Server, reference: Reference, attach: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -409,7 +419,7 @@ def test_the_comparison_notices_a_part_left_out(
 
 
 @pytest.mark.parametrize("engine", [STAND_IN, pytest.param(ENGINE, marks=pytest.mark.slow)], ids=["stand-in", "engine"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_ranks(workers: int, engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path) -> None:
     case = Case(f"ddp_{workers}", workers=workers, persistent=workers > 0)
     # Behind the epoch's start, in its validation, and twice in the next epoch, which has another sampler seed.

@@ -130,7 +130,7 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
         job.close()
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: int) -> None:
     """After each single event of a job, for each choice of up to m nodes: what was promised is there, and right."""

@@ -52,7 +52,7 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
     ("setup", "config"),
     [
         (FSDP, mirror_config(2, "lazy")),
-        (DDP, peers_config(2, 2, "eager")),
+        pytest.param(DDP, peers_config(2, 2, "eager"), marks=slow),
         pytest.param(FSDP, mirror_config(2, "eager"), marks=slow),
         pytest.param(FSDP, mirror_config(3, "lazy"), marks=slow),
         pytest.param(DDP, mirror_config(2, "lazy"), marks=slow),

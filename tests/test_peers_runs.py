@@ -190,7 +190,7 @@ def stored_job(lab: Lab, setup: Setup, data: int, tolerate: int) -> PeersJob:
 @pytest.mark.parametrize(
     ("setup", "data", "tolerate", "lost"),
     [
-        (FSDP, 3, 1, "node1,node2"),
+        pytest.param(FSDP, 3, 1, "node1,node2", marks=slow),
         pytest.param(FSDP, 2, 2, "node1,node2,node3", marks=slow),
         pytest.param(DDP, 2, 2, "node0,node1,node3", marks=slow),
         pytest.param(DDP, 3, 1, "node0,node1,node2,node3", marks=slow),
@@ -264,7 +264,7 @@ def test_the_same_node_is_lost_again_before_protection_is_whole(
 @pytest.mark.parametrize(
     ("setup", "who", "names"),
     [
-        (FSDP, "node1", ("node2", "fresh", "node3", "node0")),
+        pytest.param(FSDP, "node1", ("node2", "fresh", "node3", "node0"), marks=slow),
         pytest.param(FSDP, 1, ("node1", "node2", "node3", "node0"), marks=slow),
         pytest.param(DDP, 1, ("node1", "node2", "node3", "node0"), marks=slow),
         pytest.param(DDP, "node1", ("node2", "fresh", "node3", "node0"), marks=slow),
@@ -498,8 +498,9 @@ def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
     goes_on(last, *bounds(died))
 
 
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
-@pytest.mark.parametrize("setup", [DDP, pytest.param(FSDP, marks=slow)], ids=named)
+@slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@pytest.mark.parametrize("setup", [DDP, FSDP], ids=named)
 def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setup: Setup, redo: str) -> None:
     """Two ranks of a node lose their agent: they begin anew together with a later record, which takes all others."""
     job = peers_job(lab, setup, peers_config(1, 1, redo), nodes=2)
@@ -514,13 +515,14 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
 # Agents and couriers stand still, training goes on
 
 
+@slow
 @pytest.mark.parametrize(
     ("setup", "redo", "who"),
     [
         (DDP, "eager", 1),
-        pytest.param(FSDP, "lazy", 1, marks=slow),
-        pytest.param(FSDP, "lazy", 0, marks=slow),
-        pytest.param(FSDP, "eager", 2, marks=slow),
+        (FSDP, "lazy", 1),
+        (FSDP, "lazy", 0),
+        (FSDP, "eager", 2),
     ],
     ids=named,
 )
@@ -543,7 +545,7 @@ def test_a_courier_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lost(
 @pytest.mark.parametrize(
     ("setup", "redo", "who", "stops"),
     [
-        (DDP, "lazy", 1, stop_both),
+        pytest.param(DDP, "lazy", 1, stop_both, marks=slow),
         pytest.param(DDP, "lazy", 1, stop_agent, marks=slow),
         pytest.param(FSDP, "lazy", 2, stop_both, marks=slow),
         pytest.param(FSDP, "lazy", 0, stop_both, marks=slow),
@@ -573,8 +575,9 @@ def test_training_goes_on_without_a_node_that_stands_still_and_with_it_when_it_i
 # Damage
 
 
-@pytest.mark.parametrize("setup", [pytest.param(FSDP, marks=slow), DDP], ids=named)
-@pytest.mark.parametrize("every", [pytest.param(1, marks=slow), 5000])
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
+@pytest.mark.parametrize("every", [1, 5000])
 def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
     expected = reference(lab, job)
@@ -610,7 +613,8 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
 # Nothing is left
 
 
-@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_a_state_from_peers_is_proved_by_repeating_its_last_step(lab: Lab, redo: str) -> None:
     """Decoded for the lost node, held by the others: all of them have the record before."""
     job = peers_job(lab, FSDP, peers_config(2, 2, redo))

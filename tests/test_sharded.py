@@ -78,7 +78,7 @@ def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
 # Ranks die
 
 
-@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, redo: str) -> None:
     """One place after the other, each rank in turn; nothing that was committed is lost."""
     deaths = [Death(number % 2, number + 1, place) for number, place in enumerate(PLACES)]
@@ -93,7 +93,7 @@ def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: S
     survives(lab, job_of(lab, setup, config(redo), nodes=nodes), deaths)
 
 
-@every_setup(HSDP, TP, FSDP_TP)
+@every_setup(HSDP, TP)
 def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) -> None:
     """Once before the anchors have come round, once in a ring that has wrapped."""
     survives(lab, job_of(lab, setup, config()), [Death("all", 2, "backward"), Death("all", 8, "stepped")])
@@ -174,7 +174,7 @@ def _check_resumed(attempt: Job, committed: int) -> None:
     [
         (FSDP2, 1, "agents", "lazy"),
         (FSDP2, 2, "agent", "lazy"),
-        (FSDP4, 1, "agents", "eager"),
+        pytest.param(FSDP4, 1, "agents", "eager", marks=slow),
         pytest.param(FSDP4, 2, "agent", "lazy", marks=slow),
         pytest.param(FSDP4, 2, "agents", "lazy", marks=slow),
         pytest.param(FSDP4, 4, "agents", "lazy", marks=slow),

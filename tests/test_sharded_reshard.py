@@ -96,7 +96,7 @@ def from_and_to(*ordinary: tuple[Setup, Setup]) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     ("before", "after", "redo"),
     [
-        (FSDP4, FSDP2, "lazy"),
+        pytest.param(FSDP4, FSDP2, "lazy", marks=slow),
         (FSDP2, DDP, "lazy"),
         pytest.param(FSDP2, FSDP4, "eager", marks=slow),
         pytest.param(HSDP, FSDP2, "lazy", marks=slow),
@@ -126,7 +126,7 @@ def stored(lab: Lab, setup: Setup, nodes: int) -> Job:
     return died
 
 
-@from_and_to((FSDP2, FSDP4), (HSDP, FSDP2))
+@from_and_to((FSDP2, FSDP4))
 def test_carried_over_from_storage(lab: Lab, before: Setup, after: Setup) -> None:
     died = stored(lab, before, 1)
     check_carried_over(lab, died, restored(lab, died, after))

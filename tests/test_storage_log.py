@@ -21,7 +21,7 @@ from tests.engine_training import Case
 from tests.processes import kill_and_wait
 from tests.test_storage_runs import catalog_of, until, until_ordered
 
-REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
+REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 LIMIT_SECONDS = 60.0
 #: The one that a training child wrote to when it was last asked; children are forked with an empty list.
 _generations: list[int] = []
