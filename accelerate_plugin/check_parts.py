@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memckpt import ComparedKind
-from memckpt.capture import dataloader
+from memckpt import ComparedKind, dataloader
 
 
 def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:

@@ -1,7 +1,7 @@
 """Data positions of prepared loaders: followed in place, read at each step, given back on a resume.
 
 Accelerate's loaders take one round of batches from an ordinary DataLoader ahead of the user. So the DataLoader inside
-is grafted (`memckpt.capture.dataloader`), which knows what was fetched, and the loader around it counts what the user
+is grafted (`memckpt.dataloader`), which knows what was fetched, and the loader around it counts what the user
 has been given. It stays the same object; while it is followed it has a subclass of its own class.
 """
 
@@ -17,7 +17,7 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, Seedab
 from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
-from memckpt.capture import dataloader
+from memckpt import dataloader
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"

@@ -27,12 +27,12 @@ from accelerate_plugin.check_parts import check_parts
 from accelerate_plugin.loaders import Follower, Rounds, grafting_stateful_loaders
 from accelerate_plugin.loop import LoopWatch, Place
 from accelerate_plugin.support import Prepared, prepare, refuse, require_training, sort_prepared
-from memckpt.arguments import with_environment
 from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.scaler import scaler_state
 from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config.arguments import with_environment
 from memckpt.errors import ConfigurationError, ForeignStateError, UnsupportedError, UsageError
-from memckpt.messages import Messages
+from memckpt.user_messages import Messages
 
 STATE = "accelerate"
 _log = logging.getLogger("accelerate_plugin")

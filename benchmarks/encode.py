@@ -15,8 +15,8 @@ import xxhash
 
 from benchmarks.command import Options, run
 from benchmarks.report import Ratio, Report
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import Candidate, decode_stripe, seal_stripe
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import Candidate, decode_stripe, seal_stripe
 
 TITLE = "Erasure coding: stripes to pieces, and back from the pieces that take most work"
 METHOD = f"""\

@@ -23,8 +23,8 @@ import memckpt
 from benchmarks.workloads import OPTIMIZERS
 from examples.gpt import GPT, SIZES, Block, Corpus
 from memckpt import ErasureConfig, MemckptConfig, Session
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 
 #: What is done beside training: nothing; capture and redo on the own node; peers without a governor; with it.
 ARMS = ("nothing", "local", "without", "with")

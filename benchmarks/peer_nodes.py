@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, run_rank
 from benchmarks.processes import end_agent
 from benchmarks.turns import TrainingFailed, Worker
-from memckpt.agent.control import ask_status
-from memckpt.agent.peer_messages import PeersStatus
+from memckpt.processes.control import ask_status
+from memckpt.protocol.replication import PeersStatus
 
 _LOOK_AGAIN_SECONDS = 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -139,7 +139,7 @@ def _courier(agent: int | None) -> int | None:
     if agent is None:
         return None
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
-        if b"memckpt.courier" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"memckpt.replication.process" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
 

@@ -26,10 +26,10 @@ from benchmarks.turns import Block, Failure
 from benchmarks.workloads import OPTIMIZERS
 from examples.gpt import GPT, SIZES, Corpus
 from memckpt import AgentConfig, MemckptConfig, Session
-from memckpt.agent.address import NODE_VARIABLE, AgentAddress
-from memckpt.agent.client import AgentClient
-from memckpt.agent.peer_messages import Recover, Recovered
 from memckpt.errors import MemoryBudgetError
+from memckpt.processes.address import NODE_VARIABLE, AgentAddress
+from memckpt.protocol.replication import Recover, Recovered
+from memckpt.session.agent_client import AgentClient
 from memckpt.state.tensors import local
 
 #: FSDP2, block by block, or DDP.

@@ -15,7 +15,7 @@ from benchmarks.report import Report, Table
 from benchmarks.turns import start_server
 from benchmarks.workloads import scratch_directory
 from memckpt import ErasureConfig, MemckptConfig, StorageConfig
-from memckpt.peers.code import Code
+from memckpt.replication.coding.code import Code
 
 TITLE = "Restoring lost nodes from their peers"
 METHOD = """\

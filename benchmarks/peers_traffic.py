@@ -16,7 +16,7 @@ from benchmarks.report import Report, Table
 from benchmarks.turns import start_server
 from benchmarks.workloads import scratch_directory
 from memckpt import AgentConfig, ErasureConfig, MemckptConfig
-from memckpt.agent.launch import spawn_agent
+from memckpt.processes.launch import spawn_agent
 from tests import netns
 
 PERIOD = 8

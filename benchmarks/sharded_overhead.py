@@ -13,8 +13,8 @@ from benchmarks.report import Ratio, Report
 from benchmarks.sharded import COPIED, MODES, RANKS, Counted, ShardedTraining, Side
 from benchmarks.turns import Block, start_server, take_turns
 from benchmarks.workloads import redo_config, scratch_directory
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 
 TITLE = "Sharded training (FSDP2): wall time, bytes and memory of protecting every step"
 METHOD = """\

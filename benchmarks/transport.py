@@ -16,18 +16,19 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.command import Options, run
 from benchmarks.report import Report, Table, median_and_spread
-from memckpt.peers.keys import Keys
-from memckpt.peers.transport import Delivery, Transport
+from memckpt.replication.transport.keys import Keys
+from memckpt.replication.transport.transport import Delivery, Transport
 
 TITLE = "The transport between couriers"
 METHOD = """\
 One process sends messages with payloads to another one over loopback; the rate is that at which they arrive, between
-the first and the last. Beside `memckpt.peers.transport` a DEALER and a ROUTER with frames of the same sizes, which may
-hold as many bytes on their way and do nothing else: no acknowledgements, no sending again, no envelopes. In turn;
-medians of the repetitions, and of the ratios of pairs. CPU time is that of a process with all its threads: the sender's
-and the receiver's. *Threads*: the transport with several I/O threads in ZeroMQ's context, beside one. *AES-GCM*: what
-encryption with the processor's own instructions would take in the place of CURVE's XSalsa20 and Poly1305, as
-`cryptography` (OpenSSL) seals and opens the same payloads in one thread; copies and sockets come on top."""
+the first and the last. Beside `memckpt.replication.transport.transport` a DEALER and a ROUTER with frames of the same
+sizes, which may hold as many bytes on their way and do nothing else: no acknowledgements, no sending again, no
+envelopes. In turn; medians of the repetitions, and of the ratios of pairs. CPU time is that of a process with all its
+threads: the sender's and the receiver's. *Threads*: the transport with several I/O threads in ZeroMQ's context, beside
+one. *AES-GCM*: what encryption with the processor's own instructions would take in the place of CURVE's XSalsa20 and
+Poly1305, as `cryptography` (OpenSSL) seals and opens the same payloads in one thread; copies and sockets come on
+top."""
 
 PATIENCE_SECONDS = 120.0
 WINDOW_BYTES = 32 << 20

@@ -14,10 +14,10 @@ from lightning_memckpt.engine import Resume
 from lightning_memckpt.internals import check_version
 from lightning_memckpt.notes import is_tuning, refuse
 from lightning_memckpt.protection import Protection
-from memckpt.arguments import with_environment
 from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig
-from memckpt.messages import Messages
+from memckpt.config.arguments import with_environment
+from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
 # Tests put a stand-in for the engine here.

@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 
 from lightning_memckpt.user_state import callbacks_by_key
-from memckpt import ComparedKind
-from memckpt.capture import dataloader
+from memckpt import ComparedKind, dataloader
 
 Parts = dict[tuple[ComparedKind, str], Any]
 

@@ -11,10 +11,10 @@ from jsonargparse.typing import NonNegativeInt
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_memckpt.callback import MemCheckpoint
-from memckpt.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
 from memckpt.config import MemckptConfig
+from memckpt.config.arguments import RUN_DIR, config_from_environment, run_dir_from_environment
+from memckpt.config.settings import from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.settings import from_mapping, to_mapping
 
 _FLAGS = ("run_dir", "resume", "memckpt")
 # Any: jsonargparse takes type hints, and says that it takes classes.

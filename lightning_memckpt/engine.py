@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import memckpt
 from memckpt import ComparedKind
 from memckpt.config import MemckptConfig, ResumeChoice
-from memckpt.messages import Report
+from memckpt.user_messages import Report
 
 Resume = ResumeChoice | int
 

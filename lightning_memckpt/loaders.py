@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_memckpt.internals import TrainerInternals
-from memckpt.capture import dataloader
+from memckpt import dataloader
 
 Positions = dict[str, list[Any]]
 

@@ -46,8 +46,8 @@ from lightning_memckpt.user_state import Encodable, UserState, attribute_roots, 
 from memckpt.capture.attributes import Attributes
 from memckpt.config import MemckptConfig
 from memckpt.errors import UnsupportedStateError
-from memckpt.messages import Messages
 from memckpt.user_file import UserFile, connect
+from memckpt.user_messages import Messages
 
 STATE = "lightning"
 

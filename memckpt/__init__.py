@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from memckpt.arguments import ProtectionArguments, add_arguments, from_args
     from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig
+    from memckpt.config.arguments import ProtectionArguments, add_arguments, from_args
     from memckpt.errors import MemckptError
     from memckpt.recovery.comparison import Kind as ComparedKind
     from memckpt.session import HeldState, RestoreReport, Session, attach
@@ -25,9 +25,9 @@ _PUBLIC = {
     "ComparedKind": ("memckpt.recovery.comparison", "Kind"),
     "ErasureConfig": ("memckpt.config", "ErasureConfig"),
     "MirrorConfig": ("memckpt.config", "MirrorConfig"),
-    "ProtectionArguments": ("memckpt.arguments", "ProtectionArguments"),
-    "add_arguments": ("memckpt.arguments", "add_arguments"),
-    "from_args": ("memckpt.arguments", "from_args"),
+    "ProtectionArguments": ("memckpt.config.arguments", "ProtectionArguments"),
+    "add_arguments": ("memckpt.config.arguments", "add_arguments"),
+    "from_args": ("memckpt.config.arguments", "from_args"),
     "ExportedState": ("memckpt.storage.export", "ExportedState"),
     "StorageConfig": ("memckpt.config", "StorageConfig"),
     "HeldState": ("memckpt.session", "HeldState"),

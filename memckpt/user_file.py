@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from memckpt.config import ResumeChoice
-from memckpt.messages import Messages
+from memckpt.user_messages import Messages
 
 
 class _Held(Protocol):

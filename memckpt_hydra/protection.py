@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf, SCMode
 
 from memckpt import ProtectionArguments
 from memckpt.config import parse_resume
+from memckpt.config.settings import from_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.settings import from_mapping
 
 _log = logging.getLogger("memckpt")
 

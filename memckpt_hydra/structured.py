@@ -16,7 +16,7 @@ from typing import Any, Literal
 from hydra.core.config_store import ConfigStore
 
 from memckpt import config
-from memckpt.settings import KIND, alternatives, variant_name
+from memckpt.config.settings import KIND, alternatives, variant_name
 
 GROUP = "memckpt"
 SCHEMA = "schema"

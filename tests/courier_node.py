@@ -8,23 +8,23 @@ from typing import Any
 
 import msgspec
 
-from memckpt.agent.mirror_messages import MirrorRefused, OpenMirror
-from memckpt.agent.peer_messages import (
+from memckpt.protocol.replication import (
     Join,
     PeerJob,
     PeerNode,
     PeerUnit,
     SendGeneration,
 )
-from memckpt.courier.courier import Courier
-from memckpt.courier.member import Member
-from memckpt.courier.mirroring import Mirroring
-from memckpt.peers.blob import STATIC
-from memckpt.peers.code import Code
-from memckpt.peers.fragments import seal_stripe
-from memckpt.peers.holder import Holder
-from memckpt.peers.transport import Delivery, Met
-from memckpt.peers.wire import (
+from memckpt.protocol.standby import MirrorRefused, OpenMirror
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import Code
+from memckpt.replication.coding.fragments import seal_stripe
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.process.member import Member
+from memckpt.replication.process.replicator import Courier
+from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.transport.transport import Delivery, Met
+from memckpt.replication.transport.wire import (
     Put,
     Stored,
     WireMessage,

@@ -22,9 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memckpt
-from memckpt.agent.address import NODE_VARIABLE
 from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE
 from tests.engine_child import Journal
 from tests.engine_harness import Lab
 from tests.frozen import freeze

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from memckpt.agent.address import NODE_VARIABLE, AgentAddress
-from memckpt.agent.channel import Channel
-from memckpt.agent.control import stop_agent
-from memckpt.agent.messages import StatusRequest
 from memckpt.agent.serve import serve
 from memckpt.config import MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE, AgentAddress
+from memckpt.processes.control import stop_agent
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import StatusRequest
 from memckpt.session import session as session_module
 from tests.engine_child import REFERENCE_SEED, Attempt, kill_self, train
 from tests.engine_training import Case
@@ -325,7 +325,7 @@ def collect(child: Child, report: Path) -> Ended:
 
 def import_ahead() -> None:
     """Import what a first optimizer imports (seconds), so that children need not. Trains nothing."""
-    from memckpt.agent import replica
+    from memckpt.node import replica
 
     assert replica is not None
     assert session_module is not None

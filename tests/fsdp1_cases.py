@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Sha
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import memckpt
-from memckpt.agent.address import NODE_VARIABLE
+from memckpt.processes.address import NODE_VARIABLE
 from tests.ddp_cases import NO_PROCESS_GROUP, PROCESS_GROUP_SECONDS, TRIES, Job
 from tests.engine_child import Journal
 from tests.engine_harness import Lab

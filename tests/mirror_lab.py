@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memckpt.peers.wire import NotStored, Stored
+from memckpt.replication.transport.wire import NotStored, Stored
 from memckpt.state.records import HeldRecords
 from tests.engine_optimizers import Momentum
 from tests.mirror_pair import Pair, Strict

@@ -14,9 +14,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Commit, GenerationCommit, Message
-from memckpt.agent.mirror_messages import (
+from memckpt.agent.replication.standbys import Mirrors
+from memckpt.capture.copier import HostCopier
+from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.memory.region import Region
+from memckpt.node.generation import Generation
+from memckpt.node.replica import Replica
+from memckpt.protocol.standby import (
     CloseMirror,
     MirrorApplied,
     MirrorFailed,
@@ -26,18 +31,13 @@ from memckpt.agent.mirror_messages import (
     MirrorSkip,
     OpenMirror,
 )
-from memckpt.agent.mirrors import Mirrors
-from memckpt.agent.replica import Replica
-from memckpt.capture.copier import HostCopier
-from memckpt.capture.live_state import LiveState, SpecRequest
-from memckpt.capture.slot_writer import SlotWriter
-from memckpt.courier.mirroring import Mirroring
-from memckpt.courier.source import RegionSource
-from memckpt.memory.region import Region
-from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
-from memckpt.peers.owner import Outgoing, Owner
-from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.replication.coding.code import Code
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.process.source import RegionSource
+from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 from memckpt.state import codec
 from memckpt.state.layout import StateSpec
 from memckpt.state.optimizers import hyperparameters

@@ -14,8 +14,8 @@ from typing import Any
 
 import zmq
 
-from memckpt.peers.keys import Keys, Password
-from memckpt.peers.transport import Delivery, Met, Transport
+from memckpt.replication.transport.keys import Keys, Password
+from memckpt.replication.transport.transport import Delivery, Met, Transport
 
 PATIENCE_SECONDS = 60.0
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import memckpt
-from memckpt.agent.address import NODE_VARIABLE
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE
 from tests.sharded_cases import Distributed, Setup
 
 STEPS = 12

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status
-from memckpt.agent.peer_messages import Recover, Recovered
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
+from memckpt.protocol.replication import Recover, Recovered
 from memckpt.session.peers import Peers
 from tests.engine_child import config
 from tests.engine_harness import Lab

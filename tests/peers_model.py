@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from memckpt.agent.peer_messages import StateTaken
-from memckpt.peers.blob import Blob, Extent, RecordTail
-from memckpt.peers.holder import Holder
+from memckpt.protocol.replication import StateTaken
+from memckpt.replication.coding.blob import Blob, Extent, RecordTail
+from memckpt.replication.keeping.fragment_store import Holder
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldRecords
 from tests.storage_node import spec_of

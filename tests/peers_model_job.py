@@ -7,19 +7,19 @@ from typing import Any
 
 import msgspec
 
-from memckpt.agent.generation import branch_off
-from memckpt.agent.peer_messages import GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
-from memckpt.courier.member import Member
-from memckpt.courier.mirroring import Mirroring
-from memckpt.peers.blob import BlobReader, Room
-from memckpt.peers.code import Code
-from memckpt.peers.fragments import decode_stripe
-from memckpt.peers.holder import Holder
-from memckpt.peers.owner import Outgoing
-from memckpt.peers.windows import sizes_of
-from memckpt.peers.wire import Window, decode
+from memckpt.node.generation import branch_off
+from memckpt.protocol.replication import GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
 from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.replication.coding.blob import BlobReader, Room
+from memckpt.replication.coding.code import Code
+from memckpt.replication.coding.fragments import decode_stripe
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.sender import Outgoing
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.process.member import Member
+from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.transport.wire import Window, decode
 from memckpt.state.records import Branch, HeldPieces
 from tests.peers_model import MOST_BYTES, Chain, Generation, Live, Memory, Network, Node, Port, Setting, Unit, bytes_of
 

@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from memckpt.agent.peer_messages import Filled, SendGeneration, UnitSource
-from memckpt.courier.reader import PATIENCE_SECONDS, Reader
-from memckpt.courier.serving import Serving
-from memckpt.courier.source import Part, RegionSource
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.peers.blob import Blob
-from memckpt.peers.code import Code
-from memckpt.peers.holder import Holder
-from memckpt.peers.owner import Outgoing, Owner
-from memckpt.peers.windows import sizes_of
-from memckpt.peers.wire import (
+from memckpt.protocol.replication import Filled, SendGeneration, UnitSource
+from memckpt.replication.coding.blob import Blob
+from memckpt.replication.coding.code import Code
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
+from memckpt.replication.process.serving import Serving
+from memckpt.replication.process.source import Part, RegionSource
+from memckpt.replication.transport.wire import (
     AskManifest,
     AskWindow,
     Get,

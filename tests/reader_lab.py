@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import xxhash
 
-from memckpt.agent.peer_messages import Filled, UnitSource
 from memckpt.memory.region import Region
-from memckpt.peers.blob import STATIC
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import _checksum
-from memckpt.peers.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
+from memckpt.protocol.replication import Filled, UnitSource
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import _checksum
+from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from tests.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
 
 CODES = [(1, 1), (1, 3), (3, 1), (2, 2), (4, 2), (2, 3)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.agent.peer_messages import (
+from memckpt.protocol.replication import (
     UnitSource,
 )
 from tests.peers_records import layout_spec

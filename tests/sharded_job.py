@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.agent.writer_messages import (
+from memckpt.checkpointing.writer.writer import save
+from memckpt.memory.region import Region
+from memckpt.protocol.writer import (
     Save,
 )
-from memckpt.memory.region import Region
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state import codec, rng
 from memckpt.state.layout import (
@@ -30,8 +31,8 @@ from memckpt.state.layout import (
     StateTensorSpec,
     TensorSpec,
 )
+from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import dtype_name, hyperparameters
-from memckpt.state.private import attributes
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors
@@ -40,7 +41,6 @@ from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.store import Store
-from memckpt.writer.writer import save
 
 TIMELINE = Timeline(1, "a")
 #: Parameters, a frozen tensor and an averaged one that are cut; one parameter and a buffer that are not.

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import memckpt
-from memckpt.agent.address import NODE_VARIABLE
 from memckpt.config import MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE
 from tests.engine_child import Journal
 from tests.engine_harness import Child, Lab
 from tests.frozen import differences

@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from memckpt.agent.attempt import Attempt
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import (
+from memckpt.checkpointing.writer.records import RecordWriter
+from memckpt.errors import AgentGoneError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import (
     Commit,
     GenerationCommit,
     Message,
 )
-from memckpt.agent.writer_messages import (
+from memckpt.protocol.writer import (
     Append,
     OpenLog,
 )
-from memckpt.errors import AgentGoneError
-from memckpt.memory.region import Region
-from memckpt.memory.slots import SlotRing
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
-from memckpt.writer.records import RecordWriter
 
 
 class Clock(SimpleNamespace):

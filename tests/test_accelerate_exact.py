@@ -12,8 +12,8 @@ import pytest
 
 from accelerate_plugin.loaders import Follower
 from accelerate_plugin.plugin import MemCheckpointPlugin
-from memckpt.capture.dataloader.passes import Pass
 from memckpt.config import StorageConfig
+from memckpt.dataloader.passes import Pass
 from tests.accelerate_cases import (
     ALL_ALONG,
     BRIEFLY,

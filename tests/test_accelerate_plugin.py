@@ -438,7 +438,7 @@ def test_importing_one_adapter_imports_no_other(checks: dict[str, list[str]]) ->
 
 
 def test_messages_are_shown_unless_logging_is_configured() -> None:
-    from memckpt.messages import show_by_default
+    from memckpt.user_messages import show_by_default
 
     logger = logging.Logger("own")
     logger.parent = logging.getLogger()

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from memckpt.agent.attempt import Attempt, Member
-from memckpt.agent.channel import Channel
-from memckpt.agent.fence import Fence
-from memckpt.agent.messages import PROTOCOL_VERSION, Hello, Launcher
-from memckpt.agent.processes import ProcessHandle
+from memckpt.agent.fencing import Fence
 from memckpt.errors import RunBusyError
+from memckpt.node.attempt import Attempt, Member
+from memckpt.processes.handles import ProcessHandle
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
 from tests.test_storage_runs import until
 
 

@@ -7,11 +7,11 @@ import logging
 import os
 from pathlib import Path
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status, stop_agent
-from memckpt.agent.launch import spawn_agent
-from memckpt.agent.log import QueuedLines
 from memckpt.config import AgentConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
+from memckpt.processes.launch import spawn_agent
+from memckpt.processes.log import QueuedLines
 from tests.test_storage_runs import until
 
 

@@ -16,17 +16,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memckpt.agent import helper_process
-from memckpt.agent.channel import INLINE_BYTES, Channel
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Commit, Credit, Goodbye, Message
-from memckpt.agent.peer_messages import Halt, Halted, ListPieces, PhasesAre, Pieces
-from memckpt.agent.processes import ProcessHandle, start_ticks
 from memckpt.errors import AgentError, AgentGoneError, DamagedStateError, MemoryBudgetError
 from memckpt.memory.budget import available_bytes, check_budget
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.processes import helper_process
+from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import INLINE_BYTES, Channel
+from memckpt.protocol.replication import Halt, Halted, ListPieces, PhasesAre, Pieces
+from memckpt.protocol.trainer import Commit, Credit, Goodbye, Message
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from tests.engine_harness import Lab
@@ -163,7 +163,9 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
     """The agent starts it when it is told to end, and a scheduler may not be done with its list of processes yet."""
     ended: list[str] = []
     with selectors.DefaultSelector() as selector:
-        writer = HelperProcess("memckpt.writer", ["--what", "records"], selector, lambda message: None, ended.append)
+        writer = HelperProcess(
+            "memckpt.checkpointing.writer", ["--what", "records"], selector, lambda message: None, ended.append
+        )
         process = writer._process
         try:
             process.send_signal(number)
@@ -188,7 +190,7 @@ def courier() -> Iterator[Courier]:
     received: list[Message] = []
     ended: list[str] = []
     with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.courier", [], selector, received.append, ended.append)
+        process = HelperProcess("memckpt.replication.process", [], selector, received.append, ended.append)
         try:
             process.ask(ListPieces({}), Pieces, 20)
             yield process, selector, received, ended

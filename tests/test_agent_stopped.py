@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.agent.address import AgentAddress, Listener
-from memckpt.agent.channel import Channel
-from memckpt.agent.client import AgentClient
-from memckpt.agent.control import ask_status
-from memckpt.agent.messages import Credit, Leaving, StatusRequest
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.processes.address import AgentAddress, Listener
+from memckpt.processes.control import ask_status
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Credit, Leaving, StatusRequest
+from memckpt.session.agent_client import AgentClient
 from memckpt.session.reconnection import Reconnection
 from tests.engine_cases import PLAIN
 from tests.engine_child import Control, config, kill_self

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from memckpt.agent.building import Building, Difference
-from memckpt.agent.channel import Channel
-from memckpt.agent.client import AgentClient
-from memckpt.agent.messages import Begin, GenerationCommit, Message, NeedGeneration, Prepare
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
+from memckpt.node.pending_generation import Building, Difference
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Begin, GenerationCommit, Message, NeedGeneration, Prepare
+from memckpt.session.agent_client import AgentClient
 from memckpt.state.layout import StateSpec, TensorSpec
 from memckpt.state.records import Timeline
 from tests.storage_node import spec_of

@@ -17,18 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memckpt.agent.attempt import Attempt
-from memckpt.agent.generation import Generation
-from memckpt.agent.holding import Holding
-from memckpt.agent.messages import Commit, GenerationCommit, Prepare, SnapshotTaken
-from memckpt.agent.snapshots import Snapshots
+from memckpt.agent.group_state import Holding
 from memckpt.capture import digests
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.digests import Digests
 from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.checkpointing.snapshots import Snapshots
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare, SnapshotTaken
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import DIGEST_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.received import read_spec

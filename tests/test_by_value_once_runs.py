@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
 from memckpt.capture import digests, live_state
 from memckpt.config import StorageConfig
+from memckpt.processes.address import AgentAddress
 from tests.ddp_cases import STEPS, Death, Job, fresh_directory, results, run
 from tests.deferred_copier import defer
 from tests.engine_child import config

@@ -15,25 +15,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
 
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Commit, GenerationCommit, Message
-from memckpt.agent.peer_messages import UnitSource
-from memckpt.agent.writer_messages import Append, LogRecord, OpenLog
 from memckpt.capture import live_state
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
-from memckpt.courier.source import rooms_for
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.peers.blob import BlobReader, Extent, Room
-from memckpt.peers.code import Code
+from memckpt.node.generation import Generation
+from memckpt.protocol.replication import UnitSource
+from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.writer import Append, LogRecord, OpenLog
 from memckpt.recovery.restore import Restorer
+from memckpt.replication.coding.blob import BlobReader, Extent, Room
+from memckpt.replication.coding.code import Code
+from memckpt.replication.process.source import rooms_for
 from memckpt.state.layout import HEADER_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
-from memckpt.writer.records import RecordWriter
 from tests.engine_child import Control, config
 from tests.engine_harness import Lab
 from tests.engine_state import MovingAverage

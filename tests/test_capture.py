@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import StorageConfig
+from memckpt.processes.address import AgentAddress
 from tests.engine_cases import COMPILED_LATER, COMPILED_STEP, PLAIN
 from tests.engine_child import Actions, Control, config, kill_agent, kill_both, kill_self
 from tests.engine_harness import Lab

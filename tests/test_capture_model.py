@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Commit, GenerationCommit, Message
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
-from memckpt.cli import checks, doctor, facts
+from memckpt.cli import checks, doctor
+from memckpt.cli import probes as facts
 from memckpt.cli.checks import Check, DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.errors import AgentError
 from memckpt.memory import cgroup
-from memckpt.session import choice
+from memckpt.processes.address import AgentAddress
+from memckpt.session import policy as choice
 from memckpt.storage.owner import keep_run
 from memckpt.storage.store import LocalStore, open_store
 from tests.cli_harness import invoke, invoke_json

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.messages import Status, StorageStatus
-from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli import status as status_module
 from memckpt.cli.alarms import problems_of
 from memckpt.cli.peers import ranks_text
 from memckpt.cli.status import Looker, Stored, View, render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
+from memckpt.protocol.trainer import Status, StorageStatus
 from memckpt.storage.store import LocalStore
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.engine_cases import PLAIN

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import xxhash
 
-from memckpt.agent.messages import Status
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer.writer import save
 from memckpt.cli import tidying as commands
 from memckpt.errors import AgentGoneError, DamagedStateError, ForeignStateError, NothingHeldError, UsageError
 from memckpt.memory.region import Region
+from memckpt.protocol.trainer import Status
+from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage import presence
 from memckpt.storage.catalog import read_catalog
@@ -22,7 +23,6 @@ from memckpt.storage.format import FORMAT_VERSION, Batch, encode_commit
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
 from memckpt.storage.store import LocalStore, Store, StoredFile
 from memckpt.storage.tidying import PINNED, read_pins
-from memckpt.writer.writer import save
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.test_cli_status import an_agent
 from tests.test_storage import part_of, some_state, write

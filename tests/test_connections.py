@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.attempt import Member
-from memckpt.agent.channel import Channel
 from memckpt.agent.connections import Connection, Connections
-from memckpt.agent.messages import Commit, Goodbye, Launcher, Leaving, Message, Protected, StatusRequest
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.node.attempt import Member
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Commit, Goodbye, Launcher, Leaving, Message, Protected, StatusRequest
 
 
 @dataclass

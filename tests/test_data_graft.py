@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from memckpt.capture import dataloader as data
-from memckpt.capture.dataloader.sampler_tap import index_digest
+from memckpt import dataloader as data
+from memckpt.dataloader.sampler_tap import index_digest
 from tests.data_jobs import NONE, TWO, each_kind_of_workers, in_child
 from tests.loader_cases import BATCHES, Workers, make
 from tests.processes import be_subreaper

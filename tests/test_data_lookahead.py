@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler
 
-from memckpt.capture import dataloader as data
+from memckpt import dataloader as data
 from memckpt.state import codec, rng
 from tests.data_jobs import NONE
 from tests.loader_cases import BATCH, Augmented, OwnGenerator, ShuffledBatches, make

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from memckpt.capture import dataloader as data
+from memckpt import dataloader as data
 from memckpt.state import rng
 from tests.data_jobs import EPOCHS, NONE, PERSISTENT, TWO, Job, Tamper, Trainer, each_kind_of_workers, in_child
 from tests.loader_cases import BATCH, BATCHES, MAKERS, SAMPLES, Augmented, Doubling, LazyGlobal, Workers, loaded, make

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent import fence
-from memckpt.agent.processes import ProcessHandle
+from memckpt.agent import fencing as fence
 from memckpt.config import StorageConfig
+from memckpt.processes.handles import ProcessHandle
 from tests.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
 from tests.engine_child import config
 from tests.engine_harness import Lab

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from memckpt.agent.connections import Connection
-from memckpt.agent.holding import Holding
-from memckpt.agent.messages import GenerationCommit, NeedGeneration
+from memckpt.agent.group_state import Holding
 from memckpt.agent.server import Agent
+from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.ddp_cases import Death, Job, fresh_directory
 from tests.engine_child import config
 from tests.engine_harness import Lab

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.agent.channel import Channel
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Credit
-from memckpt.agent.peer_messages import ListPieces, Pieces
-from memckpt.agent.processes import ProcessHandle, start_ticks
+from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.replication import ListPieces, Pieces
+from memckpt.protocol.trainer import Credit
 from tests.engine_harness import Lab
 
 
@@ -69,7 +69,7 @@ def low_limit() -> Iterator[None]:
 @pytest.mark.usefixtures("low_limit")
 def test_a_courier_has_as_many_as_the_system_allows() -> None:
     with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None)
+        process = HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
         try:
             process.ask(ListPieces({}), Pieces, 20)
             soft, hard = limits_of(process._process.pid)

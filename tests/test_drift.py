@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from memckpt.agent.messages import Drift
+from memckpt.protocol.trainer import Drift
 from memckpt.session.drift import DriftReports
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent import client, replica
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentError
+from memckpt.node import replica
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
+from memckpt.session import agent_client as client
 from memckpt.session import session
 from memckpt.session.reconnection import Reconnection
 from memckpt.state.redo import RedoGroup

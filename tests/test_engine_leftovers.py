@@ -12,12 +12,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 import memckpt
-from memckpt.agent.address import AgentAddress
 from memckpt.capture.taps import ParameterTap
 from memckpt.config import AgentConfig
 from memckpt.errors import (
     UnsupportedStateError,
 )
+from memckpt.processes.address import AgentAddress
 from tests.engine_cases import PLAIN
 from tests.engine_child import Control, config, kill_self
 from tests.engine_harness import Lab

@@ -44,8 +44,8 @@ def test_the_public_names() -> None:
 LIGHT = [
     "memckpt",
     "memckpt.config",
-    "memckpt.settings",
-    "memckpt.arguments",
+    "memckpt.config.settings",
+    "memckpt.config.arguments",
     "memckpt.agent.server",
     "memckpt.agent.__main__",
     "hydra_plugins.memckpt_searchpath",  # every Hydra application imports it

@@ -9,15 +9,15 @@ from accelerate import Accelerator
 
 from accelerate_plugin import MemCheckpointPlugin
 from lightning_memckpt import MemCheckpoint
-from memckpt.arguments import (
+from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
+from memckpt.config.arguments import (
     config_from_environment,
     resume_from_environment,
     run_dir_from_environment,
     with_environment,
 )
-from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
+from memckpt.config.settings import describe_settings
 from memckpt.errors import ConfigurationError
-from memckpt.settings import describe_settings
 from transformers_memckpt import MemCheckpointTrainerCallback
 
 

@@ -12,8 +12,8 @@ import pytest
 
 import memckpt
 from memckpt.config import AgentConfig, ErasureConfig, MemckptConfig, MirrorConfig, StorageConfig, parse_resume
+from memckpt.config.settings import Setting, describe_settings, from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
-from memckpt.settings import Setting, describe_settings, from_mapping, to_mapping
 from tests.engine_harness import Lab
 from tests.script_runs import Scripts
 

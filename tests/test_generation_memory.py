@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from memckpt.agent.client import AgentClient
-from memckpt.agent.messages import GenerationCommit, Message, NeedSlots
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
+from memckpt.protocol.trainer import GenerationCommit, Message, NeedSlots
+from memckpt.session.agent_client import AgentClient
 from tests.engine_child import Control, config, kill_agent, kill_self
 from tests.engine_harness import Lab
 from tests.engine_training import CLASSES, INPUTS, Case, Training

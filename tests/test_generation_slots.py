@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.attempt import Attempt, Member
-from memckpt.agent.generation import Generation
-from memckpt.agent.holdings import Holdings
-from memckpt.agent.messages import (
+from memckpt.agent.group_states import Holdings
+from memckpt.errors import MemoryBudgetError
+from memckpt.memory.region import Region
+from memckpt.node.attempt import Attempt, Member
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import (
     Commit,
     Gap,
     GenerationCommit,
@@ -24,8 +26,6 @@ from memckpt.agent.messages import (
     Prepare,
     SlotsMade,
 )
-from memckpt.errors import MemoryBudgetError
-from memckpt.memory.region import Region
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta

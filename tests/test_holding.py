@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.attempt import Attempt
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.holding import Holding
-from memckpt.agent.holdings import Holdings
-from memckpt.agent.messages import (
+from memckpt.agent.group_state import Holding
+from memckpt.agent.group_states import Holdings
+from memckpt.config import StorageConfig
+from memckpt.errors import AgentError
+from memckpt.node.attempt import Attempt
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
     Commit,
     Configure,
     GenerationCommit,
@@ -27,8 +29,6 @@ from memckpt.agent.messages import (
     Saved,
     SaveFailed,
 )
-from memckpt.config import StorageConfig
-from memckpt.errors import AgentError
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.peer_messages import Halt, Halted
 from memckpt.errors import AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.replication import Halt, Halted
 from tests.peers_harness import wait_for
 from tests.processes import kill_and_wait
 
@@ -116,7 +116,9 @@ def test_a_courier_that_is_stopped_is_not_waited_for() -> None:
     before = set(os.listdir("/proc/self/fd"))
     own = LifePage.create()
     with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None, 60.0, own)
+        process = HelperProcess(
+            "memckpt.replication.process", [], selector, lambda message: None, lambda reason: None, 60.0, own
+        )
         with contextlib.closing(process):
             assert process.ask(Halt(), Halted, 60.0) == Halted()
             assert not process.stands_still()

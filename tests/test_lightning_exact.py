@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status, stop_agent
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.peer_messages import (
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Described,
     UnitSource,
 )
-from memckpt.courier.asking import Asking
-from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
-from memckpt.peers.wire import (
+from memckpt.replication.process.asking import Asking
+from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
+from memckpt.replication.transport.wire import (
     AskWindow,
     GotNone,
     WindowIs,

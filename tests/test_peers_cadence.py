@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from memckpt.courier.holding_up import HeldUp
-from memckpt.peers.cadence import NONE_CAN_BE_HAD, Cadence
-from memckpt.peers.watermark import Leader
-from memckpt.peers.wire import Acknowledged, Watermark
+from memckpt.replication.keeping.watermark import Leader
+from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
+from memckpt.replication.process.holding_up import HeldUp
+from memckpt.replication.transport.wire import Acknowledged, Watermark
 
 NAMES = ("a", "b", "c")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyeclib import ec_iface
 
 from memckpt.errors import ConfigurationError
-from memckpt.peers.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
 
 CODES = [(1, 1), (3, 1), (2, 2), (4, 2), (3, 3), (1, 3), (2, 5)]
 BACKENDS = ["isa_l_rs_cauchy", "isa_l_rs_vand", "isa_l_rs_vand_inv", "liberasurecode_rs_vand"]
@@ -119,7 +119,7 @@ def test_the_most_pieces_that_are_configurable(data: int, tolerate: int) -> None
 
 def test_the_backend_is_imported_only_where_there_is_parity() -> None:
     program = (
-        "import sys; from memckpt.peers.code import Code; "
+        "import sys; from memckpt.replication.coding.code import Code; "
         "Code(3, 1); Code(1, 3); assert 'pyeclib' not in sys.modules; "
         "Code(2, 2); assert 'pyeclib' in sys.modules"
     )

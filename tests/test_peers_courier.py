@@ -12,7 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.peer_messages import (
+from memckpt.errors import MemoryBudgetError
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
     Fill,
@@ -22,15 +23,14 @@ from memckpt.agent.peer_messages import (
     Passed,
     UnitSource,
 )
-from memckpt.courier import courier
-from memckpt.courier.member import _PUMP_BYTES
-from memckpt.courier.reader import LIVE_ALL, LIVE_SHARED
-from memckpt.errors import MemoryBudgetError
-from memckpt.peers.blob import STATIC
-from memckpt.peers.code import STRIPE_BYTES
-from memckpt.peers.fragments import Fragment
-from memckpt.peers.transport import Delivery, Met
-from memckpt.peers.wire import (
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import STRIPE_BYTES
+from memckpt.replication.coding.fragments import Fragment
+from memckpt.replication.process import replicator as courier
+from memckpt.replication.process.member import _PUMP_BYTES
+from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
+from memckpt.replication.transport.transport import Delivery, Met
+from memckpt.replication.transport.wire import (
     Abandon,
     Acknowledged,
     AskManifest,

@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent import helper_process, peers
-from memckpt.agent.backoff import Backoff
-from memckpt.agent.channel import Channel
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.mirrors import Mirrors
-from memckpt.agent.peer_messages import (
+from memckpt.agent.replication import peers
+from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.standbys import Mirrors
+from memckpt.errors import AgentError, AgentGoneError, PeerError
+from memckpt.processes import helper_process
+from memckpt.processes.backoff import Backoff
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.replication import (
     Described,
     Filled,
     GiveUp,
@@ -39,8 +42,6 @@ from memckpt.agent.peer_messages import (
     RecoveryProgress,
     SendGeneration,
 )
-from memckpt.agent.peers import Peers
-from memckpt.errors import AgentError, AgentGoneError, PeerError
 from tests.recovery_lab import SPEC, Place, source
 
 
@@ -430,7 +431,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
             process.close()
 
     with selectors.DefaultSelector() as selector:
-        process = HelperProcess("memckpt.courier", [], selector, take, received.append)
+        process = HelperProcess("memckpt.replication.process", [], selector, take, received.append)
         with closing(process):
             yield process, process._process, received
 
@@ -484,5 +485,5 @@ def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
     monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
     before = set(os.listdir("/proc/self/fd"))
     with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
-        HelperProcess("memckpt.courier", [], selector, lambda message: None, lambda reason: None)
+        HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
     assert set(os.listdir("/proc/self/fd")) == before

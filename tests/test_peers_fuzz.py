@@ -13,10 +13,10 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memckpt.peers import envelope as envelopes
-from memckpt.peers.directory import MAX_PEERS
-from memckpt.peers.keys import Keys
-from memckpt.peers.transport import Delivery
+from memckpt.replication.transport import envelope as envelopes
+from memckpt.replication.transport.directory import MAX_PEERS
+from memckpt.replication.transport.keys import Keys
+from memckpt.replication.transport.transport import Delivery
 from tests.peers_harness import Node, acquaint, drive, nodes_of
 
 FUZZ = settings(

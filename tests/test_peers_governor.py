@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from memckpt.peers.governor import Baseline, Governor
+from memckpt.replication.pacing.governor import Baseline, Governor
 
 MIB = 1 << 20
 

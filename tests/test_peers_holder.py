@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.peers.blob import STATIC
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import Fragment, seal_stripe
-from memckpt.peers.holder import Holder
-from memckpt.peers.kept_window import SLOTS, Keeper, Place, Room
-from memckpt.peers.wire import NotStored, Stored, Window
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import Fragment, seal_stripe
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.kept_window import SLOTS, Keeper, Place, Room
+from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.layout import Shard, TensorSpec
 from memckpt.state.records import Branch, Timeline
 from tests.peers_records import MemoryRoom, Records, layout_spec

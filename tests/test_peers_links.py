@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import PeerOverrunError
-from memckpt.peers import envelope as envelopes
-from memckpt.peers import links
-from memckpt.peers.envelope import Data, State
-from memckpt.peers.links import Link, Payload
+from memckpt.replication.transport import envelope as envelopes
+from memckpt.replication.transport import links
+from memckpt.replication.transport.envelope import Data, State
+from memckpt.replication.transport.links import Link, Payload
 
 ADDRESS = "tcp://127.0.0.1:1"
 WINDOW = 1000

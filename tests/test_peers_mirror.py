@@ -11,11 +11,11 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.mirror import EXTRA_SLOTS
-from memckpt.agent.mirror_messages import MirrorFailed, MirrorOpened, MirrorRecord, MirrorRefused, OpenMirror
-from memckpt.agent.replica import Replica
+from memckpt.agent.replication.standby import EXTRA_SLOTS
 from memckpt.memory import budget
 from memckpt.memory.region import Region
+from memckpt.node.replica import Replica
+from memckpt.protocol.standby import MirrorFailed, MirrorOpened, MirrorRecord, MirrorRefused, OpenMirror
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 from tests.engine_optimizers import local_momentum

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from memckpt.agent.mirror import EXTRA_SLOTS
-from memckpt.agent.replica import Replica
-from memckpt.peers.wire import NotStored
+from memckpt.agent.replication.standby import EXTRA_SLOTS
+from memckpt.node.replica import Replica
+from memckpt.replication.transport.wire import NotStored
 from memckpt.state.records import RecordMeta
 from tests.mirror_lab import MODES, OPTIMIZERS, check_all, pair, refusals, stored
 from tests.mirror_pair import PERIOD, SLOTS, wait_idle

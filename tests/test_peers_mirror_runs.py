@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from memckpt import StorageConfig
-from memckpt.agent.replica import Replica
-from memckpt.peers.placement import place
+from memckpt.node.replica import Replica
+from memckpt.replication.coding.placement import place
 from memckpt.state.records import RecordMeta
 from tests.engine_harness import Lab
 from tests.peers_lab import (

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from memckpt.courier import cuts, member
 from memckpt.errors import MemoryBudgetError
-from memckpt.peers import blob, fragments, holder, windows
-from memckpt.peers.cadence import NONE_CAN_BE_HAD
-from memckpt.peers.kept_window import BeingReservedError
-from memckpt.peers.wire import Put
 from memckpt.recovery.plan import RestoreRecord
+from memckpt.replication.coding import blob, fragments
+from memckpt.replication.keeping import fragment_store as holder
+from memckpt.replication.keeping import windows
+from memckpt.replication.keeping.kept_window import BeingReservedError
+from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD
+from memckpt.replication.process import cuts, member
+from memckpt.replication.transport.wire import Put
 from tests.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.peers_model_job import Job
 

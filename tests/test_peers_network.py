@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memckpt.peers.keys import Keys
+from memckpt.replication.transport.keys import Keys
 from tests import netns
 from tests.netns import Network
 from tests.peers_harness import Node, acquaint, drive, nodes_of

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from memckpt.agent import client
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status
-from memckpt.agent.peer_messages import PeersStatus
 from memckpt.config import AgentConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
+from memckpt.protocol.replication import PeersStatus
+from memckpt.session import agent_client as client
 from tests import netns
 from tests.engine_harness import Child, Lab
 from tests.netns import Network

@@ -8,11 +8,11 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from memckpt.agent.peer_messages import Deserted, Join, Passed, SendRecord
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.peers.blob import STATIC
-from memckpt.peers.overdue import LOST_LIMITS, Absence, Overdue
-from memckpt.peers.wire import Acknowledged, NotStored, Stored, Watermark
+from memckpt.protocol.replication import Deserted, Join, Passed, SendRecord
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
+from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
 from tests.courier_node import Node
 
 

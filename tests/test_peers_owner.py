@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.peers.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.fragments import check
-from memckpt.peers.owner import Outgoing, Owner
-from memckpt.peers.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
+from memckpt.replication.coding.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import check
+from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)
 HOLDERS = ["x", "y", "z"]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.peers.governor import StepClock
-from memckpt.peers.pace import Pacer, RateCap
+from memckpt.replication.pacing.governor import StepClock
+from memckpt.replication.pacing.pace import Pacer, RateCap
 from memckpt.state.phases import Phase
 
 MIB = 1 << 20

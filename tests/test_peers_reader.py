@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.courier.reader import Reader
 from memckpt.memory.region import Region
-from memckpt.peers.code import STRIPE_BYTES
-from memckpt.peers.wire import Got, GotNone, Manifest, WireMessage
+from memckpt.replication.coding.code import STRIPE_BYTES
+from memckpt.replication.process.reader import Reader
+from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
 from tests.peers_records import RANKS, Answers, Bytes, Network, Node, deliver
 from tests.reader_lab import (
     CODES,
@@ -54,7 +54,7 @@ def test_a_whole_state_is_right(job: Job) -> None:
 
 
 def test_progress_is_reported_within_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memckpt.courier.reader.PROGRESS_BYTES", STRIPE_BYTES)
+    monkeypatch.setattr("memckpt.replication.process.reader.PROGRESS_BYTES", STRIPE_BYTES)
     network = Network(job.nodes)
     steps: list[int] = []
     monkeypatch.setattr(network, "advance", steps.append)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import xxhash
 
-from memckpt.agent.peer_messages import BadSourceSeen, Filled, UnitSource
-from memckpt.peers.code import Code
-from memckpt.peers.wire import GotNone, WireMessage
+from memckpt.protocol.replication import BadSourceSeen, Filled, UnitSource
+from memckpt.replication.coding.code import Code
+from memckpt.replication.transport.wire import GotNone, WireMessage
 from tests.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
 from tests.reader_lab import (
     DAMAGES,

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.channel import Channel
-from memckpt.agent.client import AgentClient
-from memckpt.agent.peer_messages import (
+from memckpt.agent.replication.recovery import Recovery
+from memckpt.config import AgentConfig, ErasureConfig
+from memckpt.errors import AgentError, AgentGoneError
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
     Described,
@@ -26,13 +28,11 @@ from memckpt.agent.peer_messages import (
     Recovered,
     RecoveryProgress,
 )
-from memckpt.agent.recovery import Recovery
-from memckpt.config import AgentConfig, ErasureConfig
-from memckpt.errors import AgentError, AgentGoneError
-from memckpt.peers.wire import WindowIs
 from memckpt.recovery.peers import BadSource, Fetch
 from memckpt.recovery.plan import RestoreRecord, StartOver
+from memckpt.replication.transport.wire import WindowIs
 from memckpt.session import peers as session_peers
+from memckpt.session.agent_client import AgentClient
 from memckpt.state.records import Timeline
 from tests.courier_node import Node
 from tests.recovery_lab import SPEC, Place, source

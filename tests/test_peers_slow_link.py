@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from memckpt.peers.blob import Blob, Extent, RecordTail
-from memckpt.peers.code import STRIPE_BYTES, Code
-from memckpt.peers.owner import Outgoing, Owner
-from memckpt.peers.wire import Abandon, Put, Stored, Window, WireMessage
+from memckpt.replication.coding.blob import Blob, Extent, RecordTail
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.transport.wire import Abandon, Put, Stored, Window, WireMessage
 
 RANKS = (0,)
 PERIOD, SLOTS = 8, 3

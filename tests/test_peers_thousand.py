@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 import pytest
 import zmq
 
-from memckpt.agent.descriptors import PEER_DESCRIPTORS, raise_limit
-from memckpt.peers.keys import Keys, Password
-from memckpt.peers.transport import Delivery, Met, Transport
+from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
+from memckpt.replication.transport.keys import Keys, Password
+from memckpt.replication.transport.transport import Delivery, Met, Transport
 
 #: A stand-in has a context of its own, of some 25 descriptors, so they are spread over several processes.
 _STAND_INS_EACH = 200

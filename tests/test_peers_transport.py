@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from memckpt.agent.descriptors import readable
 from memckpt.errors import PeerError, PeerOverrunError, UsageError
-from memckpt.peers import directory, envelope, links
-from memckpt.peers.keys import Keys, Password
-from memckpt.peers.transport import Transport
+from memckpt.protocol.descriptors import readable
+from memckpt.replication.transport import directory, envelope, links
+from memckpt.replication.transport.keys import Keys, Password
+from memckpt.replication.transport.transport import Transport
 from tests.peers_harness import (
     Node,
     Proxy,
@@ -503,5 +503,5 @@ def test_nothing_remains(keys: Keys | Password) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; import memckpt.peers.transport; sys.exit('torch' in sys.modules)"
+    code = "import sys; import memckpt.replication.transport.transport; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, timeout=60).returncode == 0

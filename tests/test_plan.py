@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.generation import branch_off
 from memckpt.errors import ForeignStateError, NothingHeldError
+from memckpt.node.generation import branch_off
 from memckpt.recovery.plan import (
     RestoreRecord,
     RestoreStored,

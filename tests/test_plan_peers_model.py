@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.generation import branch_off
+from memckpt.node.generation import branch_off
 from memckpt.recovery.peers import serves
 from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline

@@ -12,9 +12,9 @@ import typer.core
 import typer.main
 from torch.distributed.run import get_args_parser
 
-from memckpt.arguments import RESUME, RUN_DIR
 from memckpt.cli.main import app
-from memckpt.settings import describe_settings
+from memckpt.config.arguments import RESUME, RUN_DIR
+from memckpt.config.settings import describe_settings
 from tests.script_runs import ROOT
 
 PAGES = sorted((ROOT / "docs/recipes").glob("*.md"))

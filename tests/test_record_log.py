@@ -9,17 +9,17 @@ from typing import cast
 
 import pytest
 
-from memckpt.agent import record_log
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.record_log import RecordLog
+from memckpt.checkpointing import record_log
+from memckpt.checkpointing.record_log import RecordLog
+from memckpt.checkpointing.writer import records
 from memckpt.errors import AgentError
+from memckpt.processes.helper_process import HelperProcess
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
 from memckpt.storage.store import LocalStore, Store
-from memckpt.writer import records
 from tests.storage_node import Clock, Filled, RecordsProcess
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")

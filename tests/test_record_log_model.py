@@ -17,18 +17,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from memckpt.agent import record_log
-from memckpt.agent.generation import branch_off
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.record_log import RecordLog
+from memckpt.checkpointing import record_log
+from memckpt.checkpointing.record_log import RecordLog
+from memckpt.checkpointing.writer import records
 from memckpt.errors import StorageError
+from memckpt.node.generation import branch_off
+from memckpt.processes.helper_process import HelperProcess
 from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name
 from memckpt.storage.catalog import read_catalog, remove, remove_batch, superseded
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
 from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
 from memckpt.storage.store import Store, open_store
-from memckpt.writer import records
 from tests.storage_node import Clock, Filled, RecordsProcess, spec_of
 
 TIMEOUT_SECONDS = 1800.0

@@ -9,22 +9,22 @@ from typing import cast
 
 import pytest
 
-from memckpt.agent.channel import Channel
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import (
+from memckpt.checkpointing.record_log import RecordLog
+from memckpt.checkpointing.writer import records
+from memckpt.errors import AgentGoneError, StorageError
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import (
     Message,
 )
-from memckpt.agent.record_log import RecordLog
-from memckpt.agent.writer_messages import (
+from memckpt.protocol.writer import (
     Append,
     Appended,
     OpenLog,
 )
-from memckpt.errors import AgentGoneError, StorageError
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore, Store, open_store
-from memckpt.writer import records
 from tests.storage_node import Clock, Filled, Process
 
 SECONDS = 10.0

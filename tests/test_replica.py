@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Commit, GenerationCommit, Message
 from memckpt.errors import AgentError
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.state import codec
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import hyperparameters
-from memckpt.state.private import attributes
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
 
 PERIOD = 8

@@ -10,14 +10,14 @@ from contextlib import closing
 
 import pytest
 
-from memckpt.agent.mirror_messages import CloseMirror, MirrorOpened, MirrorRefused, OpenMirror
-from memckpt.courier import courier
-from memckpt.courier.mirroring import Mirroring
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import reservation
 from memckpt.memory.reservation import Reservation
-from memckpt.peers.holder import Holder
-from memckpt.peers.wire import AskManifest, GotNone, NotStored, Open, Stored
+from memckpt.protocol.standby import CloseMirror, MirrorOpened, MirrorRefused, OpenMirror
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.process import replicator as courier
+from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.courier_node import Node
 from tests.peers_harness import wait_for
 from tests.peers_records import MemoryRoom

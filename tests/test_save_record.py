@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.channel import Channel
-from memckpt.agent.client import AgentClient
-from memckpt.agent.messages import RecordSaved, Saved, SaveFailed, SaveRecord
 from memckpt.config import MemckptConfig
 from memckpt.errors import StorageError
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import RecordSaved, Saved, SaveFailed, SaveRecord
+from memckpt.session.agent_client import AgentClient
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks
 

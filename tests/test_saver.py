@@ -9,22 +9,22 @@ from typing import Any, cast
 
 import pytest
 
-from memckpt.agent import record_log, schedule, writer_jobs
-from memckpt.agent import saver as saver_module
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import (
+from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import saver as saver_module
+from memckpt.checkpointing.saver import Saver
+from memckpt.config import StorageConfig
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
     Message,
     Saved,
     SaveFailed,
     SnapshotTaken,
     TakeSnapshot,
 )
-from memckpt.agent.saver import Saver
-from memckpt.agent.writer_messages import (
+from memckpt.protocol.writer import (
     Appended,
     Save,
 )
-from memckpt.config import StorageConfig
 from memckpt.state.records import Timeline
 from tests.storage_node import Clock, Filled, Process, RecordsProcess, Steps, spec_of
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memckpt.agent import record_log, schedule, writer_jobs
-from memckpt.agent import saver as saver_module
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import Message, SaveFailed
-from memckpt.agent.writer_messages import Appended, LookForRoom, OpenLog, Room, Save
+from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import saver as saver_module
+from memckpt.checkpointing.writer import records
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import Message, SaveFailed
+from memckpt.protocol.writer import Appended, LookForRoom, OpenLog, Room, Save
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
-from memckpt.writer import records
 from tests.full_disk import LimitedDisk
 from tests.storage_node import Clock, Filled, RecordsProcess
 from tests.test_saver import Node

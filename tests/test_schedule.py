@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent import schedule as schedule_module
-from memckpt.agent.generation import Generation
-from memckpt.agent.messages import Saved
-from memckpt.agent.schedule import Schedule
+from memckpt.checkpointing import schedule as schedule_module
+from memckpt.checkpointing.schedule import Schedule
 from memckpt.config import StorageConfig
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Saved
 from memckpt.state.layout import StateSpec
 from tests.storage_node import Clock, Steps, spec_of
 

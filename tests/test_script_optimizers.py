@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import stop_agent
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
 from memckpt.storage.store import LocalStore

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import memckpt
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import stop_agent
 from memckpt.capture.live_state import LiveState
 from memckpt.errors import ConfigurationError, UnsupportedError
-from memckpt.messages import show_by_default
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
+from memckpt.user_messages import show_by_default
 from tests.engine_harness import Lab
 from tests.processes import be_subreaper
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.messages import SaveFailed
-from memckpt.agent.writer_messages import Announce, LookForRoom, Save
+from memckpt.checkpointing.writer import writer
 from memckpt.config import StorageConfig
 from memckpt.errors import ForeignStateError, NothingHeldError, StorageAwayError
 from memckpt.memory.region import Region
+from memckpt.protocol.trainer import SaveFailed
+from memckpt.protocol.writer import Announce, LookForRoom, Save
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
 from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state.layout import Layout
@@ -20,7 +21,6 @@ from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.owner import CLAIM, kept_run, read_kept
 from memckpt.storage.store import LocalStore
-from memckpt.writer import writer
 from tests.cli_harness import invoke
 from tests.storage_node import spec_of
 from tests.test_storage import part_of, write

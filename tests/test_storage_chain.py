@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from memckpt.agent.storage_mode import Measured, Pace, choose_mode
+from memckpt.checkpointing.storage_mode import Measured, Pace, choose_mode
 from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch

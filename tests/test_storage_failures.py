@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.writer_messages import (
-    Save,
-)
+from memckpt.checkpointing.writer.writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
+from memckpt.protocol.writer import (
+    Save,
+)
 from memckpt.storage.catalog import read_catalog, verify
 from memckpt.storage.store import LocalStore
-from memckpt.writer.writer import save
 from tests.cli_harness import invoke
 from tests.conftest import Bucket
 from tests.engine_cases import PLAIN
@@ -218,7 +218,7 @@ _STOPPER = """
 import contextlib, os, signal, sys
 from pathlib import Path
 
-if "memckpt.writer" in sys.orig_argv:
+if "memckpt.checkpointing.writer" in sys.orig_argv:
     from memckpt.storage.store import LocalStore
 
     order = Path(__file__).with_name("order")

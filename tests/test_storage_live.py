@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from memckpt.agent import saver
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.channel import Channel
-from memckpt.agent.control import ask_status
-from memckpt.agent.messages import Saved, SaveTo, Status, StatusRequest
+from memckpt.checkpointing import saver
 from memckpt.config import StorageConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Saved, SaveTo, Status, StatusRequest
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import read_state
 from memckpt.storage.store import LocalStore

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent import record_log
-from memckpt.agent.control import ask_status
+from memckpt.checkpointing import record_log
 from memckpt.config import MemckptConfig, StorageConfig
+from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.store import open_store

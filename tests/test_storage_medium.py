@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer import writer
 from memckpt.errors import ForeignStateError
 from memckpt.memory.region import Region
+from memckpt.protocol.writer import Save
 from memckpt.storage import drain
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.owner import claim
 from memckpt.storage.store import LocalStore
-from memckpt.writer import writer
 from tests.test_storage import part_of, some_state, write
 
 

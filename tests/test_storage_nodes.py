@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from memckpt.agent import schedule
-from memckpt.agent.address import NODE_VARIABLE
+from memckpt.checkpointing import schedule
 from memckpt.config import StorageConfig
+from memckpt.processes.address import NODE_VARIABLE
 from tests.ddp_cases import Death, Job, fresh_directory, results, run, train
 from tests.engine_child import config
 from tests.engine_harness import Child, Lab

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer.writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import ConfigurationError, DamagedStateError, ForeignStateError, UsageError
 from memckpt.memory.region import Region
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.writer import Save
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import leftovers, read_catalog, superseded
 from memckpt.storage.owner import CLAIM, claim, keep_run, kept_run, new_run, read_claim
 from memckpt.storage.store import LocalStore, Store
-from memckpt.writer.writer import save
 from tests.cli_harness import exit_status, invoke, invoke_json
 from tests.engine_cases import PLAIN
 from tests.engine_child import config, kill_both, kill_self

@@ -14,15 +14,15 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from memckpt.agent.messages import Saved
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer.writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
+from memckpt.protocol.trainer import Saved
+from memckpt.protocol.writer import Save
 from memckpt.storage import store as store_module
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import Part
 from memckpt.storage.store import LocalStore, open_store
-from memckpt.writer.writer import save
 from tests.test_storage import part_of, some_state, write
 
 

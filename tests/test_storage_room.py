@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from memckpt.agent.messages import Saved, SaveFailed
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer import writer
 from memckpt.errors import MemoryBudgetError, StorageError, StorageFullError
 from memckpt.memory.region import Region
+from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.writer import Save
 from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import FileTensor, write_batch
@@ -23,7 +24,6 @@ from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.store import LocalStore
 from memckpt.storage.tidying import PINNED, write_pins
-from memckpt.writer import writer
 from tests.full_disk import LimitedDisk
 from tests.storage_node import spec_of
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memckpt.agent import job_maker
+from memckpt.checkpointing import job_maker
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
 from memckpt.storage.catalog import Catalog, read_catalog, verify

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as stock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memckpt.checkpointing.writer import writer
 from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.resharding import refuse_what_cannot_be_cut
@@ -28,7 +29,6 @@ from memckpt.storage.catalog import leftovers, read_catalog, remove, verify
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.store import LocalStore, Store, matches
-from memckpt.writer import writer
 from tests.mesh import all_empty, mesh_of
 from tests.sharded_job import TIMELINE, WHOLE, Box, Live, Stored, Unit, check, grid, plain, rows, train, write_part
 

@@ -13,10 +13,11 @@ from typing import IO, Any
 
 import pytest
 
-from memckpt.agent.writer_messages import Save
+from memckpt.checkpointing.writer.writer import save
 from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError, StorageError
 from memckpt.memory.region import Region
+from memckpt.protocol.writer import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session import storage_tier
 from memckpt.session.patience import Patience
@@ -24,7 +25,6 @@ from memckpt.session.storage_tier import StorageTier, plan_patiently
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, leftovers, read_catalog, superseded, verify_files
 from memckpt.storage.store import LocalStore, Store, matches
-from memckpt.writer.writer import save
 from tests.cli_harness import exit_status, invoke_json
 from tests.sharded_job import plain, rows, train
 from tests.test_storage import part_of, some_state, write

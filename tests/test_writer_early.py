@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import memckpt
+from memckpt.checkpointing.writer import priority
 from memckpt.config import StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore
-from memckpt.writer import priority
 from tests.engine_cases import PLAIN
 from tests.engine_child import config
 from tests.engine_harness import Lab

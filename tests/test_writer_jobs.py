@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.messages import (
+from memckpt.checkpointing.writer_jobs import Job, WriterJobs
+from memckpt.memory.region import Region
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
     Saved,
     SaveFailed,
 )
-from memckpt.agent.writer_jobs import Job, WriterJobs
-from memckpt.agent.writer_messages import (
+from memckpt.protocol.writer import (
     Save,
 )
-from memckpt.memory.region import Region
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
 from tests.storage_node import Process, spec_of

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_memckpt import MemCheckpoint
-from memckpt.agent.address import NODE_VARIABLE
 from memckpt.config import AgentConfig, MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE
 
 EPOCHS = 3
 

@@ -35,8 +35,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from memckpt import Session
-from memckpt.capture import dataloader
+from memckpt import Session, dataloader
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.store import LocalStore

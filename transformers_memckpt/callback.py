@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from memckpt.arguments import with_environment
 from memckpt.capture.attributes import checked_names
 from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config.arguments import with_environment
 from memckpt.errors import UsageError
 from transformers_memckpt import notes
 from transformers_memckpt.protection import Protection

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memckpt import ComparedKind
-from memckpt.capture import dataloader
+from memckpt import ComparedKind, dataloader
 from transformers_memckpt.trainer_state import History
 
 #: Ends of the names of values that the Trainer measures with the clock: `train_runtime`, `train_tokens_per_second`.

@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard, SeedableRandomSampler
 from torch.utils.data import DataLoader
 
-from memckpt.capture import dataloader
+from memckpt import dataloader
 from memckpt.errors import UnsupportedError
 
 
@@ -51,7 +51,7 @@ class Follower:
         """Let the next epoch go on at the position `held`; global generators may move until training sets them.
 
         Raises:
-            DataPositionError: see :func:`memckpt.capture.dataloader.resume`.
+            DataPositionError: see :func:`memckpt.dataloader.resume`.
         """
         self._held = held
         start = dataloader.recreate_persistent_iterator if held["between"] else dataloader.resume

@@ -31,8 +31,8 @@ import memckpt
 from memckpt.capture.attributes import Attributes
 from memckpt.config import MemckptConfig, ResumeChoice
 from memckpt.errors import ForeignStateError, UnsupportedError, UnsupportedStateError
-from memckpt.messages import Messages
 from memckpt.user_file import UserFile, connect
+from memckpt.user_messages import Messages
 from transformers_memckpt import notes
 from transformers_memckpt.check_parts import check_parts
 from transformers_memckpt.loader import Follower

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.black_box import BlackBox, Position
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import stop_agent
 from memckpt.errors import MemckptError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
 
 _POLL_SECONDS = 0.002
 _SILENCE_SECONDS = 120.0

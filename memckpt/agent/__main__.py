@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from memckpt.agent.detach import detach, lower_oom_score
+from memckpt.processes.detach import detach, lower_oom_score
 
 
 def main() -> int:
@@ -20,11 +20,11 @@ def main() -> int:
     if not detach(arguments.ready_fd):
         return 0
     # Only now: what is imported here may start threads, which a fork does not take along.
-    from memckpt.agent.address import AgentAddress
-    from memckpt.agent.launch import report_failure, report_ready
-    from memckpt.agent.log import logging_to_stderr
     from memckpt.agent.serve import serve
     from memckpt.errors import MemckptError
+    from memckpt.processes.address import AgentAddress
+    from memckpt.processes.launch import report_failure, report_ready
+    from memckpt.processes.log import logging_to_stderr
 
     with logging_to_stderr():
         lower_oom_score()

@@ -11,12 +11,12 @@ import selectors
 import socket
 from collections.abc import Callable, Iterator
 
-from memckpt.agent.address import AgentAddress, Listener, peer
-from memckpt.agent.attempt import Member
-from memckpt.agent.channel import Channel
-from memckpt.agent.messages import Message, Refused
-from memckpt.agent.processes import ProcessHandle
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
+from memckpt.node.attempt import Member
+from memckpt.processes.address import AgentAddress, Listener, peer
+from memckpt.processes.handles import ProcessHandle
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Message, Refused
 
 _log = logging.getLogger("memckpt.agent")
 

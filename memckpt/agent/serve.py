@@ -6,11 +6,11 @@ import logging
 import signal
 from collections.abc import Callable
 
-from memckpt.agent.address import AgentAddress, peer
-from memckpt.agent.control import relieve
-from memckpt.agent.descriptors import raise_limit
 from memckpt.agent.server import Agent
 from memckpt.errors import RunBusyError
+from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.control import relieve
+from memckpt.protocol.descriptors import raise_limit
 
 _log = logging.getLogger("memckpt.agent")
 

@@ -15,15 +15,21 @@ import selectors
 import time
 from collections.abc import Callable
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.attempt import Attempt, Member
 from memckpt.agent.connections import Connection, Connections
-from memckpt.agent.fence import Fence
-from memckpt.agent.generation import Generation
-from memckpt.agent.helper_process import HelperProcess
-from memckpt.agent.holding import Holding, Tell
-from memckpt.agent.holdings import Holdings
-from memckpt.agent.messages import (
+from memckpt.agent.fencing import Fence
+from memckpt.agent.group_state import Holding, Tell
+from memckpt.agent.group_states import Holdings
+from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.standbys import MirrorKey, Mirrors
+from memckpt.agent.status import add_holdings
+from memckpt.errors import AgentError, RunBusyError
+from memckpt.memory.life import LifePage, look_seconds
+from memckpt.node.attempt import Attempt, Member
+from memckpt.node.generation import Generation
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.replication import AskPhases, CourierLost, Join, Listen, Passed, Recover
+from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Advance,
     Alarm,
@@ -59,12 +65,6 @@ from memckpt.agent.messages import (
     StopRequest,
     Void,
 )
-from memckpt.agent.mirrors import MirrorKey, Mirrors
-from memckpt.agent.peer_messages import AskPhases, CourierLost, Join, Listen, Passed, Recover
-from memckpt.agent.peers import Peers
-from memckpt.agent.status import add_holdings
-from memckpt.errors import AgentError, RunBusyError
-from memckpt.memory.life import LifePage, look_seconds
 from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
@@ -124,7 +124,7 @@ class Agent:
             self._teller,
             self._notify,
             lambda what, received, ended: HelperProcess(
-                "memckpt.writer", ["--what", what], self._selector, received, ended
+                "memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended
             ),
             self._checkpoint_failed,
             lambda holding: self._peers.gate(holding),

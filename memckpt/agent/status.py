@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.agent.holding import Holding
-from memckpt.agent.messages import Status, StorageStatus
+from memckpt.agent.group_state import Holding
+from memckpt.protocol.trainer import Status, StorageStatus
 
 
 def add_holdings(status: Status, holdings: list[Holding]) -> Status:

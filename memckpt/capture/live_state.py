@@ -23,6 +23,7 @@ from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
 from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
+from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import (
     DryRuns,
     GradientHabits,
@@ -35,7 +36,6 @@ from memckpt.state.optimizers import (
     is_importable,
     refuse_unsupported,
 )
-from memckpt.state.private import attributes
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied at every step without asking whether they change.

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from memckpt.capture.live_state import LiveState, state_of
 from memckpt.errors import MemckptError
 from memckpt.state import codec, rng
+from memckpt.state.no_collectives import without_collectives
+from memckpt.state.optimizer_attributes import attributes, private_attributes
 from memckpt.state.optimizers import hyperparameters, rebuild, without_global_hooks
-from memckpt.state.private import attributes, private_attributes
 from memckpt.state.tensors import give_gradient, is_dtensor, local
-from memckpt.state.trial import without_collectives
 
 _log = logging.getLogger("memckpt")
 #: So many steps of each optimizer are redone.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from memckpt.agent.messages import Status
 from memckpt.cli.common import count
+from memckpt.protocol.trainer import Status
 
 
 class HasStored(Protocol):

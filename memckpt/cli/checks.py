@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
-from memckpt.agent.descriptors import PEER_DESCRIPTORS
 from memckpt.cli.common import count, nbytes_text
 from memckpt.config import (
     DEFAULT_ANCHOR_PERIOD,
@@ -18,6 +17,7 @@ from memckpt.config import (
     RedoMode,
     StorageConfig,
 )
+from memckpt.protocol.descriptors import PEER_DESCRIPTORS
 from memckpt.state.layout import CAPTURES
 
 Outcome = Literal["ok", "warning", "problem"]

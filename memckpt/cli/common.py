@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memckpt.agent.address import AgentAddress
-from memckpt.arguments import config_from_environment
+from memckpt.config.arguments import config_from_environment
+from memckpt.processes.address import AgentAddress
 from memckpt.storage.owner import kept_url
 from memckpt.storage.store import Store, open_store
 

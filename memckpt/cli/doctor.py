@@ -20,8 +20,8 @@ from memckpt.memory.cgroup import cpu_quota, memory_limits
 from memckpt.storage.store import LocalStore, open_store
 
 if TYPE_CHECKING:  # what it takes is imported when it runs: other commands are to begin at once
-    from memckpt.agent.messages import Status
     from memckpt.cli.checks import Check
+    from memckpt.protocol.trainer import Status
 
 OptionalRun = Annotated[
     Path | None, typer.Argument(help="A run directory: where checkpoints would be. Default: this directory.")
@@ -33,7 +33,8 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     """Look at one thing after the other; the quick ones first."""
-    from memckpt.cli import checks, facts
+    from memckpt.cli import checks
+    from memckpt.cli import probes as facts
 
     yield checks.check_python(sys.version_info[:3])
     yield checks.check_kernel(platform.release(), facts.missing_kernel_features())
@@ -60,7 +61,8 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
 
 
 def _examine_software() -> Iterator[Check]:
-    from memckpt.cli import checks, facts
+    from memckpt.cli import checks
+    from memckpt.cli import probes as facts
 
     import_error, threads, cuda = facts.torch_facts()
     torch = checks.check_torch(facts.installed_version("torch"), import_error)
@@ -78,7 +80,8 @@ def _examine_software() -> Iterator[Check]:
 
 
 def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterator[Check]:
-    from memckpt.cli import checks, facts
+    from memckpt.cli import checks
+    from memckpt.cli import probes as facts
 
     driver = checks.check_driver(url, {name: facts.installed_version(name) for name in ("s3fs", "gcsfs", "adlfs")})
     if driver is not None and driver.outcome == "problem":

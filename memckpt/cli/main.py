@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from memckpt.agent.address import AgentAddress
 from memckpt.cli.common import Node, Run, err, print_json
 from memckpt.cli.doctor import doctor
 from memckpt.cli.status import status, stop
@@ -16,6 +15,7 @@ from memckpt.cli.storage import export, ls, verify
 from memckpt.cli.tidying import gc, pin, rm
 from memckpt.config import AgentConfig
 from memckpt.errors import MemckptError
+from memckpt.processes.address import AgentAddress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
@@ -47,9 +47,9 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
     when it leaves. Takes over from an agent that a running trainer has started. Exit status 0 when training has
     finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
     """
-    from memckpt.agent.log import logging_to_stderr
-    from memckpt.agent.sd_notify import READY, STOPPING, ServiceManager
     from memckpt.agent.serve import serve
+    from memckpt.processes.log import logging_to_stderr
+    from memckpt.processes.sd_notify import READY, STOPPING, ServiceManager
 
     address = AgentAddress.of(run, node)
     address.run_dir.mkdir(parents=True, exist_ok=True)

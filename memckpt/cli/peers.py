@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.markup import escape
 from rich.table import Table
 
-from memckpt.agent.peer_messages import PeerLinkStatus, PeersStatus
 from memckpt.cli.common import count, nbytes_text, seconds_text
+from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
 
 #: A node that has been silent for longer is shown with it.
 _SILENT_SECONDS = 5.0

@@ -16,9 +16,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status, stop_agent
-from memckpt.agent.messages import Status, StorageStatus
 from memckpt.cli.alarms import problems_of
 from memckpt.cli.common import (
     AsJson,
@@ -37,6 +34,9 @@ from memckpt.cli.common import (
 )
 from memckpt.cli.peers import show_peers
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, MemckptError, StorageError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
+from memckpt.protocol.trainer import Status, StorageStatus
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.owner import kept_run, refuse_other

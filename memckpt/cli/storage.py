@@ -15,8 +15,6 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status, save_to
 from memckpt.cli.common import (
     AsJson,
     Node,
@@ -42,6 +40,8 @@ from memckpt.errors import (
     StorageFullError,
     UsageError,
 )
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, save_to
 from memckpt.storage.catalog import (
     PASSED,
     Catalog,

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.control import ask_status
 from memckpt.cli.common import AsJson, Node, Run, Url, count, err, nbytes_text, out, print_json, store_of
 from memckpt.cli.storage import Adopt, catalog_of, check_owner
 from memckpt.errors import MemckptError, NothingHeldError, UsageError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
 from memckpt.storage.owner import kept_run, refuse_other, url_outside
 from memckpt.storage.store import LocalStore, Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from memckpt.agent.messages import Drift
+from memckpt.protocol.trainer import Drift
 
 _log = logging.getLogger("memckpt")
 #: From here on more than the rounding of other kernels: a first finding of that size, or so many times the largest.

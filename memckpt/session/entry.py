@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.arguments import with_environment
 from memckpt.config import MemckptConfig, ResumeChoice
+from memckpt.config.arguments import with_environment
 from memckpt.session.session import Session
 
 _log = logging.getLogger("memckpt")

@@ -7,15 +7,15 @@ from typing import Protocol
 
 import torch
 
-from memckpt.agent.client import PreparedRegions
-from memckpt.agent.messages import Advanced
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError
+from memckpt.protocol.trainer import Advanced
 from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.restore import Restorer
+from memckpt.session.agent_client import PreparedRegions
 from memckpt.session.link import AgentLink
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import RecordMeta, decode_meta

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.client import AgentClient, Notice, PreparedRegions, SnapshotOrder
-from memckpt.agent.messages import (
+from memckpt.config import MemckptConfig
+from memckpt.errors import AgentGoneError, StorageError
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Configure,
     Hello,
@@ -19,8 +20,7 @@ from memckpt.agent.messages import (
     Prepare,
     Resume,
 )
-from memckpt.config import MemckptConfig
-from memckpt.errors import AgentGoneError, StorageError
+from memckpt.session.agent_client import AgentClient, Notice, PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline

@@ -9,7 +9,7 @@ import torch
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.self_test import STEPS, SelfTest
 from memckpt.config import MemckptConfig, RedoMode
-from memckpt.session.choice import choose_redo
+from memckpt.session.policy import choose_redo
 from memckpt.session.ranks import Ranks
 from memckpt.session.room import lazy_shortage
 from memckpt.state.optimizers import is_trusted

@@ -13,7 +13,12 @@ from functools import partial
 
 import msgspec
 
-from memckpt.agent.peer_messages import (
+from memckpt.capture.phases import PhaseMarks
+from memckpt.capture.recorder import Recorder
+from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
+from memckpt.errors import AgentError, ConfigurationError
+from memckpt.memory.phases import PhasesPage, PhaseWriter
+from memckpt.protocol.replication import (
     Join,
     Listen,
     Listening,
@@ -25,11 +30,6 @@ from memckpt.agent.peer_messages import (
     Recovered,
     UnitSource,
 )
-from memckpt.capture.phases import PhaseMarks
-from memckpt.capture.recorder import Recorder
-from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
-from memckpt.errors import AgentError, ConfigurationError
-from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.recovery.target import progress
@@ -102,8 +102,8 @@ class Peers:
                 f"{len(names)} ({', '.join(names)}); use more nodes, a smaller code, or peers=None"
             )
         ranks.together(lambda: _try_code(config))
-        from memckpt.peers.keys import Keys, Password
-        from memckpt.peers.topology import choose_level, find_domain
+        from memckpt.replication.coding.topology import choose_level, find_domain
+        from memckpt.replication.transport.keys import Keys, Password
 
         made: Keys | Password | None = None
         if ranks.rank == 0:
@@ -143,7 +143,7 @@ class Peers:
         return self._link.client.listen(self._listen) if self._leads else None
 
     def _refuse_differing(self) -> None:
-        from memckpt.peers.envelope import WIRE_VERSION
+        from memckpt.replication.transport.envelope import WIRE_VERSION
 
         own = None if self._config is None else f"{_common(self._config)!r}, protocol {WIRE_VERSION}"
         everybody = self._ranks.gather(own)
@@ -272,7 +272,7 @@ class Peers:
 
     def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
         """Who sends what: only what is its ranks' own, where more nodes of a group hold the same than can be lost."""
-        from memckpt.peers.placement import place
+        from memckpt.replication.coding.placement import place
 
         names = [one.name for one in self._nodes]
         data = config.data if isinstance(config, ErasureConfig) else 1
@@ -366,7 +366,7 @@ def _try_code(config: ErasureConfig | MirrorConfig) -> None:
     Raises:
         ConfigurationError: the backend is not there, or does not take so many pieces.
     """
-    from memckpt.peers.code import Code
+    from memckpt.replication.coding.code import Code
 
     if isinstance(config, ErasureConfig):
         Code(config.data, config.tolerate, config.backend).close()

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from memckpt import errors
-from memckpt.agent.address import node_name
-from memckpt.agent.messages import Launcher
-from memckpt.agent.processes import start_ticks
 from memckpt.errors import MemckptError
+from memckpt.processes.address import node_name
+from memckpt.processes.handles import start_ticks
+from memckpt.protocol.trainer import Launcher
 from memckpt.state import rng
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ import math
 import time
 from collections.abc import Callable
 
-from memckpt.agent.address import AgentAddress, peer
-from memckpt.agent.backoff import Backoff
-from memckpt.agent.channel import Channel
-from memckpt.agent.messages import StatusRequest
 from memckpt.errors import AgentError, AgentGoneError
+from memckpt.processes.address import AgentAddress, peer
+from memckpt.processes.backoff import Backoff
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import StatusRequest
 
 _log = logging.getLogger("memckpt")
 #: How long training waits for the answer of an agent that was lost; later commits look for it without waiting.

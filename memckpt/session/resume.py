@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import torch
 
-from memckpt.agent.client import PreparedRegions
 from memckpt.capture.live_state import LiveState
 from memckpt.capture.pending import PendingGradients
 from memckpt.capture.presence import restore_gradients
@@ -37,6 +36,7 @@ from memckpt.recovery.plan import (
     record_to_reshard,
 )
 from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.session.agent_client import PreparedRegions
 from memckpt.session.held_record import InMemory, InStorage
 from memckpt.session.link import AgentLink
 from memckpt.session.peers import Peers

@@ -14,9 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.agent.address import AgentAddress
-from memckpt.agent.client import PreparedRegions
-from memckpt.agent.messages import Alarm, Begin, Checked, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
 from memckpt.capture import flat_parameters, gradient_ops
 from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import copier_for, device_of
@@ -34,15 +31,17 @@ from memckpt.errors import (
     UnsupportedError,
     UsageError,
 )
-from memckpt.messages import show_by_default
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.trainer import Alarm, Begin, Checked, Drift, Gap, Logged, Protected, Saved, SaveFailed, Void
 from memckpt.recovery.restore import replica_digest
+from memckpt.session.agent_client import PreparedRegions
 from memckpt.session.changes import Changes
-from memckpt.session.choice import choose_tap
 from memckpt.session.drift import DriftReports
-from memckpt.session.due import DueGeneration
+from memckpt.session.generation_switch import DueGeneration
 from memckpt.session.link import AgentLink
 from memckpt.session.mode import ModeChoice
 from memckpt.session.peers import Peers
+from memckpt.session.policy import choose_tap
 from memckpt.session.preemption import PreemptionNotice
 from memckpt.session.rank_state import Parts, RankState
 from memckpt.session.ranks import Ranks
@@ -54,6 +53,7 @@ from memckpt.session.resume_check import VERDICT_VALUES, ResumeCheck, judge, jud
 from memckpt.session.sharing import find_replicas, refuse_uneven, refuse_unordered
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.start_line import tell_start
+from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
 #: How resumes have proved themselves: a line that is shown unless the application configures logging otherwise.

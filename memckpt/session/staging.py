@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
-from memckpt.agent.client import PreparedRegions, SnapshotOrder
-from memckpt.agent.messages import Commit, GenerationCommit, SnapshotTaken
 from memckpt.capture.copier import Copier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.recorder import Recorder, StallClock
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.memory.slots import AGREEMENT_RECORDS
+from memckpt.protocol.trainer import Commit, GenerationCommit, SnapshotTaken
+from memckpt.session.agent_client import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
 from memckpt.state import codec
 from memckpt.state.records import RecordMeta, encode_meta

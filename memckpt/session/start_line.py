@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 
-from memckpt.messages import show_by_default
 from memckpt.session.report import HeldState
+from memckpt.user_messages import show_by_default
 
 #: Below the engine's logger, so that whoever has set that one up has set up this one.
 _log = logging.getLogger("memckpt.start")

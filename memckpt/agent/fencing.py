@@ -1,0 +1,102 @@
+"""Waiting for the trainers of an earlier attempt to be dead, beside all else that the agent does.
+
+A process that is killed may take long to end: the driver of an accelerator takes its contexts apart first, and until
+then copies that are on their way may still be written. The ranks of the new attempt get their answers when the last one
+has ended, and hear every few seconds whom they wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import selectors
+import time
+from collections.abc import Callable, Sequence
+
+from memckpt.agent.connections import Connection
+from memckpt.errors import RunBusyError
+from memckpt.node.attempt import Member
+from memckpt.processes.handles import ProcessHandle
+from memckpt.protocol.trainer import Hello
+
+_log = logging.getLogger("memckpt.agent")
+_REPORT_SECONDS = 5.0
+
+
+class Fence:
+    """Owns duplicates of the processes' handles, registered with the loop so that it wakes up; :meth:`close` it.
+
+    Args:
+        members: that must end.
+        seconds: how long they may take.
+        selector: of the agent's loop; its data are functions without arguments.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        seconds: float,
+        selector: selectors.BaseSelector,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._selector = selector
+        self._seconds = seconds
+        self._began = clock()
+        self._report_at = self._began + _REPORT_SECONDS
+        self._dying = [(member.rank, member.process.duplicate()) for member in members]
+        #: Ranks of later attempts, each with its first message.
+        self.waiting: list[tuple[Connection, Hello]] = []
+        for _, process in self._dying:
+            selector.register(process, selectors.EVENT_READ, self._look)
+
+    def _look(self) -> None:
+        """Somebody has died."""
+        for rank, process in list(self._dying):
+            if not process.alive():
+                _log.info("pid %d (rank %d) has ended after %.1f s", process.pid, rank, self._clock() - self._began)
+                self._dying.remove((rank, process))
+                self._let_go(process)
+
+    @property
+    def done(self) -> bool:
+        """Whether all have ended."""
+        self._look()
+        return not self._dying
+
+    @property
+    def deadline(self) -> float:
+        """When to look again if nothing happens."""
+        return min(self._report_at, self._began + self._seconds)
+
+    def report(self) -> str | None:
+        """Whom the new attempt waits for, if it is time to say so.
+
+        Raises:
+            RunBusyError: they have had all their time.
+        """
+        now = self._clock()
+        waited = now - self._began
+        those = "; ".join(f"pid {process.pid} (rank {rank}), state {process.state()}" for rank, process in self._dying)
+        if waited >= self._seconds:
+            raise RunBusyError(
+                f"trainers of an earlier attempt were killed and have not ended within {waited:.0f} s: {those}. They "
+                "could still write into the held state, so this attempt is refused. Start again when they have ended; "
+                "agent.fence_seconds is how long to wait"
+            )
+        if now < self._report_at:
+            return None
+        self._report_at = now + _REPORT_SECONDS
+        return f"killed and not ended since {waited:.0f} s (at most {self._seconds:.0f} s): {those}"
+
+    def _let_go(self, process: ProcessHandle) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(process)
+        process.close()
+
+    def close(self) -> None:
+        """Wait no more."""
+        for _, process in self._dying:
+            self._let_go(process)
+        self._dying.clear()

@@ -1,0 +1,479 @@
+"""One set of shards on a node: base and log, and their way to storage.
+
+The ranks of a node that hold the same shards share a holding. With replicated training these are all ranks of the node,
+with fully sharded training each rank has one of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from memckpt.checkpointing.saver import Saver, StartWriter
+from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.slots import AGREEMENT_RECORDS
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation, branch_off
+from memckpt.node.pending_generation import Building, Difference
+from memckpt.protocol.trainer import (
+    Advance,
+    Advanced,
+    Before,
+    Begin,
+    Commit,
+    Gap,
+    GenerationCommit,
+    Message,
+    NeedGeneration,
+    NeedSlots,
+    Prepare,
+    Prepared,
+    Protected,
+    Resume,
+    SlotsMade,
+)
+from memckpt.state.layout import StateSpec, first_difference
+from memckpt.state.records import Branch, HeldRecords, timeline_of
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class Tell(Protocol):
+    """Sends a message, with a descriptor, to trainers of the attempt; one of them may be left out."""
+
+    def __call__(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None: ...
+
+
+class Holding:
+    """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
+
+    Args:
+        node: the node's name.
+        ranks: which share it.
+        name: what its parts of a checkpoint are called.
+        tell: to the trainers of these ranks.
+        notify: takes what a redo thread says, from that thread.
+        start_writer: as for a saver.
+        save_failed: called when a checkpoint could not be written.
+        announce: tells the other holdings of the node that a checkpoint is taken after a record.
+        hurry: tells them how many records ahead an order for a snapshot has to be given.
+        beside: bytes that the other holdings of the node have.
+        gate: up to which record peers let this one's redo go on; None: as far as it likes.
+
+    Attributes:
+        held: the newest complete generation; None while nothing is held.
+        before: those before it, oldest first, until it is known that every rank of the job has got past them: a rank
+            that is killed while it writes a generation leaves only what it had before, and all go back to that.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        ranks: tuple[int, ...],
+        name: str,
+        *,
+        tell: Tell,
+        notify: Callable[[Message], None],
+        start_writer: StartWriter,
+        save_failed: Callable[[], None],
+        announce: Callable[[int], None],
+        hurry: Callable[[int], None] = lambda lead: None,
+        beside: Callable[[], int] = lambda: 0,
+        gate: Callable[[Holding], int | None] = lambda holding: None,
+    ) -> None:
+        self._node = node
+        self.ranks = ranks
+        self._tell = tell
+        self.held: Generation | None = None
+        self.before: list[Generation] = []
+        self._building = Building(notify, self._make_room)
+        self._resumed_to: int | None = None
+        #: The state for ranks that repeat the step of that record; None where none does. Why not, in words.
+        self._before: Before | None = None
+        self._not_repeated = ""
+        self._following: dict[int, dict[int, bytes]] = {}
+        self._advancing: set[int] = set()
+        #: The number of the generation whose slots are to be made whole, and the ranks that wait for that.
+        self._wanted: int | None = None
+        self._wanting: set[int] = set()
+        self._history: tuple[Branch, ...] = ()
+        self.saver = Saver(
+            name,
+            lambda message, fd: tell(message, fd=fd),
+            lambda message: tell(message),
+            start_writer,
+            save_failed,
+            announce,
+            hurry,
+        )
+        self._beside = beside
+        self._gate = gate
+
+    @property
+    def history(self) -> tuple[Branch, ...]:
+        """Timelines, oldest first; the last one is that of the newest record."""
+        return self._history
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of all its generations."""
+        return sum(one.nbytes for one in (*self.before, self.held, self._building.generation) if one is not None)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.let_go()
+        self._building.drop()
+
+    def let_go(self) -> None:
+        """Hold nothing any more; what is being written goes on."""
+        self._let_go_of_before()
+        held, self.held = self.held, None
+        if held is not None:
+            self.saver.forget(held)
+            held.close()
+
+    def _let_go_of_before(self) -> None:
+        before, self.before = self.before, []
+        for generation in before:
+            generation.close()
+
+    def begin_attempt(self) -> None:
+        """The trainers of the last attempt are dead, and all that they had sent is read."""
+        self.saver.abort()
+        if self._building.generation is not None:
+            _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
+        self._building.forget()
+        self._resumed_to = self._wanted = None
+
+    # What it can produce
+
+    def standing_still(self) -> dict[int, Generation]:
+        """The records that can be produced while no trainer runs, oldest first, each with the generation that can."""
+        found: dict[int, Generation] = {}
+        for generation in (*self.before, self.held):
+            if generation is not None:
+                if generation.replica is not None:
+                    generation.replica.freeze()
+                found |= dict.fromkeys(generation.reachable(), generation)
+        return found
+
+    def inventory(self, fingerprint: tuple[str, ...] | None) -> HeldRecords:
+        """Its part of what the recovery plan is made from.
+
+        Args:
+            fingerprint: of a rank that holds the same tensors; None: there is none to compare with.
+        """
+        held = self.held
+        if held is None:
+            return HeldRecords(node=self._node, ranks=self.ranks)
+        difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        if difference is not None:
+            return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
+        records = self.standing_still()
+        return HeldRecords(
+            node=self._node,
+            records=tuple(records),
+            steps=tuple(generation.step_of(record) or 0 for record, generation in records.items()),
+            ranks=self.ranks,
+            history=self._history,
+            world_size=held.spec.world_size,
+            digest=held.spec.digest(),
+            sharding=held.spec.sharding(),
+            newest=min(held.committed.values()) if records else 0,
+            replicas=held.spec.replicas,
+        )
+
+    # What trainers say
+
+    def prepare(self, rank: int, message: Prepare) -> Generation:
+        """The generation that a rank is to write."""
+        differing = self._building.ask(rank, message)
+        if differing is not None:
+            self._bring_together(message.record, differing)
+        held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
+        generation, fresh = self._building.allocate(rank, message, held, self._beside())
+        generation.reason = message.reason
+        if fresh and (not self._history or self._history[-1].timeline != message.timeline):
+            self._history = (Branch(message.timeline, None),) if self.held is None else self._history
+        return generation
+
+    def _bring_together(self, record: int, differing: Difference) -> None:
+        """Its ranks are about to begin generations that differ: none can be complete, so that another one follows.
+
+        The rank that has just asked waits for its answer, and no other one gets past the next record without it.
+        """
+        changing, apart = differing
+        names = ", ".join(sorted(changing | apart))
+        if names:
+            _log.info("a new generation begins after record %d: not all ranks had seen %s change", record + 1, names)
+            self._tell(Begin(record + 1, f"another rank has seen {names} change", changing, apart))
+        else:
+            self._tell(Gap("the ranks of this node differ in their parameters or optimizers"))
+
+    def _make_room(self, reason: str) -> None:
+        self.let_go()
+        self._tell(Gap(reason))
+
+    def resume(self, message: Resume) -> tuple[Generation, Prepared]:
+        """Go back to a record, once for all ranks that share it."""
+        record = message.record
+        if self._resumed_to is None:
+            self._stand_at_or_before(record, message.repeat)
+            self._resumed_to = record
+            self.saver.resumed(record, timeline_of(self._history, record))
+            self._history = branch_off(self._history, record, message.timeline)
+            _log.info("ranks %s resume at record %d", list(self.ranks), record)
+        held = self.held
+        if self._resumed_to != record or held is None:
+            raise AgentError(f"ranks of one node resume at different records: {self._resumed_to} and {record}")
+        if held.replica is not None:
+            held.replica.freeze()
+            missing, plain = held.replica.describe_state()
+            metas: tuple[bytes, ...] = ()
+            if self._before is None:
+                held.replica.advance_to(record)
+        else:
+            missing, plain, metas = (), b"", held.metas_for(record)
+        return held, Prepared(
+            generation=held.number,
+            spec=held.spec,
+            record=record,
+            metas=metas,
+            rank_states=held.rank_states(record),
+            missing=missing,
+            plain=plain,
+            before=self._before,
+            not_repeated=self._not_repeated,
+            following=self._following,
+            whole=held.whole,
+        )
+
+    def why_not_repeated(self, record: int) -> str:
+        """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
+        generation = self.standing_still().get(record)
+        return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
+
+    def _stand_at_or_before(self, record: int, repeat: bool) -> None:
+        """Go back to a record; with `repeat` the replica stays one behind it, if the step can be repeated."""
+        generation = self.standing_still().get(record)
+        self._before, self._advancing, self._not_repeated = None, set(), ""
+        if generation is not None:
+            self._following = generation.following(record)
+            self._not_repeated = generation.why_not_repeated(record) if repeat else ""
+        repeated = repeat and generation is not None and not self._not_repeated
+        held = self.stand_at(record, behind=int(repeated))
+        if repeated:
+            metas = () if held.replica is not None else held.metas_for(record - 1)
+            meta = held.meta_of(record)
+            self._before = Before(metas, meta, held.rank_states(record - 1), held.step_of(record - 1) or 0)
+
+    def advance(self, rank: int, message: Advance) -> Advanced | None:
+        """A rank does not need the state before the resumed record any more; the answer once no rank does."""
+        if self._resumed_to != message.record or self.held is None:
+            raise AgentError(f"expected to advance to record {self._resumed_to}, found {message.record}")
+        self._advancing.add(rank)
+        if self._advancing < set(self.ranks):
+            return None
+        replica = self.held.replica
+        if replica is None:
+            return Advanced()
+        replica.advance_to(message.record)
+        replica.freeze()
+        missing, plain = replica.describe_state()
+        replica.advance_to(message.record)
+        return Advanced(missing, plain)
+
+    def stand_at(self, record: int, behind: int = 0) -> Generation:
+        """Go back to a record that can be produced; what lies beyond it is let go of.
+
+        Args:
+            behind: by how many records the replica stays behind it.
+        """
+        generation = self.standing_still().get(record)
+        if generation is None:
+            raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
+        if generation is not self.held:
+            _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
+            self.before.remove(generation)
+            self.let_go()
+            self.held = generation
+        self._let_go_of_before()
+        generation.settle(record, behind)
+        if generation.replica is not None:
+            generation.replica.freeze()
+        return generation
+
+    # What peers have given back
+
+    def make_room_for(self, spec: StateSpec, budget: int | None) -> Generation:
+        """Room for a state that is fetched from peers. What is held stays until that is here, if both fit.
+
+        Raises:
+            MemoryBudgetError: there is none.
+        """
+        number = self._building.next_number()
+
+        def make() -> Generation:
+            held = self._beside() + sum(one.nbytes for one in (*self.before, self.held) if one is not None)
+            return Generation(number, spec, held_bytes=held, budget=budget, threads=1, notify=lambda _: None)
+
+        try:
+            return make()
+        except MemckptError:
+            if self.held is None:
+                raise
+            self.let_go()
+            return make()
+
+    def take_over(self, generation: Generation, history: tuple[Branch, ...]) -> None:
+        """What was fetched is held from now on, in the place of what was."""
+        self.let_go()
+        self.held, self._history = generation, history
+
+    def open_gate(self) -> None:
+        """Peers have got further: let redo go on, let go of what they make needless."""
+        gate = self._gate(self)
+        if self.held is not None and self.held.complete:
+            self.held.open_gate(gate)
+            if self.before:
+                self._let_go_up_to(max(self.held.committed.values()))
+
+    def generation_committed(self, rank: int, message: GenerationCommit) -> None:
+        """A rank has written its part of a new generation."""
+        generation = self._generation(message.generation)
+        if generation is None:
+            return
+        generation.gate = self._gate(self)
+        if not generation.start(rank, message):
+            return
+        if generation is self._building.generation:
+            self._take_built(generation, message.record)
+
+    def _take_built(self, generation: Generation, record: int) -> None:
+        """A new generation is complete after a record: it is what is held."""
+        self._building.take()
+        old, self.held = self.held, generation
+        if old is not None:
+            self.saver.forget(old)
+            self.before.append(old)
+            self._let_go_up_to(record)
+        _log.info("generation %d is complete after record %d", generation.number, record)
+        self._tell(Protected(generation.number, record))
+
+    def _let_go_up_to(self, record: int) -> None:
+        """Our ranks have got to `record`: let go of generations that nobody in the job can need any more.
+
+        They took part in its backward, so that every rank is through the record before. Of that one a rank has nothing
+        where it could not stage it and begins a generation with the next; then the job goes back to the one before.
+        """
+        assert self.held is not None
+        gate = self._gate(self)
+        # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
+        later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
+        if len(self.ranks) == self.held.spec.world_size:
+            # No rank is elsewhere: once the generation is complete, all of the job have it.
+            self._let_go_of_before()
+            return
+        bases = [one.base or 0 for one in (*self.before[1:], self.held)]
+        while self.before and record > bases[0] + 1 + later and (gate is None or gate >= bases[0]):
+            bases.pop(0)
+            self.before.pop(0).close()
+
+    # The slots of a generation that has begun
+
+    def want_slots(self, rank: int, message: NeedSlots) -> None:
+        """A rank has written its part of a start, and waits for :meth:`make_slots`."""
+        if self._wanted != message.generation:
+            self._wanted, self._wanting = message.generation, set()
+        self._wanting.add(rank)
+
+    def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
+        """Make the generation whole that ranks wait for, once the one before it has gone.
+
+        That one goes as soon as all ranks of the job can go back to the new one's base. Where that cannot be known,
+        both are held; where they do not fit, the old one goes all the same, and that is said.
+
+        Args:
+            attempt: whose ranks wait. One that has gone, or is through the record without a start, is not waited for.
+            elsewhere: whether all ranks that do not share this holding can go back to a record; None while a moment's
+                patience will tell.
+            now: do not wait.
+        """
+        if self._wanted is None or not any(attempt.is_here(rank) for rank in self._wanting):
+            return
+        generation = self._generation(self._wanted)
+        if generation is None:
+            self._answer_slots(SlotsMade(self._wanted, dropped=True))
+            return
+        known: bool | None = True
+        if not generation.whole:
+            # One that has asked has written its part, and has let go of the old one's memory.
+            if not now and any(self._is_awaited(rank, generation, attempt) for rank in self.ranks):
+                return
+            if generation is self.held and self.before:
+                known = elsewhere(generation.base or 0)
+                if known is None and not now:
+                    return
+                if known:
+                    self._let_go_of_before()
+        try:
+            self._make_whole(generation, or_gap=known is False and attempt.all_connected)
+        except MemckptError as error:
+            _log.error("generation %d has room for its start and for no record: %s", generation.number, error)
+            self._answer_slots(SlotsMade(generation.number, problem=str(error)))
+        else:
+            self._answer_slots(SlotsMade(generation.number))
+
+    def _is_awaited(self, rank: int, generation: Generation, attempt: Attempt) -> bool:
+        """Whether a rank is about to ask for the slots of a generation."""
+        if rank in self._wanting or not attempt.is_here(rank):
+            return False
+        return generation.started_by(rank) or not attempt.is_through(rank, generation.begins or 0)
+
+    def _make_whole(self, generation: Generation, or_gap: bool) -> None:
+        """`or_gap`: without room for both the old one goes. Not so while ranks die: it may be what counts."""
+        try:
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+        except MemckptError as error:
+            if not or_gap or not self.before:
+                raise
+            _log.warning("the old generation goes before all ranks have got past it (a gap in protection): %s", error)
+            self._let_go_of_before()
+            self._tell(Gap(str(error)))
+            generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
+
+    def _answer_slots(self, answer: SlotsMade) -> None:
+        self._wanted = None
+        self._tell(answer)
+
+    def can_go_back_to(self, record: int) -> bool:
+        """Whether it can produce the state after a record now."""
+        return any(record in one.reachable() for one in (*self.before, self.held) if one is not None)
+
+    def commit(self, rank: int, message: Commit, attempt: Attempt) -> None:
+        """A rank's part of a record is whole."""
+        generation = self._generation(message.generation)
+        if generation is None:
+            return
+        generation.gate = self._gate(self)
+        generation.commit(rank, message)
+        if generation is self._building.generation and generation.complete:
+            self._take_built(generation, message.record)
+        if generation is self.held:
+            if self.before:
+                self._let_go_up_to(message.record)
+            self.saver.after_commit(generation, attempt)
+
+    def _generation(self, number: int) -> Generation | None:
+        for generation in (self.held, self._building.generation):
+            if generation is not None and generation.number == number:
+                return generation
+        return None
+
+    def order_generation(self, message: NeedGeneration, asker: int) -> Begin:
+        """Have the other ranks begin a new generation after a record; returns the answer for who has asked."""
+        _log.info("a new generation begins after record %d: %s", message.record, message.reason)
+        order = Begin(message.record, message.reason, message.changing)
+        self._tell(order, besides=asker)
+        return order

@@ -1,0 +1,340 @@
+"""All that a node holds: one holding for each set of shards, and what is done with all of them together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from memckpt.agent.group_state import Holding, Tell
+from memckpt.checkpointing.saver import StartWriter
+from memckpt.checkpointing.writer_jobs import Done
+from memckpt.errors import AgentError
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Configure, Hello, Message, Saved, SaveFailed
+from memckpt.state.records import HeldRecords
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class _Answers:
+    """Puts together what has become of the parts of one checkpoint."""
+
+    def __init__(self, count: int, done: Done) -> None:
+        self._count, self._done = count, done
+        self._said: list[Saved | SaveFailed] = []
+
+    def __call__(self, message: Saved | SaveFailed) -> None:
+        self._said.append(message)
+        if len(self._said) < self._count:
+            return
+        saved = [one for one in self._said if isinstance(one, Saved)]
+        failed = next((one for one in self._said if isinstance(one, SaveFailed)), None)
+        if failed is not None:
+            self._done(failed)
+        elif len({one.record for one in saved}) > 1:
+            self._done(SaveFailed(saved[0].step, "its ranks could not be saved after the same step; try again"))
+        else:
+            whole = msgspec.structs.replace(
+                saved[0],
+                nbytes=sum(one.nbytes for one in saved),
+                seconds=max(one.seconds for one in saved),
+                cpu_seconds=sum(one.cpu_seconds for one in saved),
+            )
+            self._done(whole)
+
+
+class Holdings:
+    """Belongs to the agent's event loop.
+
+    Args:
+        node: the node's name.
+        tell: sends a message to the trainers of the given ranks.
+        notify: takes what a redo thread of the given ranks' holding says, from that thread.
+        start_writer: as for a saver.
+        save_failed: called when a checkpoint could not be written.
+        gate: as for a holding.
+        others: bytes that the node holds of other nodes' records.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        tell: Callable[[tuple[int, ...]], Tell],
+        notify: Callable[[tuple[int, ...], Message], None],
+        start_writer: StartWriter,
+        save_failed: Callable[[], None],
+        gate: Callable[[Holding], int | None] = lambda holding: None,
+        others: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._others = others
+        self._node = node
+        self._gate = gate
+        self._tell = tell
+        self._notify = notify
+        self._start_writer = start_writer
+        self._save_failed = save_failed
+        self._all: dict[tuple[int, ...], Holding] = {}
+        #: What the parts of this attempt's units are called.
+        self._names: dict[tuple[int, ...], str] = {}
+
+    def __iter__(self) -> Iterator[Holding]:
+        return iter(list(self._all.values()))
+
+    def __getitem__(self, ranks: tuple[int, ...]) -> Holding:
+        return self._all[ranks]
+
+    def get(self, ranks: tuple[int, ...]) -> Holding | None:
+        return self._all.get(ranks)
+
+    def introduce(self, hello: Hello) -> None:
+        """Ranks that share a holding have come."""
+        alone = hello.unit == hello.local_ranks
+        self._names[hello.unit] = self._node if alone else self._name_beside_others(hello.unit)
+        if hello.unit not in self._all:
+            self._add(hello.unit, self._names[hello.unit])
+
+    def adopt(self, ranks: tuple[int, ...]) -> Holding:
+        """A holding of ranks of the run's last attempt that were on another node.
+
+        What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
+        node's own unit may have the bare name among these, so no adopted one gets it. Trainers that have just come may
+        be of the same ranks: their own name is theirs from :meth:`configure` on.
+
+        Raises:
+            AgentError: no trainers of the run's last attempt were here.
+        """
+        last = max((one.saver for one in self), key=lambda saver: saver.attempt_number, default=None)
+        if last is None or not last.attempt_number:
+            raise AgentError(f"expected trainers of the last attempt to have been on node {self._node}, found none")
+        if ranks not in self._all:
+            self._add(ranks, self._name_beside_others(ranks))
+        adopted = self._all[ranks]
+        if adopted.saver.attempt_number != last.attempt_number:
+            adopted.saver.configure_like(last, self._name_beside_others(ranks))
+        return adopted
+
+    def _name_beside_others(self, ranks: tuple[int, ...]) -> str:
+        """No two units of one attempt have the same: they have no rank in common."""
+        return f"{self._node}.rank{ranks[0]}"
+
+    def _add(self, ranks: tuple[int, ...], name: str) -> None:
+        self._all[ranks] = Holding(
+            self._node,
+            ranks,
+            name,
+            tell=self._tell(ranks),
+            notify=lambda message: self._notify(ranks, message),
+            start_writer=self._start_writer,
+            save_failed=self._save_failed,
+            announce=lambda record: self._announce(ranks, record),
+            hurry=self._hurry,
+            beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != ranks),
+            gate=self._gate,
+        )
+
+    def make_slots(self, attempt: Attempt, now: tuple[int, ...] = ()) -> None:
+        """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
+
+        Args:
+            attempt: whose ranks they are.
+            now: the ranks of a holding that waits no longer.
+        """
+        for holding in self:
+            holding.make_slots(
+                attempt,
+                lambda record, holding=holding: self._others_reach(holding, record, attempt),  # type: ignore[misc]
+                now=holding.ranks == now,
+            )
+
+    def _others_reach(self, holding: Holding, record: int, attempt: Attempt) -> bool | None:
+        """Whether all ranks that do not share a holding can go back to a record; None while some are not through it."""
+        others = [one for one in self if one is not holding and one.ranks in attempt.units]
+        ranks = [rank for one in others for rank in one.ranks]
+        if len(ranks) + len(holding.ranks) < attempt.world_size:
+            return False  # other nodes have some of them
+        if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
+            return None
+        return all(one.can_go_back_to(record) for one in others)
+
+    def _announce(self, by: tuple[int, ...], record: int) -> None:
+        for holding in self:
+            if holding.ranks != by:
+                holding.saver.announced(record)
+
+    def _hurry(self, lead: int) -> None:
+        """An order for a snapshot was too late for some ranks: all are told as early from now on."""
+        for holding in self:
+            holding.saver.hurry(lead)
+
+    def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
+        """What the attempt's configuration says for these ranks."""
+        if message.timeline is not None:
+            self._all[ranks].saver.rename(self._names[ranks])
+            self._all[ranks].saver.configure(
+                message.storage,
+                run_dir,
+                message.timeline,
+                message.compute_threads,
+                message.search_path,
+                message.claimed,
+            )
+
+    def discard(self, attempt: Attempt) -> None:
+        """What is held is not wanted any more."""
+        units = attempt.units
+        for holding in self:
+            holding.let_go()
+            if holding.ranks not in units:
+                del self._all[holding.ranks]
+                holding.close()
+
+    def begin_attempt(self) -> None:
+        """The trainers of the last attempt are dead, and all that they had sent is read."""
+        self._names.clear()
+        for holding in self:
+            holding.begin_attempt()
+            if holding.held is None:  # of ranks that have got nowhere, and may never come again
+                del self._all[holding.ranks]
+                holding.close()
+
+    def close(self) -> None:
+        for holding in self:
+            holding.close()
+        self._all.clear()
+
+    # What is held
+
+    @property
+    def holding(self) -> list[Generation]:
+        """What is held, by the first rank of each."""
+        return [one.held for _, one in sorted(self._all.items()) if one.held is not None]
+
+    def inventory(self, hello: Hello) -> tuple[HeldRecords, ...]:
+        """What the node can produce. A rank's own model is compared with what is held of such a rank."""
+        found = []
+        for holding in self:
+            other = holding.held is not None and holding.held.spec.world_size != hello.world_size
+            comparable = other or hello.rank in holding.ranks
+            found.append(holding.inventory(hello.fingerprint if comparable else None))
+        return tuple(found)
+
+    def common(self) -> int | None:
+        """The newest record that can be produced of all ranks; None if there is none, or if some run elsewhere."""
+        held = self.holding
+        ranks = {rank for one in held for rank in one.spec.local_ranks}
+        if not held or ranks < set(range(held[0].spec.world_size)):
+            return None
+        each = [set(one.standing_still()) for one in self if one.held is not None]
+        return max(set.intersection(*each), default=None)
+
+    # On the way to storage
+
+    @property
+    def enabled(self) -> bool:
+        """Whether storage is configured."""
+        return any(one.saver.enabled for one in self)
+
+    @property
+    def saving(self) -> bool:
+        return any(one.saver.saving for one in self)
+
+    def deadline(self) -> float | None:
+        """Until when what is being written may take (monotonic clock); None while nothing is."""
+        limits = [limit for one in self if (limit := one.saver.deadline()) is not None]
+        return min(limits, default=None)
+
+    def patience(self, lonely_since: float) -> float:
+        """How long to wait for trainers to come back before their state goes to storage."""
+        return max((one.saver.patience(lonely_since) for one in self), default=0.0)
+
+    def look_at_clock(self) -> None:
+        for one in self:
+            one.saver.look_at_clock()
+
+    def preempt(self) -> None:
+        for one in self:
+            one.saver.preempt()
+
+    def retry_later(self) -> None:
+        for one in self:
+            one.saver.retry_later()
+
+    @property
+    def alarm(self) -> str:
+        """Why the last checkpoint failed; empty if it did not."""
+        return next((one.saver.alarm for one in self if one.saver.alarm), "")
+
+    def save_held(self, as_checkpoint: bool) -> None:
+        """No trainer runs: what is held goes to storage, too. Of all ranks the same record, where all are here."""
+        record = self.common() if len(self.holding) > 1 else None
+        for one in self:
+            if one.held is not None:
+                generation = one.held if record is None else one.standing_still()[record]
+                one.saver.save_held(generation, as_checkpoint, record)
+
+    def save_asked(self) -> None:
+        """No trainer runs: whoever has asked for the state gets what stands still."""
+        record = self.common() if len(self.holding) > 1 else None
+        for one in self:
+            if one.held is not None:
+                one.saver.save_asked(one.held if record is None else one.standing_still()[record], record)
+
+    def save_to(self, url: str, done: Done, training: bool, ahead: int) -> None:
+        """Write the newest record to a place that somebody has named; training goes on beside it.
+
+        Args:
+            url: of an empty store.
+            done: called once, with what has become of it.
+            training: whether a trainer runs; `ahead` is then a record that every rank still has time to copy.
+        """
+        held = [(one, one.held) for one in self if one.held is not None and one.held.complete]
+        if not held:
+            done(SaveFailed(0, "nothing is held in memory"))
+            return
+        missing = _missing_tensors([generation for _, generation in held])
+        if missing:
+            done(SaveFailed(0, missing))
+            return
+        if len(held) == 1:
+            one, generation = held[0]
+            one.saver.save_to(url, done, generation, training)
+            return
+        answers = _Answers(len(held), done)
+        if training:
+            for one, generation in held:
+                one.saver.save_to(url, answers, generation, training, ahead)
+        elif (record := self.common()) is None:
+            done(SaveFailed(0, "no step can be produced of all ranks from this node's memory"))
+        else:
+            self._save_record(record, url, answers)
+
+    def save_record(self, record: int, url: str, done: Done) -> None:
+        """Write all that is held of one record; `done` is told once it is there."""
+        if any(record not in one.standing_still() for one in self if one.held is not None):
+            problem = (
+                f"record {record} cannot be produced on node {self._node}, which holds an older one if it sat out the "
+                f"last attempt: `memckpt stop RUN --node {self._node}` lets go of it"
+            )
+            done(SaveFailed(record, problem))
+        else:
+            self._save_record(record, url, _Answers(len(self.holding), done))
+
+    def _save_record(self, record: int, url: str, answers: _Answers) -> None:
+        for one in self:
+            if one.held is not None:
+                one.saver.save_record(one.standing_still()[record], record, url, answers)
+
+
+def _missing_tensors(held: list[Generation]) -> str:
+    """Why these do not have all parameters, in words; empty if they do."""
+    spec = held[0].spec
+    served = {rank for one in held if one.spec.full for rank in one.spec.serves}
+    if served >= set(range(spec.world_size)):
+        return ""
+    if len(spec.serves) == spec.world_size:
+        return "this node does not hold the parameters; ask the node of rank 0"
+    return "the parameters are sharded over several nodes, and no single one has them; look into the run's storage"

@@ -1,0 +1,63 @@
+"""The memory in which couriers keep other nodes' pieces, as the agent has it: it outlives them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from memckpt.errors import AgentError
+from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
+
+_Key = tuple[tuple[int, ...], str, int]
+
+
+class _Kept(NamedTuple):
+    message: KeepRoom
+    fd: int
+    nbytes: int
+
+
+class PieceRooms:
+    """Owns the descriptors. What lies in the memory is the courier's business."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[_Key, _Kept] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Shared memory of all of them."""
+        return sum(one.nbytes for one in self._rooms.values())
+
+    def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
+        """The courier has reserved memory; the descriptors are ours from now on.
+
+        Raises:
+            AgentError: not one descriptor came along.
+        """
+        if len(fds) != 1:
+            for fd in fds:
+                os.close(fd)
+            raise AgentError(f"expected one descriptor of memory for pieces, found {len(fds)}")
+        key = message.owner, message.generation, message.slot
+        self._drop(key)
+        self._rooms[key] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
+
+    def let_go(self, message: LetGoOfRoom) -> None:
+        """It needs this memory no more."""
+        self._drop((message.owner, message.generation, message.slot))
+
+    def _drop(self, key: _Key) -> None:
+        kept = self._rooms.pop(key, None)
+        if kept is not None:
+            os.close(kept.fd)
+
+    def handover(self) -> Iterator[tuple[KeepRoom, int]]:
+        """What another courier is to be told, each with a descriptor that stays ours."""
+        for kept in self._rooms.values():
+            yield kept.message, kept.fd
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        for key in list(self._rooms):
+            self._drop(key)

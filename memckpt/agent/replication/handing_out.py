@@ -1,0 +1,80 @@
+"""What a courier is told of a state in this agent's memory: one that it sends, and one that others read."""
+
+from __future__ import annotations
+
+from memckpt.agent.group_state import Holding
+from memckpt.checkpointing.snapshots import Snapshot
+from memckpt.node.generation import Generation
+from memckpt.protocol.replication import SendGeneration, StateTaken
+from memckpt.state.records import Branch
+
+
+def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
+    """A generation that is complete: all that is whole of it goes to peers, and what follows."""
+    assert held.base is not None
+    missing: tuple[tuple[int, int, str], ...] = ()
+    plain = b""
+    if held.replica is not None and held.replica.stands_at(held.base):
+        missing, plain = held.replica.describe_state()
+    return SendGeneration(
+        ranks=holding.ranks,
+        generation=name,
+        number=held.number,
+        spec=held.spec,
+        base=held.base,
+        records=held.sendable(),
+        missing=missing,
+        plain=plain,
+        history=holding.history,
+    )
+
+
+def by_value(holding: Holding, snapshot: Snapshot, name: str) -> StateTaken:
+    """A state that was copied for peers."""
+    held, record = snapshot.generation, snapshot.record
+    return StateTaken(
+        ranks=holding.ranks,
+        record=record,
+        generation=name,
+        spec=held.spec,
+        step=held.step_of(record) or 0,
+        rank_states=held.rank_states(record),
+        missing=snapshot.missing,
+        plain=snapshot.plain,
+        history=holding.history,
+    )
+
+
+def hand_out(
+    ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
+) -> SendGeneration:
+    """The state after a record, which stands still: for readers only.
+
+    Args:
+        behind: by how many records the replica stands behind it (eager); these are handed out as they were staged, and
+            with them the states before.
+    """
+    base = record - behind
+    missing: tuple[tuple[int, int, str], ...] = ()
+    metas, plain = (b"",) * held.spec.period, b""
+    if held.replica is not None:
+        missing, plain = held.replica.describe_state()
+    else:
+        metas = held.metas_for(base)
+    metas += tuple(held.meta_of(number) for number in range(base + 1, record + 1))
+    records = {
+        number: (held.step_of(number) or 0, meta, held.rank_states(number) if number >= base else {})
+        for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
+    }
+    return SendGeneration(
+        ranks=ranks,
+        generation="",
+        number=held.number,
+        spec=held.spec,
+        base=base,
+        records=records,
+        missing=missing,
+        plain=plain,
+        history=history,
+        serve=True,
+    )

@@ -1,0 +1,210 @@
+"""When a checkpoint is due, and after which record; how many steps may be lost until it is there.
+
+Ranks that hold other shards, or that run on other nodes, are saved apart and have to be saved after the same record.
+Where steps decide, that is so by itself. Else who saves the first rank chooses: those on its own node are told; the
+agents of other nodes look in the storage, where the record is announced long before.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+
+from memckpt.checkpointing.storage_mode import Pace
+from memckpt.config import StorageConfig
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation
+from memckpt.processes.backoff import Backoff
+from memckpt.protocol.trainer import Saved
+
+#: How many records before a snapshot its memory is taken and its order given, where steps decide.
+_ORDER_RECORDS = 16
+#: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
+_ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
+#: How many records ahead of the newest one those on the same node are told.
+_TELL_RECORDS = 4
+
+
+def alone(generation: Generation) -> bool:
+    """Whether all ranks of the job run on this node and hold the same."""
+    return generation.spec.world_size == len(generation.spec.local_ranks)
+
+
+class Schedule:
+    """Of one run's checkpoints.
+
+    Args:
+        announce: tells those on the same node that a checkpoint is taken after a record and, if the second argument
+            says so, writes it down where other nodes' agents look.
+        look: asks what has been announced there; the answer goes to :meth:`announced`.
+    """
+
+    def __init__(self, announce: Callable[[int, bool], None], look: Callable[[], None]) -> None:
+        self._announce_record = announce
+        self._look = look
+        self._config: StorageConfig | None = None
+        self.pace = Pace()
+        #: No checkpoint of this run has begun yet: until one is there, losing the machine loses everything.
+        self._first = True
+        #: A checkpoint, or what is in the log's buffers, is wanted as soon as possible.
+        self.at_once = False
+        self._began = time.monotonic()
+        #: What failed is tried again at once, then after 1, 2, 4, ... seconds.
+        self._backoff = Backoff(lambda: time.monotonic(), at_once=1)
+        self._not_before = float("-inf")
+        self._copy_seconds = self._cost_seconds = 0.0
+        self._preempted_until = float("-inf")
+        #: Whether records are chosen by what the first rank's node announces.
+        self._by_announcement = False
+        self._announced: int | None = None
+        self._looked_at = float("-inf")
+
+    def configure(self, config: StorageConfig | None) -> None:
+        self._config = config
+
+    def restart(self) -> None:
+        """A new attempt begins."""
+        self.pace.restart()
+        self._began = time.monotonic()
+        self._preempted_until, self.at_once = float("-inf"), False
+        self._not_before = float("-inf")
+        self._backoff.reset()
+        self._announced = None
+
+    def preempt(self, grace_seconds: float) -> None:
+        """The machine may be gone after this time. It may also be an ordinary restart, so that is all."""
+        self._preempted_until = time.monotonic() + grace_seconds
+        self.at_once = True
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a grace period runs."""
+        return time.monotonic() < self._preempted_until
+
+    @property
+    def preempted_until(self) -> float:
+        """When it ends, or has ended (monotonic clock)."""
+        return self._preempted_until
+
+    def limit_seconds(self) -> float:
+        """How long writing a checkpoint may take."""
+        config = self._config or StorageConfig()
+        return config.grace_seconds if self.preempted else config.timeout_seconds
+
+    # When, after which record
+
+    def interval_seconds(self) -> float:
+        """The least time from one checkpoint to the next: what one costs is then the configured share of it."""
+        assert self._config is not None
+        return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
+
+    def interval_steps(self) -> float | None:
+        """About how many records lie between two checkpoints; None before that can be told."""
+        assert self._config is not None
+        if self._config.every_steps is not None:
+            return self._config.every_steps
+        seconds = self.pace.seconds
+        return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
+
+    def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
+        """After which record to take a snapshot, so that every rank learns of it in time; None: not now.
+
+        Args:
+            generation: which is held and complete.
+            attempt: whose ranks are to copy.
+            lead: how many records ahead an order must be.
+            unbased: whether a log is kept that has no checkpoint yet, without which it is of no use, or no room.
+        """
+        config = self._config
+        if config is None or (time.monotonic() < self._not_before and not self.preempted):
+            return None
+        ahead = attempt.newest_record + lead
+        one = alone(generation)
+        elsewhere = len(attempt.local_ranks) < attempt.world_size
+        self._by_announcement = config.every_steps is None and elsewhere
+        if config.every_steps is not None and not (one and (self.at_once or unbased)):
+            # A record's number may differ from the framework's step; the difference stays while training runs.
+            newest = max(generation.committed.values())
+            step = generation.step_of(newest)
+            offset = step - newest if step is not None else 0
+            record = ahead + (-(ahead + offset)) % config.every_steps
+            # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.
+            return record if record - ahead <= _ORDER_RECORDS + lead else None
+        if not one and 0 not in generation.spec.local_ranks:
+            return self._announced_record(ahead, look=0 not in attempt.local_ranks)
+        wait = self._cost_seconds / config.overhead if unbased else self.interval_seconds()
+        if not self.at_once and not self._first and time.monotonic() - self._began < wait:
+            return None
+        return ahead if one else self._announce(ahead, elsewhere)
+
+    def _announce(self, ahead: int, elsewhere: bool) -> int | None:
+        record = ahead + _TELL_RECORDS
+        if elsewhere:
+            seconds = self.pace.seconds
+            if seconds is None:
+                return None
+            record = ahead + math.ceil(_ANNOUNCE_SECONDS / max(seconds, 1e-6))
+        self._announce_record(record, elsewhere)
+        return record
+
+    def _announced_record(self, ahead: int, look: bool) -> int | None:
+        """What has been announced, if it can still be done; with `look` looks for news now and then."""
+        record, self._announced = self._announced, None
+        if record is not None and record >= ahead:
+            return record
+        now = time.monotonic()
+        if look and now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            self._look()
+        return None
+
+    def announced(self, record: int | None) -> None:
+        """What has been announced on this attempt's timeline."""
+        self._announced = record
+
+    # What became of it
+
+    def began(self) -> None:
+        """The checkpoint that was due has begun."""
+        self.at_once = self._first = False
+        self._began = time.monotonic()
+        self._backoff.started()
+
+    def failed(self) -> None:
+        """A checkpoint could not be written: the next one waits, the longer the more have failed."""
+        self._not_before = time.monotonic() + self._backoff.died()
+
+    def now_it_may_work(self) -> None:
+        """What it failed for is no more: the next one is due at once."""
+        self._not_before, self.at_once = float("-inf"), True
+
+    def again(self) -> None:
+        """It came to nothing: the next one is due at once."""
+        self._began = float("-inf")
+
+    def copied(self, seconds: float) -> None:
+        """A snapshot took the trainers so long."""
+        self._copy_seconds = seconds
+
+    def wrote(self, saved: Saved) -> None:
+        """A checkpoint is in storage."""
+        self._not_before = float("-inf")
+        self._backoff.reset()
+        self._cost_seconds = self._copy_seconds + saved.cpu_seconds / len(os.sched_getaffinity(0))
+
+    def loses_at_most(self, last: Saved | None, lead: int) -> int | None:
+        """Steps from one checkpoint until the next is written; None before that can be told.
+
+        Args:
+            last: the newest checkpoint.
+            lead: as for :meth:`due_record`.
+        """
+        steps, seconds = self.interval_steps(), self.pace.seconds
+        if last is None or steps is None or seconds is None:
+            return None
+        # Twice the last time: storage is not always as fast.
+        delay = self._copy_seconds + 2 * last.seconds + (_ANNOUNCE_SECONDS if self._by_announcement else 0.0)
+        writing = math.ceil(delay / max(seconds, 1e-6)) + lead
+        return math.ceil(steps) + writing

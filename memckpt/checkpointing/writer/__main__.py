@@ -1,0 +1,54 @@
+"""``python -m memckpt.checkpointing.writer``: the process that writes what an agent holds. Not for people.
+
+A process of its own because storage may hang, and because an agent that redoes lazily lives without torch. It dies with
+its agent; what it has not committed by then does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+
+from memckpt.checkpointing.writer.priority import prefer_to_be_ended
+from memckpt.errors import AgentGoneError
+from memckpt.protocol.channel import Channel
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m memckpt.checkpointing.writer", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the socket to its agent")
+    parser.add_argument("--agent", type=int, required=True, help="its agent's pid")
+    parser.add_argument("--what", choices=["checkpoints", "records"], default="checkpoints", help="what it writes")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s writer %(levelname)s %(message)s", stream=sys.stderr)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != arguments.agent:
+        return 0  # it died before we asked to die with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: it may have to save before it leaves
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
+    prefer_to_be_ended()
+    if arguments.what == "records":
+        os.nice(5)  # it has to keep up with training
+        from memckpt.checkpointing.writer.records import serve
+    else:  # only this one imports torch
+        from memckpt.checkpointing.writer.checkpoints import serve
+    channel = Channel(socket.socket(fileno=arguments.fd))
+    try:
+        serve(channel)
+    except AgentGoneError:
+        pass  # the agent has let go of us
+    finally:
+        channel.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

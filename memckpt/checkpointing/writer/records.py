@@ -1,0 +1,245 @@
+"""Writes records: out of the slots of an agent into batches in a store. Needs no torch.
+
+Nobody waits for it. A slot may be filled anew while it is being copied; its stamps, looked at before and after, say
+whether the copy is good. What could not be had leaves a hole, and the log goes on behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+
+from memckpt.checkpointing.writer.complaints import Complaints
+from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageAwayError, StorageError, StorageFullError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.processes.backoff import Backoff
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.writer import (
+    Append,
+    Appended,
+    LogRecord,
+    OpenLog,
+)
+from memckpt.state.layout import Layout
+from memckpt.state.records import Timeline, decode_meta
+from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
+from memckpt.storage.format import FORMAT_VERSION, Batch
+from memckpt.storage.room import no_room
+from memckpt.storage.store import open_store
+
+_log = logging.getLogger("memckpt.writer")
+_complaints = Complaints(_log)
+#: The longest time between two looks for room, in seconds.
+_ROOM_SECONDS = 10.0
+
+
+def serve(channel: Channel) -> None:
+    """Take records until the agent is gone."""
+    log: RecordWriter | None = None
+    try:
+        while True:
+            received = channel.poll(log.seconds_left() if log is not None else None)
+            if received is None:
+                if log is not None:
+                    log.write_if_due()
+                continue
+            message, fds = received
+            if isinstance(message, OpenLog):
+                unwritten = log.close() if log is not None else ""
+                log = RecordWriter(message, Region.open(fds[0]), unwritten)
+            elif isinstance(message, Append) and log is not None:
+                channel.send(log.append(message))
+            else:
+                raise AgentError(f"expected OpenLog, then Append, from the agent, found {type(message).__name__}")
+    finally:
+        if log is not None:
+            log.close(write=False)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A record that has been copied and waits for its batch to be full."""
+
+    copy: RecordCopy
+    record: LogRecord
+    at: float
+
+
+class RecordWriter:
+    """Writes the records of one generation on one timeline. Owns the region; :meth:`close` it.
+
+    Args:
+        opened: what to write, and how.
+        slots: the region with the records.
+        hole: what was lost before, to be reported with the first answer.
+    """
+
+    def __init__(self, opened: OpenLog, slots: Region, hole: str = "") -> None:
+        self._opened = opened
+        self._slots = slots
+        self._layout = Layout(opened.spec)
+        self._ring = SlotRing(slots, self._layout, opened.generation)
+        self._full = opened.spec.full
+        self._taken: list[_Taken] = []
+        self._follows: Timeline | None = opened.follows
+        self._last: int | None = None
+        self._written: LogRecord | None = None
+        self._hole = hole
+        #: Why what has been taken waits for room, and until when; it may take as much memory as a batch.
+        self._short = ""
+        self._not_before = float("-inf")
+        self._backoff = Backoff(lambda: time.monotonic(), at_once=0, longest=_ROOM_SECONDS)
+
+    def append(self, message: Append) -> Appended:
+        """Copy records; write batches that are full."""
+        nbytes, started = 0, time.perf_counter()
+        try:
+            for record in message.records:
+                nbytes += self._take(record)
+            if self._taken and message.flush:
+                self._not_before = float("-inf")
+                nbytes += self._write_if_there_is_room()
+        except (MemckptError, OSError, MemoryError) as error:
+            if not self._short:
+                _complaints.tell("a batch of records was not written", error)
+            self._lose(f"{type(error).__name__}: {error}")
+        hole, self._hole = self._hole, ""
+        written = self._written
+        return Appended(
+            self._last,
+            written.record if written is not None else None,
+            written.step if written is not None else 0,
+            nbytes,
+            time.perf_counter() - started,
+            hole,
+            self._short,
+        )
+
+    def seconds_left(self) -> float | None:
+        """Until the oldest record that was taken has waited long enough; None while there is none."""
+        if not self._taken:
+            return None
+        # A timeout of zero would not wait at all, and one that is over by now is as good as due.
+        return max(0.001, max(self._taken[0].at + self._opened.batch_seconds, self._not_before) - time.monotonic())
+
+    def write_if_due(self) -> None:
+        """Write a batch whose records have waited long enough; what becomes of it is in the next answer."""
+        if self._taken and time.monotonic() >= self._taken[0].at + self._opened.batch_seconds:
+            try:
+                self._write_if_there_is_room()
+            except (MemckptError, OSError, MemoryError) as error:
+                if not self._short:
+                    _complaints.tell("a batch of records was not written", error)
+                self._lose(f"{type(error).__name__}: {error}")
+
+    def _write_if_there_is_room(self) -> int:
+        """Write what has been taken as one batch, if the storage has room; returns its bytes.
+
+        Raises:
+            StorageError: there is none, or the storage is away, and no memory to wait for it in.
+        """
+        if time.monotonic() >= self._not_before:
+            try:
+                return self._write()
+            except (StorageFullError, StorageAwayError) as error:
+                if not self._short:
+                    _complaints.tell("records wait", error)
+                self._short = str(error)
+                self._not_before = time.monotonic() + self._backoff.died()
+        if sum(taken.copy.nbytes for taken in self._taken) > self._opened.batch_bytes:
+            raise StorageError(self._short)
+        return 0
+
+    def _take(self, record: LogRecord) -> int:
+        """Copy one record, and write the batch if that makes it full; returns the bytes written."""
+        nbytes = 0
+        if self._last is not None and record.record != self._last + 1:
+            nbytes += self._write() if self._taken else 0
+            self._begin_anew()  # the agent knows: it has not sent what is missing
+        try:
+            self._check(record.record)
+            copy = RecordCopy(self._layout, self._slots.map, record.record, self._full)
+            self._check(record.record)
+        except DamagedStateError as error:
+            return nbytes + self._write_before_hole(f"it is not logged in time: {error}")
+        self._taken.append(_Taken(copy, record, time.monotonic()))
+        self._last = record.record
+        held = sum(taken.copy.nbytes for taken in self._taken)
+        full = len(self._taken) >= self._opened.batch_steps or held >= self._opened.batch_bytes
+        if full or time.monotonic() - self._taken[0].at >= self._opened.batch_seconds:
+            nbytes += self._write_if_there_is_room()
+        return nbytes
+
+    def _check(self, record: int) -> None:
+        self._ring.check(record, self._opened.spec.local_ranks)
+        self._ring.check_by_value(record, self._opened.spec.local_ranks)
+
+    def _write_before_hole(self, reason: str) -> int:
+        nbytes = self._write() if self._taken else 0
+        self._lose(reason)
+        return nbytes
+
+    def _lose(self, reason: str) -> None:
+        self._hole = self._hole or reason
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._taken.clear()
+        self._follows = self._opened.timeline  # what comes next does not begin where the timeline branched off
+        self._last = None
+
+    def _write(self) -> int:
+        """Write what has been taken as one batch; returns its bytes."""
+        opened, taken = self._opened, self._taken
+        last = taken[-1].record
+        batch = Batch(
+            format=FORMAT_VERSION,
+            timeline=opened.timeline,
+            first=taken[0].record.record,
+            last=last.record,
+            steps=tuple(one.record.step for one in taken),
+            follows=self._follows,
+            world_size=opened.spec.world_size,
+            ranks=opened.spec.local_ranks,
+            node=opened.node,
+            full=self._full,
+            created=time.time(),
+            content=opened.spec.content(),
+            serves=opened.spec.serves,
+            run=opened.run,
+        )
+        store = open_store(opened.url, opened.witness)
+        free = store.free()
+        needed = opened.reserve + sum(one.copy.nbytes for one in taken)
+        if free is not None and free < needed:
+            raise no_room(f"records {batch.first} to {batch.last} and a checkpoint", store.url, needed, free)
+        committed = write_batch(store, batch, [tensor for one in taken for tensor in self._parts(one)])
+        self._taken.clear()
+        self._short, self._not_before = "", float("-inf")
+        self._backoff.reset()
+        _complaints.forget()
+        self._follows = opened.timeline
+        self._written = last
+        _log.debug("records %d to %d are in storage (pid %d)", batch.first, batch.last, os.getpid())
+        return sum(file.nbytes for file in committed.files)
+
+    def _parts(self, taken: _Taken) -> list[FileTensor]:
+        meta = taken.record.meta if self._full else b""
+        sub_steps = decode_meta(meta).sub_steps if meta else ()
+        return list(taken.copy.tensors(meta, sub_steps, taken.record.rank_states))
+
+    def close(self, write: bool = True) -> str:
+        """Let go of the region, with `write` after writing what has been taken; returns what was lost, in words."""
+        try:
+            if write and self._taken:
+                self._write()
+        except (MemckptError, OSError, MemoryError) as error:
+            _complaints.tell("a batch of records was not written", error)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._taken.clear()
+            self._slots.close()
+        return ""

@@ -1,0 +1,348 @@
+"""Writes checkpoints: from the regions of an agent into a store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import torch
+
+from memckpt.checkpointing.writer.complaints import Complaints
+from memckpt.errors import (
+    DamagedStateError,
+    ForeignStateError,
+    MemckptError,
+    StorageAwayError,
+    StorageError,
+    StorageFullError,
+)
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.protocol.trainer import (
+    Saved,
+    SaveFailed,
+)
+from memckpt.protocol.writer import (
+    Announce,
+    LookForAnnounced,
+    LookForRoom,
+    Save,
+)
+from memckpt.recovery.host_state import HostState
+from memckpt.recovery.restore import Restorer
+from memckpt.state.layout import Layout
+from memckpt.state.records import Timeline
+from memckpt.state.search_path import extend_search_path
+from memckpt.storage import dcp
+from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
+from memckpt.storage.catalog import (
+    PASSED,
+    Catalog,
+    Checkpoint,
+    leftovers,
+    read_back,
+    read_catalog,
+    remove,
+    remove_batch,
+    superseded,
+)
+from memckpt.storage.chain import unneeded_batches
+from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
+from memckpt.storage.owner import CLAIM, read_claim, refuse_other
+from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
+from memckpt.storage.store import Store, is_missing, open_store, store_is_away
+from memckpt.storage.tidying import read_pins
+
+_log = logging.getLogger("memckpt.writer")
+#: After which record the first rank's node will take a checkpoint.
+_ANNOUNCED = "announced.json"
+#: What a checkpoint takes beside its tensors, about: for each of them, and for all.
+_TENSOR_BYTES, _FILES_BYTES = 512, 16 << 10
+_complaints = Complaints(_log)
+#: The commit files that have been read, by the store's URL.
+_known: dict[str, dict[str, Part | Batch]] = {}
+
+
+def warm_up() -> None:
+    """Import what torch imports with the first optimizer, while nobody waits for this process."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
+    """What has become of it; the caller closes the regions."""
+    try:
+        saved = save(job, regions)
+    except (MemckptError, OSError, RuntimeError, MemoryError) as error:
+        _complaints.tell(f"saving step {job.part.step} failed", error)
+        missing = error.missing if isinstance(error, StorageFullError) else None
+        if isinstance(error, StorageAwayError):
+            missing = 0  # it is back as soon as it says at all how much is free
+        return SaveFailed(job.part.step, f"{type(error).__name__}: {error}", missing)
+    _complaints.forget()
+    return saved
+
+
+def save(job: Save, regions: list[Region]) -> Saved:
+    """Write, verify, and let go of what retention no longer keeps."""
+    started, cpu = time.perf_counter(), time.process_time()
+    store = open_store(job.url, job.witness)
+    layout = Layout(job.spec)
+    state = NodeState(job.spec, job.missing, job.plain, job.rank_states)
+    if job.source == "ring":
+        static = regions[1] if len(regions) > 1 else None
+        tensors, state = _redo(job, layout, regions[0], static)
+    else:
+        static = regions[2] if len(regions) > 2 else None
+        tensors = {}
+        if job.part.full:
+            tensors = state_tensors(layout, regions[0].map, static.map if static else None, job.missing)
+        tensors |= by_value_tensors(layout, regions[1].map, job.by_value_base)
+    _clear(store, job.part, job.abandoned, job.witness)  # before anything is written: the room may be needed
+    part = _write(store, job, state, tensors)
+    tensors.clear()
+    untidy = Untidy()
+    with untidy:  # it is committed, whatever becomes of the rest
+        if _is_last(store, part):
+            _tidy_up(store, part, job, untidy)
+        if job.reserve:
+            keep_room(store, _catalog_for(store, part), job.reserve, job.keep_every_steps, part)
+    nbytes = sum(file.nbytes for file in part.files)
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+    return Saved(part.step, part.record, nbytes, seconds, cpu_seconds, part.timeline, str(untidy))
+
+
+def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
+    """Write a part, once room has been made for it.
+
+    Raises:
+        StorageFullError: there is none.
+        ForeignStateError: a part of other ranks is there under the same name.
+    """
+    _refuse_other_ranks(store, job.part)
+    what = f"step {job.part.step}"
+    nbytes = sum(one.numel() * one.element_size() for one in tensors.values()) + len(encode_node_state(state))
+    needed = nbytes + _TENSOR_BYTES * len(tensors) + _FILES_BYTES
+    free = store.free()
+    if free is not None and free < needed:
+        make_room(store, _catalog_for(store, job.part), what, needed, job.keep_every_steps)
+    try:
+        return _write_once(store, job, state, tensors)
+    except StorageFullError as error:
+        # Others were faster, or less may be written than is free: a quota.
+        if not let_go_blindly(store, _catalog_for(store, job.part), job.keep_every_steps):
+            raise no_room(what, store.url, needed, store.free(), refused=str(error)) from error
+    try:
+        return _write_once(store, job, state, tensors)
+    except StorageFullError as error:
+        raise no_room(what, store.url, needed, store.free(), refused=str(error)) from error
+
+
+def _write_once(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
+    try:
+        part = write_files(store, job.part, state, tensors)
+        read_back(store, part.files)
+        write_commit(store, part)
+        _known.setdefault(store.url, {})[part.commit_path] = part
+    except Exception:  # raised again; first what was written gives its room back
+        with _only_logged("what was written of step %d is left where it is", job.part.step):
+            _clear(store, job.part, [job.part])
+        raise
+    return part
+
+
+def announce(job: Announce) -> None:
+    """Note in the store after which record a checkpoint will be taken; other nodes look."""
+    with _only_logged("the checkpoint after record %d is not announced to other nodes", job.record):
+        open_store(job.url, job.witness).write(_ANNOUNCED, msgspec.json.encode((job.timeline, job.record)))
+
+
+def announced(job: LookForAnnounced) -> int | None:
+    """The record that the first rank's node has announced for this timeline, if any."""
+    try:
+        timeline, record = msgspec.json.decode(open_store(job.url).read(_ANNOUNCED), type=tuple[Timeline, int])
+    except StorageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            _log.warning("whether a checkpoint is announced is not known: %s", error)
+        return None
+    except msgspec.MsgspecError as error:
+        _log.warning("expected an announced checkpoint in %s, found something else: %s", _ANNOUNCED, error)
+        return None
+    return record if timeline == job.timeline else None
+
+
+def free(job: LookForRoom) -> int | None:
+    """The bytes that are free in a store, if anybody says."""
+    try:
+        return open_store(job.url, job.witness).free()
+    except StorageError as error:
+        _log.info("whether there is room is not known: %s", error)
+        return None
+
+
+def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tuple[dict[str, torch.Tensor], NodeState]:
+    """Produce the state from a ring that stands still."""
+    spec, part = job.spec, job.part
+    torch.set_num_threads(job.threads)
+    extend_search_path(job.search_path)
+    ring = SlotRing(slots, layout, job.generation)
+    ring.check_by_value(part.record, spec.local_ranks)
+    by_value = by_value_tensors(layout, slots.map, layout.by_value_base(part.record))
+    if not part.full:
+        return by_value, NodeState(spec, (), b"", job.rank_states)
+    host = HostState(spec, by_value=False)
+    restorer = Restorer(layout, slots, static, None, ring, host.tensors, host.optimizers, build=host.build)
+    restorer.restore(part.record, None, job.metas, (), b"")
+    tensors, state = host.described(job.rank_states)
+    return {**tensors, **by_value}, state
+
+
+@contextlib.contextmanager
+def _only_logged(message: str, step: int) -> Iterator[None]:
+    """For what is done after a failure, which must not take its place."""
+    try:
+        yield
+    except StorageError:
+        _log.exception(message, step)
+
+
+def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
+    """All that is there of the part's run.
+
+    Raises:
+        ForeignStateError: the store is another's.
+        StorageAwayError: it is not there.
+    """
+    catalog = read_catalog(store, _known.setdefault(store.url, {}))
+    refuse_other(store.url, catalog.owner, part.run)
+    if witness and not catalog.claimed and CLAIM not in catalog.damaged:
+        raise store_is_away(store.url, witness)
+    return catalog
+
+
+def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "") -> None:
+    """Delete what killed writers have left; what cannot be deleted stays, and is tried again after the checkpoint.
+
+    Of several nodes the first rank's looks through the store each time, the others where a writer of theirs was killed.
+    """
+    owner = "" if 0 in part.ranks or abandoned else _claimed_by(store)
+    if owner:
+        refuse_other(store.url, owner, part.run)
+    else:
+        _delete(store, leftovers(_catalog_for(store, part, witness), part.node, abandoned), Untidy())
+
+
+def _claimed_by(store: Store) -> str:
+    """The run that a store says it belongs to; empty: it does not say so in a word."""
+    try:
+        claim = read_claim(store)
+    except DamagedStateError:
+        return ""  # commit files may know
+    return claim.run if claim is not None else ""
+
+
+def _refuse_other_ranks(store: Store, part: Part) -> None:
+    """See that no committed part of other ranks is replaced.
+
+    Raises:
+        ForeignStateError: it would be.
+    """
+    path = part.commit_path
+    if path not in store.find(path.rpartition("/")[0]):
+        return
+    try:
+        found = decode_commit(store.read(path), path)
+    except DamagedStateError:
+        return  # it is good for nothing
+    except StorageError as error:
+        if is_missing(error):
+            return  # it has just been deleted
+        raise
+    if isinstance(found, Part) and found.ranks != part.ranks:
+        raise ForeignStateError(
+            f"expected {path} in {store.url} to be the part of ranks {list(part.ranks)}, found that of ranks "
+            f"{list(found.ranks)}, which is kept: two nodes may have the same name; set MEMCKPT_NODE to a name of each "
+            "node's own"
+        )
+
+
+def _is_last(store: Store, part: Part) -> bool:
+    """Whether a checkpoint is complete with a part that has just been committed: then its writer tidies up for all."""
+    found, known = Checkpoint(part.timeline, part.record, {}), _known.setdefault(store.url, {})
+    for path in store.find(part.commit_path.rpartition("/")[0]):
+        try:
+            content = known[path] if path in known else decode_commit(store.read(path), path)
+        except (DamagedStateError, StorageError) as error:
+            _log.info("a part of step %d is not counted: %s", part.step, error)
+            continue
+        known[path] = content
+        if isinstance(content, Part) and content.run == part.run:
+            found.parts[content.node] = content
+    return found.complete
+
+
+class Untidy:
+    """What could not be tidied up, in words: the first of it, and how often there was more.
+
+    Entered around each thing that may be refused, it lets the others go on.
+    """
+
+    def __init__(self) -> None:
+        self._first = ""
+        self._count = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, (StorageError, DamagedStateError)):
+            return False
+        self._first = self._first or str(error)
+        self._count += 1
+        return True
+
+    def __str__(self) -> str:
+        return self._first + (f" (and {self._count - 1} more)" if self._count > 1 else "")
+
+
+def _delete(store: Store, left: Sequence[str], untidy: Untidy) -> None:
+    deleted = 0
+    for path in left:
+        with untidy:
+            store.delete(path)
+            deleted += 1
+    if deleted:
+        _log.info("deleted %d files of checkpoints that were never finished", deleted)
+
+
+def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
+    """Make one of all parts for stock tools, and delete what is superseded, once a checkpoint is complete.
+
+    Each part has been read back before it was committed. Whoever commits the last one finds all of them; it may be
+    that several do, and then they do the same.
+    """
+    catalog = _catalog_for(store, part)
+    _delete(store, leftovers(catalog, part.node, ()), untidy)
+    mine = [one for one in catalog.complete if one.parts.get(part.node) == part]
+    if not mine:
+        return  # other parts are on their way
+    if PASSED in catalog.unreadable or PASSED in catalog.damaged:
+        raise StorageError(f"nothing is let go of: {catalog.unreadable.get(PASSED) or catalog.damaged[PASSED]}")
+    kept = catalog.unsure | read_pins(store)
+    gone = superseded(catalog.checkpoints, job.keep_last, job.keep_every_steps, part, kept)
+    for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
+        if one.merged_path not in catalog.files and one not in gone:
+            with untidy:
+                dcp.write_merged(store, one.directory, one.tensor_nodes)
+    for one in gone:
+        with untidy:
+            remove(store, one)
+            _log.info("let go of step %d", one.step)
+    unsure = [one for one in catalog.complete if one.key in catalog.unsure]
+    for batch in unneeded_batches(catalog, [*catalog.complete[: job.keep_last], *mine, *unsure]):
+        with untidy:
+            remove_batch(store, batch)

@@ -1,0 +1,205 @@
+"""Checkpoints on their way to the writer process, one after the other."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from memckpt.errors import AgentError
+from memckpt.memory.region import Region
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
+    Saved,
+    SaveFailed,
+)
+from memckpt.protocol.writer import (
+    Announce,
+    LookForAnnounced,
+    LookForRoom,
+    Save,
+)
+from memckpt.state.records import Timeline
+from memckpt.storage.format import Part
+
+#: How long the writer may take to look for what another node has announced.
+_LOOK_LIMIT_SECONDS = 120.0
+Done = Callable[["Saved | SaveFailed"], None]
+_log = logging.getLogger("memckpt.agent")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One checkpoint.
+
+    Attributes:
+        save: what the writer process is told.
+        regions: what comes along.
+        own: the region among them that is only there for this job, and is closed with it; None: it reads what is held.
+        limit: how long it may take, in seconds; asked when it begins.
+        done: called once, with what has become of it.
+        waited_for: whether `done` is called, too, if it is given up because its memory is needed.
+    """
+
+    save: Save
+    regions: list[Region]
+    own: Region | None
+    limit: Callable[[], float]
+    done: Done
+    waited_for: bool = False
+
+
+class WriterJobs:
+    """Owns the writer process, which it starts when it may soon have something to do.
+
+    Args:
+        open_writer: starts it.
+    """
+
+    def __init__(self, open_writer: Callable[[], HelperProcess]) -> None:
+        self._open_writer = open_writer
+        self._writer: HelperProcess | None = None
+        self._waiting: deque[Job] = deque()
+        self._current: Job | None = None
+        self._deadline = 0.0
+        self._looking_since: float | None = None
+        #: What killed writers may have left half-written, and where.
+        self._abandoned: list[tuple[str, Part]] = []
+
+    @property
+    def busy(self) -> bool:
+        return self._current is not None or bool(self._waiting)
+
+    def reads_held(self, done: Done) -> bool:
+        """Whether something is being written from held memory, or will be, of which `done` is told."""
+        jobs = [*self._waiting, *filter(None, [self._current])]
+        return any(job.own is None and job.done == done for job in jobs)
+
+    @property
+    def deadline(self) -> float | None:
+        """Until when the writer may take (monotonic clock); None while it does nothing."""
+        if self._current is not None:
+            return self._deadline
+        return None if self._looking_since is None else self._looking_since + _LOOK_LIMIT_SECONDS
+
+    def warm(self) -> None:
+        """Start the process now: it takes seconds to import what it needs, and at a training's end somebody waits."""
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+        except AgentError as error:
+            _log.info("the writer process is started later: %s", error)
+
+    def submit(self, job: Job) -> None:
+        """Have a checkpoint written once the writer is done with what it has."""
+        self._waiting.append(job)
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and self._current is None:
+            job = self._current = self._waiting.popleft()
+            self._deadline = time.monotonic() + job.limit()
+            abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
+            try:
+                if self._writer is None:
+                    self._writer = self._open_writer()
+                self._writer.send(
+                    msgspec.structs.replace(job.save, abandoned=abandoned), [region.fd for region in job.regions]
+                )
+            except (AgentError, OSError) as error:
+                self.ended(f"the writer process cannot be used: {error}")
+
+    # What several nodes agree on
+
+    def announce(self, url: str, timeline: Timeline, record: int, witness: str = "") -> None:
+        """Let the agents of other nodes know after which record a checkpoint will be taken."""
+        self._say(Announce(url, timeline, record, witness))
+
+    def look(self, url: str, timeline: Timeline) -> None:
+        """Look for what the first rank's agent has announced; Announced comes back."""
+        if self._current is None and self._looking_since is None:
+            self._looking_since = time.monotonic()
+            self._say(LookForAnnounced(url, timeline))
+
+    def look_for_room(self, url: str, witness: str = "") -> None:
+        """Look how many bytes are free in a store; Room comes back."""
+        if self._current is None and self._looking_since is None:
+            self._looking_since = time.monotonic()
+            self._say(LookForRoom(url, witness))
+
+    def looked(self) -> None:
+        """It has answered."""
+        self._looking_since = None
+
+    def _say(self, message: Announce | LookForAnnounced | LookForRoom) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            self._writer.send(message, [])
+        except (AgentError, OSError) as error:
+            self.ended(f"the writer process cannot be used: {error}")
+
+    # How a job ends
+
+    def finished(self, message: Saved | SaveFailed) -> None:
+        """The writer process is done with a job."""
+        job = self._current
+        if job is None:
+            return
+        if isinstance(message, Saved):
+            self._abandoned = [one for one in self._abandoned if one[0] != job.save.url]
+        self._close_current()
+        job.done(message)
+        self._begin()
+
+    def ended(self, reason: str) -> None:
+        """The writer process is gone, or has to go: what it was to do fails."""
+        self._end_writer()
+        if self._current is not None:
+            self._abandoned.append((self._current.save.url, self._current.save.part))
+        failed = [job for job in [self._current, *self._waiting] if job is not None]
+        self._current = None
+        self._waiting.clear()
+        for job in failed:
+            if job.own is not None:
+                job.own.close()
+            job.done(SaveFailed(job.save.part.step, reason))
+
+    def give_up_held(self) -> None:
+        """Write nothing more from held memory: it is about to change. What was not committed does not count."""
+        given_up = [job for job in self._waiting if job.own is None]
+        self._waiting = deque(job for job in self._waiting if job.own is not None)
+        if self._current is not None and self._current.own is None:
+            _log.info("the checkpoint of step %d is not needed any more", self._current.save.part.step)
+            self._abandoned.append((self._current.save.url, self._current.save.part))
+            given_up.append(self._current)
+            self._close_current()
+            self._end_writer()
+        for job in given_up:
+            if job.waited_for:
+                job.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
+        self._begin()
+
+    def _close_current(self) -> None:
+        job, self._current = self._current, None
+        if job is not None and job.own is not None:
+            job.own.close()
+
+    def _end_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        self._looking_since = None
+        if writer is not None:
+            writer.close()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        for job in self._waiting:
+            if job.own is not None:
+                job.own.close()
+        self._waiting.clear()
+        self._close_current()
+        self._end_writer()

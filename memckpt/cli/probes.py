@@ -1,0 +1,251 @@
+"""What ``memckpt doctor`` finds out about this machine. Whatever it makes for that, it removes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import shutil
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+
+from memckpt.cli.checks import DiskFacts, StoreFacts
+from memckpt.cli.status import read_within
+from memckpt.config import ErasureConfig, MirrorConfig
+from memckpt.config.arguments import config_from_environment
+from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, StorageError
+from memckpt.processes.address import AgentAddress, Listener
+from memckpt.processes.control import ask_status
+from memckpt.processes.handles import start_ticks
+from memckpt.protocol.trainer import Status
+from memckpt.storage.chain import stored_points
+from memckpt.storage.owner import kept_run, refuse_other
+from memckpt.storage.presence import without
+from memckpt.storage.store import LocalStore, Store
+
+_CHUNK_BYTES = 4 << 20
+#: The trial of a disk takes this share of what is free: a training beside it is to find room meanwhile.
+_TRIAL_SHARE = 0.25
+#: Fewer bytes than these tell the time of a sync, and no rate; whether a file can be written, the least of them do.
+_RATE_BYTES, _LEAST_BYTES = 16 << 20, 4096
+#: How long storage may take to say what it has.
+_STORAGE_SECONDS = 30.0
+#: So many other runs are named.
+_NAMED_RUNS = 5
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; nothing is imported."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_facts() -> tuple[str, int, bool]:
+    """Why torch cannot be imported (empty: it can), the threads it computes with, and whether it sees CUDA."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
+        return f"{type(error).__name__}: {error}", 0, False
+    return "", torch.get_num_threads(), torch.cuda.is_available()
+
+
+def configured_peers() -> tuple[ErasureConfig | MirrorConfig | None, str]:
+    """The peers that the environment asks for, and what is wrong with its settings (empty: nothing)."""
+    try:
+        return config_from_environment().peers, ""
+    except ConfigurationError as error:
+        return None, str(error)
+
+
+def erasure_facts() -> tuple[tuple[str, ...], str]:
+    """The erasure codes that there are, and why pyeclib cannot be imported (empty: it can)."""
+    try:
+        from pyeclib.ec_iface import VALID_EC_TYPES
+    except (ImportError, OSError) as error:
+        return (), f"{type(error).__name__}: {error}"
+    return tuple(sorted(VALID_EC_TYPES)), ""
+
+
+def transport_facts() -> tuple[str, bool, str]:
+    """The version of ZeroMQ, whether it has CURVE, and why pyzmq cannot be imported (empty: it can)."""
+    try:
+        import zmq
+    except (ImportError, OSError) as error:
+        return "", False, f"{type(error).__name__}: {error}"
+    return zmq.zmq_version(), bool(zmq.has("curve")), ""
+
+
+def locked_memory_limit() -> int | None:
+    """Bytes that this process may lock; None: any number."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def missing_kernel_features() -> tuple[str, ...]:
+    """What the agent builds on and this kernel, or sandbox, does not have."""
+    missing = []
+    if not start_ticks(os.getpid()):
+        missing.append("/proc")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        missing.append("pidfd_open")
+    try:
+        os.close(os.memfd_create("memckpt:doctor", os.MFD_CLOEXEC))
+    except OSError:
+        missing.append("memfd_create")
+    return tuple(missing)
+
+
+def try_sockets() -> str:
+    """Why an agent could not listen here; empty: it could."""
+    try:
+        Listener().close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def systemd_service(cgroup: str) -> str | None:
+    """The service that a process is in, by its ``/proc/PID/cgroup``; scopes (terminals, sessions) are none."""
+    for line in cgroup.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "name=systemd"):
+            unit = path.rpartition("/")[2]
+            if unit.endswith(".service"):
+                return unit
+    return None
+
+
+def own_service() -> str | None:
+    try:
+        return systemd_service(Path("/proc/self/cgroup").read_text())
+    except OSError:
+        return None
+
+
+def in_container() -> bool:
+    marked = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
+    return marked or "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def ask_agent(run: Path) -> tuple[Status | None, str]:
+    """What the run's agent on this node says, and why it could not be asked."""
+    try:
+        return ask_status(AgentAddress.of(run)), ""
+    except MemckptError as error:
+        return None, str(error)
+
+
+def descriptor_limits() -> tuple[int | None, int | None]:
+    """The soft and the hard limit on open files; None: there is none."""
+
+    def known(limit: int) -> int | None:
+        return None if limit == resource.RLIM_INFINITY else limit
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return known(soft), known(hard)
+
+
+def job_nodes(agent: Status | None) -> int:
+    """Nodes of the job: as the agent sees them, or as Slurm or torchrun says; 1 where nobody does."""
+    linked = len(agent.peers.links) + 1 if agent is not None and agent.peers is not None else 1
+    numbers = [os.environ.get(name, "") for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
+    slurm, ranks, local = (int(number) if number.isdecimal() else 0 for number in numbers)
+    return max(linked, slurm, ranks // local if local else 1)
+
+
+def look_into_store(store: Store, run: Path) -> StoreFacts:
+    """What a run has in its storage, and who else is there."""
+    resolved = run.resolve()
+    beside = sorted(
+        path.parent.name for path in resolved.parent.glob("*/run.json") if path.parent.resolve() != resolved
+    )[:_NAMED_RUNS]
+    url = store.url
+    try:
+        catalog, missing = read_within(store, _STORAGE_SECONDS)
+        kept = kept_run(run)
+        if kept:
+            refuse_other(url, catalog.owner, kept, run)
+    except ForeignStateError as error:
+        return StoreFacts(url, foreign=str(error), beside=tuple(beside))
+    except MemckptError as error:
+        return StoreFacts(url, problem=str(error), beside=tuple(beside))
+    there = without(catalog, missing)
+    points, whole = stored_points(there), there.complete
+    return StoreFacts(
+        url,
+        checkpoints=len(whole),
+        step=points[0].step if points else None,
+        nbytes=whole[0].nbytes if whole else 0,
+        wrong=(*catalog.damaged.values(), *missing.values(), *catalog.unreadable.values()),
+        others=catalog.others,
+        beside=tuple(beside),
+    )
+
+
+def nearest_directory(path: Path) -> Path:
+    """The path, or the closest directory above it that exists."""
+    path = path.resolve()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def filesystem_of(path: Path, mounts: str) -> str:
+    """The kind of file system that a path is on, by the content of ``/proc/self/mounts``."""
+    best, kind = -1, "unknown"
+    for line in mounts.splitlines():
+        _, point, found, *_ = line.split(" ")
+        point = point.replace(r"\040", " ")
+        # Of two mounts at one point the later covers the earlier.
+        if (path == Path(point) or Path(point) in path.parents) and len(point) >= best:
+            best, kind = len(point), found
+    return kind
+
+
+def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
+    """Write and sync a temporary file where the store is, or would be.
+
+    Args:
+        store: the place; its nearest directory that exists is tried.
+        nbytes: size of the file; at most a quarter of what is free. Where that is too little for a rate, 4 KiB.
+    """
+    directory = nearest_directory(store.root)
+    kind = filesystem_of(directory, Path("/proc/self/mounts").read_text())
+    free = shutil.disk_usage(directory).free
+    size = min(nbytes, int(free * _TRIAL_SHARE))
+    rated = size >= min(nbytes, _RATE_BYTES)
+    size = size if rated else _LEAST_BYTES
+    data = os.urandom(min(size, _CHUNK_BYTES))  # nothing that a file system could compress
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".memckpt-doctor-") as file:
+            started = time.perf_counter()
+            for begin in range(0, size, len(data)):
+                file.write(data[: size - begin])
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = time.perf_counter() - started
+    except OSError as error:
+        return DiskFacts(str(directory), kind, free, None, str(error))
+    return DiskFacts(str(directory), kind, free, size / seconds if rated else None)
+
+
+def try_store(store: Store) -> tuple[float, str]:
+    """Write, list, read and delete a small object: the seconds that it took, and what went wrong (empty: nothing)."""
+    directory = f"doctor-{secrets.token_hex(4)}"
+    path, data = f"{directory}/trial", os.urandom(1024)
+    started = time.perf_counter()
+    try:
+        store.write(path, data)
+        try:
+            listed, found = store.find(directory), store.read(path)
+        finally:
+            store.delete(path)
+    except StorageError as error:
+        return 0.0, str(error)
+    if listed != [path] or found != data:
+        return 0.0, f"{store.url}: what was written is not what is read back"
+    return time.perf_counter() - started, ""

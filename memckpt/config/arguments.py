@@ -1,0 +1,269 @@
+"""Settings from outside Python: options of argparse, and environment variables.
+
+    MEMCKPT_RUN_DIR                --run-dir                   the run directory
+    MEMCKPT_RESUME                 --resume                    auto, require, never, or a step number
+    MEMCKPT_REDO=lazy              --memckpt-redo lazy         a field of MemckptConfig
+    MEMCKPT_AGENT_THREADS=2        --memckpt-agent-threads 2   a field of its AgentConfig
+    MEMCKPT_STORAGE_URL=...        --memckpt-storage-url ...   a field of its StorageConfig
+    MEMCKPT_STORAGE=none           --memckpt-storage off       no storage tier
+    MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; mirror: a MirrorConfig; none
+    MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
+
+An option that is given wins over its variable, a variable over a default. ``none`` stands for None where a field
+allows it. MEMCKPT_NODE belongs to the agent's address and is read there; MEMCKPT_RACK and MEMCKPT_ZONE where
+peers are placed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from memckpt.config import MemckptConfig, ResumeChoice, check_resume, parse_resume
+from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, from_mapping
+from memckpt.errors import ConfigurationError
+
+_RESUME_HELP = (
+    "auto: continue if anything is held, else start; require: continue or fail; never: drop what is held and start; "
+    "a number: continue at that step"
+)
+RUN_DIR = "MEMCKPT_RUN_DIR"
+RESUME = "MEMCKPT_RESUME"
+#: Read elsewhere: they say where a node and its agent are found.
+_ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
+_log = logging.getLogger("memckpt")
+
+
+class ProtectionArguments(NamedTuple):
+    """What the user has asked for: the three arguments of ``memckpt.attach`` and of every adapter."""
+
+    run_dir: str
+    resume: ResumeChoice | int
+    config: MemckptConfig
+
+
+# argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None) -> None:
+    """Add ``--run-dir``, ``--resume`` and one ``--memckpt-...`` option for each setting; `from_args` reads them.
+
+    Their defaults are the environment's.
+
+    Args:
+        run_dir: the default of ``--run-dir`` where MEMCKPT_RUN_DIR is not set; None makes the option required then.
+
+    Raises:
+        ConfigurationError: MEMCKPT_RUN_DIR or MEMCKPT_RESUME is set to what cannot be.
+    """
+    group = parser.add_argument_group("memckpt", "protection of every step; docs/configuration.md")
+    directory = run_dir_from_environment() or run_dir
+    fallback = "" if run_dir is None else f", or {run_dir}"
+    resume = resume_from_environment()
+    group.add_argument(
+        "--run-dir",
+        type=_argument(_not_empty),
+        default=directory,
+        required=directory is None,
+        help=f"names the run; the same directory continues it (default: {RUN_DIR}{fallback})".replace("%", "%%"),
+    )
+    group.add_argument(
+        "--resume",
+        type=_argument(parse_resume),
+        default="auto" if resume is None else resume,
+        metavar="auto|require|never|STEP",
+        help=f"{_RESUME_HELP} (default: {RESUME}, or auto)",
+    )
+    for setting in describe_settings():
+        default = "none" if setting.default is None else setting.default
+        condition = f"with {' or '.join(setting.variants)}; " if setting.variants else ""
+        group.add_argument(
+            setting.option,
+            dest=setting.destination,
+            type=_argument(setting.parse),
+            default=argparse.SUPPRESS,
+            # What is true or false may be given without a value.
+            nargs="?" if setting.kind is bool else None,
+            const=True if setting.kind is bool else None,
+            metavar="|".join(setting.choices) or (setting.kind.__name__.upper() if setting.kind else None),
+            help=f"{setting.help} ({condition}default: {setting.variable}, or {default})".replace("%", "%%"),
+        )
+
+
+def from_args(args: argparse.Namespace) -> ProtectionArguments:
+    """What the options of `add_arguments` say; where one was not given, what its environment variable says.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+    """
+    given = {
+        setting: getattr(args, setting.destination)
+        for setting in describe_settings()
+        if hasattr(args, setting.destination)
+    }
+    variables = _beside(given, _from_variables(os.environ))
+
+    def name(setting: Setting) -> str:
+        return setting.variable if setting in variables and setting not in given else setting.option
+
+    return ProtectionArguments(args.run_dir, args.resume, _assemble({**variables, **given}, name))
+
+
+def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> dict[Setting, Any]:
+    """The variables that count beside options.
+
+    Whoever says on the command line how a part shall be wants it, whatever the environment is for others; and who
+    chooses a variant there does not mean what the environment says of another.
+    """
+    wanted = {setting.part for setting in given}
+    chosen = {setting.path: value for setting, value in given.items() if setting.kind is None}
+    return {
+        setting: value
+        for setting, value in variables.items()
+        if not (setting.kind is None and value == "off" and setting.path in wanted)
+        and not (setting.variants and chosen.get(setting.part, setting.variants[0]) not in setting.variants)
+    }
+
+
+def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> MemckptConfig:
+    """The configuration with these settings, and defaults elsewhere. An error calls a setting by its `name`."""
+    _check_variants(given, name)
+    for setting, value in given.items():
+        try:
+            from_mapping(_nested({setting: value}))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{name(setting)}: {str(error).partition(': ')[2]}") from error
+    config: MemckptConfig = from_mapping(_nested(given))
+    return config
+
+
+def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> None:
+    """Refuse a setting that the chosen variant of its part does not have. A part that is switched off takes any."""
+    parts = {setting.path: setting for setting in describe_settings() if setting.kind is None}
+    for setting in given:
+        part = parts.get(setting.part)
+        if part is None or not setting.variants:
+            continue
+        chosen = given.get(part)
+        if chosen != "off" and chosen not in setting.variants:
+            equals = " " if name(part) == part.option else "="
+            expected = f"{name(part)}{equals}{' or '.join(setting.variants)}"
+            raise ConfigurationError(f"{name(setting)}: expected {expected} beside it, found {chosen or 'nothing'}")
+
+
+def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
+    """The mapping that a file would hold. Of which variant a part is stands in it, or follows from the settings."""
+    values: dict[str, Any] = {}
+    off = []
+    for setting, value in given.items():
+        *parents, name = setting.path.split(".")
+        place = values
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        if setting.kind is not None:
+            place[name] = value
+            if setting.variants:
+                place.setdefault(KIND, setting.variants[0])
+        elif value == "off":
+            off.append((place, name))
+        elif value != "on":
+            place.setdefault(name, {})[KIND] = value
+    for place, name in off:
+        place[name] = None
+    return values
+
+
+def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """As argparse wants it: its own error class, whose message it shows with the option's name."""
+
+    def convert(text: str) -> Any:
+        try:
+            return read(text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ConfigurationError("expected a directory, found ''")
+    return text
+
+
+# Environment variables
+
+
+def run_dir_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
+    """MEMCKPT_RUN_DIR; None where it is not set.
+
+    Raises:
+        ConfigurationError: it is empty.
+    """
+    found = environment.get(RUN_DIR)
+    if found == "":
+        raise ConfigurationError(f"{RUN_DIR}: expected a directory, found ''")
+    return found
+
+
+def resume_from_environment(environment: Mapping[str, str] = os.environ) -> ResumeChoice | int | None:
+    """MEMCKPT_RESUME; None where it is not set.
+
+    Raises:
+        ConfigurationError: it is neither ``auto``, ``require``, ``never`` nor a step number.
+    """
+    found = environment.get(RESUME)
+    return None if found is None else parse_resume(found, name=RESUME)
+
+
+def config_from_environment(environment: Mapping[str, str] = os.environ) -> MemckptConfig:
+    """The configuration that the variables describe; fields without one keep their defaults.
+
+    A variable of our prefix that names no field is warned about.
+
+    Raises:
+        ConfigurationError: a value that its field does not take; the variable, what was expected and what was found.
+    """
+    return _assemble(_from_variables(environment), lambda setting: setting.variable)
+
+
+def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
+    given: dict[Setting, Any] = {}
+    known = {RUN_DIR, RESUME, *_ADDRESS}
+    for setting in describe_settings():
+        known.add(setting.variable)
+        if setting.variable in environment:
+            try:
+                given[setting] = setting.parse(environment[setting.variable])
+            except ConfigurationError as error:
+                place = f"; a place is given by {setting.variable}_URL" if setting.path == "storage" else ""
+                raise ConfigurationError(f"{setting.variable}: {error}{place}") from None
+    for name in sorted(set(environment) - known):
+        if name.startswith(f"{PREFIX.upper()}_"):
+            _log.warning("memckpt: the environment variable %s names no setting and is ignored", name)
+    return given
+
+
+def with_environment(
+    run_dir: str | os.PathLike[str] | None, resume: ResumeChoice | int | None, config: MemckptConfig | None
+) -> ProtectionArguments:
+    """What was passed in Python; in the place of each None, what the environment says.
+
+    Raises:
+        ConfigurationError: there is no run directory, or a setting that cannot be.
+    """
+    directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
+    if directory is None:
+        raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
+    if directory == "":  # Path() would take it for the current one
+        raise ConfigurationError("run_dir: expected a directory, found ''")
+    if resume is None:
+        resume = resume_from_environment()
+    return ProtectionArguments(
+        directory,
+        check_resume("auto" if resume is None else resume),
+        config_from_environment() if config is None else config,
+    )

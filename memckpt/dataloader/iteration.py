@@ -1,0 +1,387 @@
+"""How a grafted loader iterates: the record it carries, and the classes of it and of its iterators."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from memckpt.dataloader import own_state
+from memckpt.dataloader.passes import Pass, Phase
+from memckpt.dataloader.sampler_tap import tap
+from memckpt.dataloader.worker_rng import ReceivedStates, RestoringInit, ShippingCollate, WorkerBatch
+from memckpt.errors import DataPositionError
+from memckpt.state import rng
+
+FORMAT = 2
+RECORD = "_memckpt_record"
+_END = object()
+
+
+class LoaderRecord:
+    """What a graft knows about its loader.
+
+    Refers to the loader weakly, and to its iterator not at all: their end has to end the workers.
+    """
+
+    def __init__(self, loader: DataLoader[Any], lookahead: int) -> None:
+        self._loader = weakref.ref(loader)
+        self.lookahead = lookahead
+        self.current = Pass(construction={"global": {}, "own": {}}, lookahead=lookahead)
+        self.begun = False
+        self.tapping = False
+        self.holding = False
+        self.rereading = False
+        self._noting = False
+        self.resuming: dict[str, Any] | None = None
+        """A position to go on behind; until a batch has been handed out, for every iter()."""
+        self.live_at: dict[str, Any] | None = None
+        """The same, until the resumed pass goes beyond what the killed process had fetched."""
+        self.on_live: Callable[[], None] | None = None
+        self.watch_sampler = True
+        self.lazy_sampler: str | None = None
+        self.iterated_before = getattr(loader, "_iterator", None) is not None
+        self._baseline = own_state.capture(self._roots())
+        self._progress: own_state.Progress = {}
+
+    def _roots(self) -> dict[str, object]:
+        loader = self._loader()
+        if loader is None:  # its iterator may live longer
+            return {}
+        names = ("generator", "batch_sampler", "sampler", "dataset")
+        return {name: getattr(loader, name, None) for name in names}
+
+    def phase(self) -> Phase:
+        return {"global": rng.capture(), "own": own_state.capture(self._roots())}
+
+    def enter(self, phase: Phase) -> None:
+        rng.restore(phase["global"])
+        own_state.restore(self._roots(), phase["own"], self._progress)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        roots = self._roots()
+        own = own_state.capture(roots)
+        with rng.preserved():
+            try:
+                yield
+            finally:
+                own_state.restore(roots, own)
+
+    def position(self, loader: DataLoader[Any], exhausted: bool, ahead: int, iterator: object) -> dict[str, Any]:
+        current = self._pass_of(iterator)
+        if self.resuming is not None:
+            return {**self.resuming, "exhausted": exhausted or self.resuming["exhausted"]}
+        current.exhausted = current.exhausted or exhausted
+        own = own_state.capture(self._roots())
+        for path, names in own_state.changed(self._baseline, own).items():
+            known = self._progress.setdefault(path, [])
+            known.extend(name for name in names if name not in known)
+        return {
+            "format": FORMAT,
+            "num_workers": loader.num_workers,
+            "pass": current.record(ahead) if self.begun else None,
+            "own": own,
+            "progress": {path: list(names) for path, names in self._progress.items()},
+            "has_iterator": getattr(loader, "_iterator", None) is not None,
+            "exhausted": current.exhausted,
+        }
+
+    def _pass_of(self, iterator: object) -> Pass:
+        """The pass of an iterator of this loader; the newest pass where the caller's iterator is none of ours."""
+        if isinstance(iterator, _BaseDataLoaderIter) and getattr(iterator, RECORD, None) is self:
+            followed: Pass = vars(iterator)["_memckpt_pass"]
+            return followed
+        return self.current
+
+    def restore_own(self, position: dict[str, Any]) -> None:
+        own_state.restore(self._roots(), position["own"], position["progress"])
+
+    def go_live(self) -> None:
+        """What comes now is new: the generators are those of the position, and a further iter() is the next pass."""
+        self.resuming = None
+        position, self.live_at = self.live_at, None
+        if position is not None:
+            self.restore_own(position)
+        on_live, self.on_live = self.on_live, None
+        if on_live is not None:
+            on_live()
+
+    @contextmanager
+    def fetching(self, current: Pass) -> Iterator[None]:
+        """Around one fetch of a loader that is read ahead, as far as the loading happens in this process."""
+        if self.rereading:
+            yield
+        elif current.refetch:
+            current.fetching = current.refetch.popleft()
+            with self.preserved():
+                yield
+        else:
+            self.go_live()
+            self._noting = True
+            try:
+                yield
+            finally:
+                self._noting = False
+
+    def drawn(self, current: Pass) -> None:
+        """The indices of a batch are drawn; what loading it draws comes next, if that happens in this process."""
+        if self._noting:
+            current.fetching = self.phase()
+        elif current.fetching is not None:
+            self.enter(current.fetching)
+
+    def resume(self, loader: DataLoader[Any], position: dict[str, Any]) -> None:
+        for path, names in position["progress"].items():
+            known = self._progress.setdefault(path, [])
+            known.extend(name for name in names if name not in known)
+        self.restore_own(position)
+        if position["pass"] is not None:
+            self.resuming = position
+            drop_iterator(loader)
+
+    # -- iterators
+
+    def make_iterator(self, loader: DataLoader[Any], base: type[DataLoader[Any]]) -> Any:
+        if self.resuming is not None:
+            return self._resumed_iterator(loader, base, self.resuming)
+        self.watch_sampler = not self.begun
+        self.current = Pass(construction=self.phase(), lookahead=self.lookahead)
+        self.begun = True
+        return self._construct(loader, base, self.current)
+
+    def _resumed_iterator(self, loader: DataLoader[Any], base: type[DataLoader[Any]], position: dict[str, Any]) -> Any:
+        record, exhausted = position["pass"], position["exhausted"]
+        persistent = bool(loader.persistent_workers and loader.num_workers)
+        iterable = isinstance(loader.dataset, IterableDataset)
+        self.watch_sampler = False
+        self.current = current = Pass.resumed(record, self.lookahead)
+        self.begun = True
+        current.exhausted = exhausted
+        if exhausted and not persistent and not position["has_iterator"]:
+            self.resuming = None
+            return iter(())
+        # What a persistent worker loaded ahead before it was told to start over has moved its generators.
+        # So that is loaded again, and then thrown away by the next pass in the same way.
+        current.drained = exhausted and not (persistent and not iterable)
+        if current.drained:
+            current.replay = None
+        elif iterable:
+            current.rewind()
+        with self.preserved():
+            self.enter(record["construction"])
+            self.holding = loader.num_workers > 0 and not iterable
+            try:
+                iterator = self._construct(loader, base, current)
+            finally:
+                self.holding = False
+            if iterable and not current.drained:
+                self._read_and_discard(iterator, record)
+            else:
+                _advance_counters(iterator, current.batches)
+                if loader.num_workers:
+                    self._prime(loader, iterator, record)
+        # An empty iteration has nothing to hand out; the next one is the next pass.
+        self.resuming = None if exhausted else position
+        iterator._memckpt_over = exhausted and not current.drained
+        iterator._memckpt_resumes = self.resuming
+        return iterator
+
+    def _construct(self, loader: DataLoader[Any], base: type[DataLoader[Any]], current: Pass) -> Any:
+        """Build the loader's own kind of iterator with the taps in it; the loader itself keeps none."""
+        received: ReceivedStates | None = None
+        kept = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn")}
+        self.tapping = True
+        try:
+            if loader.num_workers:
+                states = current.worker_states
+                received = ReceivedStates(loader.prefetch_factor or 1, states)
+                loader.collate_fn = ShippingCollate(kept["collate_fn"], received.key)
+                loader.worker_init_fn = RestoringInit(kept["worker_init_fn"], states)
+            iterator: Any = base._get_iterator(loader)
+        finally:
+            self.tapping = False
+            for name, value in kept.items():
+                setattr(loader, name, value)
+        iterator._memckpt_record = self
+        iterator._memckpt_pass = current
+        iterator._memckpt_received = received
+        iterator._memckpt_sent = [0] * loader.num_workers
+        iterator._memckpt_over = False
+        iterator._memckpt_resumes = None
+        iterator.__class__ = subclass(type(iterator), GraftedIterator)
+        return iterator
+
+    def _prime(self, loader: DataLoader[Any], iterator: Any, record: dict[str, Any]) -> None:
+        """Dispatch what was held back, beginning with the worker whose turn it was.
+
+        The iterator's own way of restoring a state in torchdata; torch has no public one.
+        """
+        for _ in range(record["batches"] % loader.num_workers):
+            next(iterator._worker_queue_idx_cycle)
+        for _ in range(loader.num_workers * (loader.prefetch_factor or 1)):
+            iterator._try_put_index()
+
+    def _read_and_discard(self, iterator: Any, record: dict[str, Any]) -> None:
+        if record["sampler_start"] is not None and iterator._num_workers == 0:
+            self.enter(record["sampler_start"][1])  # a dataset written as a generator function draws here
+        self.rereading = True
+        try:
+            for batch in range(record["batches"]):
+                if next(iterator, _END) is _END:
+                    raise DataPositionError(
+                        f"the dataset {type(iterator._dataset).__name__} ended after {batch} batches, expected at "
+                        f"least {record['batches']} as in the run that is continued; it must yield the same samples "
+                        "in both runs"
+                    )
+        finally:
+            self.rereading = False
+
+    def begin_next_pass(self, iterator: Any) -> None:
+        """A persistent iterator is about to start over."""
+        ended: Pass = iterator._memckpt_pass
+        sent = iterator._memckpt_sent
+        workers = len(sent)
+        for worker_id in range(workers):
+            sent[worker_id] += len(range(ended.dispatched)[worker_id::workers])
+            sent[worker_id] -= len(range(ended.skipped)[worker_id::workers])
+        iterator._memckpt_pass = self.current = Pass(construction=ended.construction, lookahead=self.lookahead)
+        iterator._memckpt_over = False
+        self.watch_sampler = False
+
+
+# -- classes
+
+
+class GraftedLoader:
+    """Methods of every grafted loader's class."""
+
+    #: A subclass of DataLoader, as is the class that these methods go into.
+    _memckpt_base: Any
+
+    def __iter__(self) -> Any:
+        record = record_of(self)
+        if record is not None and record.resuming is not None:
+            drop_iterator(self)  # made for a resume, and nothing has been taken from it
+        return self._memckpt_base.__iter__(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, or a pickle, is that of a loader that was never grafted."""
+        # From protocol 2 on, pickle insists on the class of the object itself.
+        reduced: Any = self._memckpt_base.__reduce_ex__(self, min(protocol, 1))
+        rebuild, arguments, state, *rest = reduced
+        arguments = tuple(self._memckpt_base if item is type(self) else item for item in arguments)
+        state = {name: value for name, value in state.items() if name != RECORD}
+        return (rebuild, arguments, state, *rest)
+
+    @property
+    def _index_sampler(self) -> Any:
+        sampler = self._memckpt_base._index_sampler.fget(self)
+        record = record_of(self)
+        return tap(sampler, record) if record is not None and record.tapping else sampler
+
+    def _get_iterator(self) -> Any:
+        loader: Any = self
+        record = record_of(loader)
+        if record is None:
+            return self._memckpt_base._get_iterator(loader)
+        return record.make_iterator(loader, self._memckpt_base)
+
+
+class GraftedIterator:
+    """Methods of every iterator a grafted loader makes."""
+
+    _memckpt_base: type[Any]
+    _memckpt_record: LoaderRecord
+    _memckpt_pass: Pass
+    _memckpt_received: ReceivedStates | None
+    _memckpt_sent: list[int]
+    _memckpt_over: bool
+    _memckpt_resumes: dict[str, Any] | None
+    _num_workers: int
+
+    def _next_data(self) -> Any:
+        if self._memckpt_over:
+            raise StopIteration
+        record = self._memckpt_record
+        if not record.lookahead:
+            return self._fetch()
+        if self._num_workers and not record.rereading:
+            record.go_live()  # workers draw from generators of their own, so what is fetched again disturbs nothing
+            return self._fetch()
+        with record.fetching(self._memckpt_pass):
+            return self._fetch()
+
+    def _fetch(self) -> Any:
+        current = self._memckpt_pass
+        try:
+            data = self._memckpt_base._next_data(self)
+        except StopIteration:
+            self._settle()
+            raise
+        except Exception:  # whatever the dataset raises goes on to the caller; here it is only counted
+            if current.batches < current.dispatched:
+                current.hand_out()  # a batch that cannot be loaded is spent as well
+                self._settle()
+            raise
+        self._settle()
+        if isinstance(data, WorkerBatch):
+            current.hand_out(data.worker_id, data.state)
+            return data.batch
+        current.hand_out()
+        return data
+
+    def _settle(self) -> None:
+        """The resumed pass is under way: a further iter() is the next pass."""
+        record = self._memckpt_record
+        # Several iterators may have been made for one resume: the first that hands out a batch ends it for all.
+        if record.resuming is not None and record.resuming is self._memckpt_resumes and not record.rereading:
+            record.resuming = None
+
+    def _reset(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        self._memckpt_record.begin_next_pass(self)
+        self._memckpt_base._reset(self, loader, *args, **kwargs)  # reads all that the workers still owe
+        if self._memckpt_received is not None:
+            sent = None if isinstance(loader.dataset, IterableDataset) else self._memckpt_sent
+            states = self._memckpt_received.after(sent)
+            self._memckpt_pass.worker_start = states
+            self._memckpt_pass.worker_states = dict(states)
+
+
+def subclass(base: type[Any], methods: type) -> type[Any]:
+    """The subclass of `base` with these methods, always the same one."""
+    known = _subclasses.get(base)
+    if known is None:
+        # One base and no slots: only then does Python let an object change its class.
+        members: dict[str, Any] = {"_memckpt_base": base, "__slots__": ()}
+        members |= {name: item for name, item in vars(methods).items() if isinstance(item, (FunctionType, property))}
+        known = _subclasses[base] = type(f"Grafted{base.__name__}", (base,), members)
+    return known
+
+
+_subclasses: dict[type[Any], type[Any]] = {}
+
+
+def record_of(loader: object) -> LoaderRecord | None:
+    record = getattr(loader, "__dict__", {}).get(RECORD)
+    return record if isinstance(record, LoaderRecord) else None
+
+
+def drop_iterator(loader: Any) -> None:
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
+    if hasattr(loader, "_initial_iter_for_state_dict"):  # torchdata: or the next iter() would want it
+        loader._initial_iter_for_state_dict = False
+        loader.next_iter_state = None
+
+
+def _advance_counters(iterator: Any, batches: int) -> None:
+    """torchdata counts for the loader's own state_dict(), which the user's checkpoints may contain."""
+    if hasattr(iterator, "_sampler_iter_yielded"):
+        iterator._num_yielded += batches
+        iterator._sampler_iter_yielded += batches

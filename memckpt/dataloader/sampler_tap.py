@@ -1,0 +1,221 @@
+"""A tap between a loader and its sampler: notes how a pass began, counts, and replays without loading."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from memckpt.dataloader.passes import Pass, Phase
+from memckpt.errors import DataPositionError
+from memckpt.state import rng
+
+# How many draws of a loader's first pass are watched for use of the global generators. The first one is
+# not: that is where samplers shuffle.
+_WATCHED_DRAWS = range(1, 4)
+
+
+class PassKeeper(Protocol):
+    """What a tap needs of the grafted loader's record."""
+
+    current: Pass
+    holding: bool
+    """While true, samplers seem to be empty: nothing may be dispatched yet."""
+    watch_sampler: bool
+    lazy_sampler: str | None
+
+    def phase(self) -> Phase: ...
+    def enter(self, phase: Phase) -> None: ...
+    def preserved(self) -> AbstractContextManager[None]: ...
+    def drawn(self, current: Pass) -> None: ...
+
+
+class SamplerTap:
+    """Stands where the loader's iterator expects the sampler. Everything but iteration goes to the sampler."""
+
+    def __init__(self, sampler: Any, keeper: PassKeeper) -> None:
+        self.tapped = sampler
+        self._keeper = keeper
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("tapped", "_keeper"):
+            raise AttributeError(name)
+        return getattr(self.tapped, name)
+
+    def __len__(self) -> int:
+        return len(self.tapped)
+
+    def __iter__(self) -> Iterator[Any]:
+        before = self._keeper.phase()
+        indices = iter(self.tapped)
+        kind = _StatefulTapIterator if _is_stateful(indices) else _TapIterator
+        return kind(self.tapped, indices, before, self._keeper)
+
+
+class _StatefulSamplerTap(SamplerTap):
+    """For samplers with a state of their own; found by their methods, which must not be delegated then."""
+
+    def state_dict(self) -> Any:
+        return self.tapped.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.tapped.load_state_dict(state)
+
+
+def tap(sampler: Any, keeper: PassKeeper) -> SamplerTap:
+    """The tap to hand to an iterator in place of `sampler`."""
+    return (_StatefulSamplerTap if _is_stateful(sampler) else SamplerTap)(sampler, keeper)
+
+
+def _is_stateful(candidate: object) -> bool:
+    return hasattr(candidate, "state_dict") and hasattr(candidate, "load_state_dict")
+
+
+class _TapIterator(Iterator[Any]):
+    """Exactly as eager as the sampler: torch's samplers draw at their first next(), torchdata's in iter()."""
+
+    def __init__(self, sampler: Any, indices: Iterator[Any], before: Phase, keeper: PassKeeper) -> None:
+        self._sampler = sampler
+        self._indices: Any = indices  # where it has a state, it has methods for it, too
+        self._before = before
+        self._keeper = keeper
+        self._pass = keeper.current
+        self._started = False
+        self._ahead: deque[tuple[Any, Any]] = deque()
+        self._state: Any = None
+
+    def __next__(self) -> Any:
+        if self._keeper.holding or self._pass.drained:
+            raise StopIteration
+        if not self._started:
+            self._start()
+            self._started = True
+        if self._ahead:
+            index, self._state = self._ahead.popleft()
+        else:
+            index, self._state = self._draw(), None
+        self._pass.dispatch(index_digest(index, self._pass.dispatched_digest))
+        self._keeper.drawn(self._pass)
+        return index
+
+    def _start(self) -> None:
+        replay = self._pass.replay
+        if replay is not None and replay["sampler_start"] is not None:
+            self._replay(replay)
+            self._pass.replay = None  # not before it has succeeded: a second try must not go on with other data
+        elif self._pass.sampler_start is None:
+            self._pass.sampler_start = (self._before, self._keeper.phase())
+
+    def _draw(self) -> Any:
+        watched = self._keeper.watch_sampler and self._pass.dispatched in _WATCHED_DRAWS
+        before = rng.capture() if watched else None
+        try:
+            index = next(self._indices)
+        except StopIteration:
+            self._pass.sampler_ended = True
+            raise
+        if watched and rng.capture() != before:
+            self._keeper.lazy_sampler = type(self._sampler).__name__
+        return index
+
+    def _replay(self, recorded: dict[str, Any]) -> None:
+        """Draw again what the killed process had drawn, under the generators it had then, loading nothing.
+
+        That includes the batches dispatched but not handed out: behind them, the live generators are right.
+        """
+        at_iter, at_first_draw = recorded["sampler_start"]
+        batches, dispatched = recorded["batches"], recorded["dispatched"]
+        digest = 0
+        self._ahead.clear()
+        with self._keeper.preserved():
+            self._keeper.enter(at_iter)
+            self._indices = iter(self._sampler)
+            self._keeper.enter(at_first_draw)
+            for drawn in range(dispatched):
+                if drawn == batches:
+                    self._check(digest, recorded["digest"], batches)
+                try:
+                    index = next(self._indices)
+                except StopIteration:
+                    raise DataPositionError(
+                        f"{self._describe()} ended after {drawn} batches, expected at least {dispatched} as in the "
+                        "run that is continued; build the loader over the same data in both runs"
+                    ) from None
+                digest = index_digest(index, digest)
+                if drawn >= batches:
+                    self._ahead.append((index, self._indices_state()))
+            self._check(digest, recorded["dispatched_digest"], dispatched)
+            if recorded["digest"] is None:  # a derived position: later ones build on what is drawn here
+                self._pass.digest = self._pass.dispatched_digest = digest
+            if recorded["sampler_ended"]:
+                # Samplers may do something on their way out (count their epochs).
+                try:
+                    next(self._indices)
+                except StopIteration:
+                    self._pass.sampler_ended = True
+                else:
+                    raise DataPositionError(
+                        f"{self._describe()} goes on after {dispatched} batches, expected its end there as in the "
+                        "run that is continued; build the loader over the same data in both runs"
+                    )
+
+    def _indices_state(self) -> Any:
+        return None
+
+    def _check(self, found: int, expected: int | None, batches: int) -> None:
+        if expected is not None and found != expected:
+            raise DataPositionError(
+                f"{self._describe()} does not repeat the indices of its first {batches} batches: expected checksum "
+                f"{expected:#010x} as in the run that is continued, found {found:#010x}. Either the data or the "
+                "loader's arguments changed, or the sampler draws from a global generator while training draws "
+                "from it too; let it draw from a torch.Generator of its own, or shuffle once when it is iterated"
+            )
+
+    def _describe(self) -> str:
+        inner = getattr(self._sampler, "sampler", None)
+        name = type(self._sampler).__name__
+        return f"the sampler {name}" if inner is None else f"the sampler {name} over {type(inner).__name__}"
+
+
+class _StatefulTapIterator(_TapIterator):
+    """For iterators with a state of their own, which the user's own checkpoints of the loader contain."""
+
+    def state_dict(self) -> Any:
+        """The state behind the batch given last, although a replay has drawn further."""
+        return self._indices_state() if self._state is None else self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        self._indices.load_state_dict(state)
+
+    def _indices_state(self) -> Any:
+        return self._indices.state_dict()
+
+
+def index_digest(index: Any, digest: int) -> int:
+    """Continue a 32-bit running checksum by what a sampler gave for one batch.
+
+    The same in every process: objects of unknown types count with their type only.
+    """
+    if isinstance(index, (list, tuple)):
+        try:
+            return zlib.crc32(array("q", index).tobytes(), digest ^ len(index))
+        except (TypeError, OverflowError):
+            digest = zlib.crc32(b"(", digest ^ len(index))
+            for item in index:
+                digest = index_digest(item, digest)
+            return digest
+    if isinstance(index, (bool, int, float, str, bytes, type(None))):
+        return zlib.crc32(repr(index).encode(), digest)
+    if isinstance(index, torch.Tensor):
+        index = index.detach().cpu().numpy()
+    if isinstance(index, (np.ndarray, np.generic)):
+        return zlib.crc32(index.tobytes(), digest)
+    if isinstance(index, dict):
+        return index_digest([part for item in index.items() for part in item], digest)
+    return zlib.crc32(type(index).__qualname__.encode(), digest)

@@ -1,0 +1,120 @@
+"""Taps that run in worker processes: they ship a worker's generators behind each batch, and set them.
+
+All of them are top-level classes of plain values, so that spawned workers can be given them too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from memckpt.dataloader import own_state
+from memckpt.dataloader.passes import Phase, WorkerStates
+from memckpt.state import rng
+
+
+class ReceivedStates:
+    """The generator states that arrived from the workers of one iterator, also with batches it threw away.
+
+    A worker that outlives a pass has loaded ahead; the batches nobody asked for are dropped when the next
+    pass begins, but they moved the worker's generators. Only what arrived tells where those stand.
+    """
+
+    def __init__(self, prefetch_factor: int, states: WorkerStates) -> None:
+        """`states`: where the workers start, as far as it is not left to their seeds."""
+        self.key = next(_keys)
+        self._depth = prefetch_factor + 1
+        self._arrivals: dict[int, deque[tuple[int, Phase]]] = {}
+        for worker_id, state in states.items():
+            self.add(worker_id, 0, state)
+        _receivers[self.key] = self
+
+    def add(self, worker_id: int, ordinal: int, state: Phase) -> None:
+        self._arrivals.setdefault(worker_id, deque(maxlen=self._depth)).append((ordinal, state))
+
+    def after(self, sent: list[int] | None) -> WorkerStates:
+        """Each worker's state after the first ``sent[worker]`` batches of its life; the newest if None.
+
+        A thread that pins memory receives on its own account and may be ahead of that.
+        """
+        states: WorkerStates = {}
+        for worker_id, arrivals in list(self._arrivals.items()):
+            limit = None if sent is None else sent[worker_id]
+            due = [state for ordinal, state in arrivals if limit is None or ordinal <= limit]
+            if due:
+                states[worker_id] = due[-1]
+        return states
+
+
+_keys = itertools.count()
+_receivers: WeakValueDictionary[int, ReceivedStates] = WeakValueDictionary()
+
+
+class WorkerBatch:
+    """A batch with the generators of the worker that made it, as they stood afterwards."""
+
+    __slots__ = ("batch", "key", "ordinal", "state", "worker_id")
+
+    def __init__(self, batch: Any, state: Phase, worker_id: int, ordinal: int, key: int) -> None:
+        self.batch = batch
+        self.state = state
+        self.worker_id = worker_id
+        self.ordinal = ordinal
+        self.key = key
+
+    def __reduce__(self) -> tuple[Callable[..., WorkerBatch], tuple[Any, ...]]:
+        return _receive, (self.batch, self.state, self.worker_id, self.ordinal, self.key)
+
+    def pin_memory(self) -> WorkerBatch:
+        """Called by the loader's pinning thread, which looks for a method of this name."""
+        self.batch = pin_memory(self.batch)
+        return self
+
+
+def _receive(batch: Any, state: Phase, worker_id: int, ordinal: int, key: int) -> WorkerBatch:
+    receiver = _receivers.get(key)
+    if receiver is not None:
+        receiver.add(worker_id, ordinal, state)
+    return WorkerBatch(batch, state, worker_id, ordinal, key)
+
+
+class ShippingCollate:
+    """Stands in for a loader's collate_fn in its workers."""
+
+    def __init__(self, collate_fn: Callable[[Any], Any], key: int) -> None:
+        self._collate_fn = collate_fn
+        self._key = key
+        self._ordinal = 0
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate_fn(samples)
+        worker = get_worker_info()
+        if worker is None:
+            return batch
+        self._ordinal += 1
+        state = {"global": rng.capture(), "own": own_state.capture({"dataset": worker.dataset})}
+        return WorkerBatch(batch, state, worker.id, self._ordinal, self._key)
+
+
+class RestoringInit:
+    """Stands in for a loader's worker_init_fn; runs last before the worker's first batch."""
+
+    def __init__(self, worker_init_fn: Callable[[int], Any] | None, states: WorkerStates) -> None:
+        self._worker_init_fn = worker_init_fn
+        self._states = states
+
+    def __call__(self, worker_id: int) -> None:
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker_id)
+        state = self._states.get(worker_id)
+        if state is not None:
+            rng.restore(state["global"])
+            worker = get_worker_info()
+            assert worker is not None, "a worker_init_fn is called in workers only"
+            own_state.restore({"dataset": worker.dataset}, state["own"])

@@ -1,0 +1,127 @@
+"""Attempts and their fencing: making sure that what an earlier attempt left behind can write no more.
+
+Launchers leave orphans, and an orphan's mapping stays writable whatever happens to its socket. So a new attempt first
+makes sure that the old one is dead, process by process, then reads what the old ones had sent, and only then looks at
+what is held.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from memckpt.errors import RunBusyError
+from memckpt.processes.handles import ProcessHandle, start_ticks
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import Hello, Launcher
+
+_log = logging.getLogger("memckpt.agent")
+
+
+@dataclass
+class Member:
+    """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards."""
+
+    rank: int
+    unit: tuple[int, ...]
+    process: ProcessHandle
+    channel: Channel
+    launcher: Launcher
+    next_record: int
+    finished: bool = False
+    left: bool = False
+    #: When it left, by the monotonic clock.
+    left_at: float = 0.0
+
+
+@dataclass
+class Attempt:
+    """The trainers that may write: all with one nonce."""
+
+    nonce: str
+    world_size: int
+    local_ranks: tuple[int, ...]
+    members: dict[int, Member] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hello: Hello) -> Attempt:
+        return cls(hello.nonce, hello.world_size, hello.local_ranks)
+
+    def living(self) -> list[Member]:
+        return [member for member in self.members.values() if member.process.alive() and not member.left]
+
+    def deserters(self, before: float) -> list[Member]:
+        """Trainers that live, and went on without their agent before that time of the monotonic clock."""
+        return [
+            member
+            for member in self.members.values()
+            if member.left and not member.finished and member.left_at < before and member.process.alive()
+        ]
+
+    def is_here(self, rank: int) -> bool:
+        """Whether a rank of this node has a connection."""
+        member = self.members.get(rank)
+        return member is not None and not member.left
+
+    def is_through(self, rank: int, record: int) -> bool:
+        """Whether a rank that has said hello has said what became of a record."""
+        return self.members[rank].next_record > record
+
+    @property
+    def all_connected(self) -> bool:
+        """Whether all ranks of this node have a connection now."""
+        return all(self.is_here(rank) for rank in self.local_ranks)
+
+    @property
+    def all_here(self) -> bool:
+        return set(self.members) == set(self.local_ranks)
+
+    @property
+    def units(self) -> set[tuple[int, ...]]:
+        """Of those that have said hello."""
+        return {member.unit for member in self.members.values()}
+
+    @property
+    def newest_record(self) -> int:
+        """The newest that a rank has committed; no rank is in a later one than the next."""
+        return max(member.next_record for member in self.members.values()) - 1
+
+    @property
+    def all_finished(self) -> bool:
+        return self.all_here and all(member.finished for member in self.members.values())
+
+    def fence(self, newcomer: Hello, newcomer_pid: int) -> list[Member]:
+        """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
+
+        They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer
+        as a later restart. A living trainer that somebody else still runs is left alone. One that is dying already,
+        and has perhaps closed its connection, is waited for, whoever has started it.
+
+        Raises:
+            RunBusyError: such a trainer holds the run; the message has its pid.
+        """
+        here = [
+            member for member in self.members.values() if member.process.alive() and member.process.pid != newcomer_pid
+        ]
+        dying = [member for member in here if member.process.dying()]
+        living = [member for member in here if member not in dying and not member.left]
+        if not all(_superseded(member.launcher, newcomer) for member in living):
+            pids = ", ".join(str(member.process.pid) for member in living)
+            raise RunBusyError(
+                f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run "
+                "directory. End that process first, or choose another run directory"
+            )
+        for member in living:
+            _log.warning("killing pid %d (rank %d), left over from an earlier attempt", member.process.pid, member.rank)
+            member.process.kill()
+        return dying + living
+
+
+def _superseded(launcher: Launcher, newcomer: Hello) -> bool:
+    """Whether a rank that this launcher started belongs to the past: its launcher is gone, or has restarted."""
+    if launcher.pid == 0:
+        return False  # started by hand: nobody but a person restarts it
+    if start_ticks(launcher.pid) != launcher.start_ticks:
+        return True
+    same = (launcher.pid, launcher.start_ticks) == (newcomer.launcher.pid, newcomer.launcher.start_ticks)
+    return same and newcomer.launcher.restarts > launcher.restarts

@@ -1,0 +1,472 @@
+"""One generation of base and log on a node: its regions and what is known about its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from memckpt.errors import DamagedStateError, UnsupportedError
+from memckpt.memory.budget import check_budget
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.protocol.trainer import (
+    Commit,
+    GenerationCommit,
+    Message,
+)
+from memckpt.protocol.writer import (
+    LogRecord,
+)
+from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.records import Branch, Timeline
+
+if TYPE_CHECKING:
+    from memckpt.node.replica import Replica
+
+
+class Generation:
+    """Owns the regions (and in eager mode the replica) of one generation; :meth:`close` frees them.
+
+    Complete once every local rank has committed its part of the start; until then it can produce nothing.
+
+    Args:
+        number: of the generation; no other one has it.
+        spec: what it holds.
+        held_bytes: held on this node beside it.
+        budget: on all of that, in bytes; None: what the machine has.
+        threads: of redo.
+        notify: takes what its redo thread says.
+        begins: the record after which it begins. Then only what its start takes is reserved, until
+            :meth:`make_whole`. None: all of it is.
+        given_back: bytes among `held_bytes` that are let go of before the rest is reserved.
+
+    Raises:
+        MemoryBudgetError: there is no room.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        spec: StateSpec,
+        *,
+        held_bytes: int,
+        budget: int | None,
+        threads: int,
+        notify: Callable[[Message], None],
+        begins: int | None = None,
+        given_back: int = 0,
+    ) -> None:
+        self.number = number
+        self.spec = spec
+        self.layout = Layout(spec)
+        if len(spec.local_ranks) > max_local_ranks():
+            raise UnsupportedError(
+                f"expected at most {max_local_ranks()} ranks on a node, found {len(spec.local_ranks)}"
+            )
+        layout = self.layout
+        detail = (
+            f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {layout.numel / 1e6:.1f}M parameters: "
+            f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
+        )
+        by_value = layout.by_value_slot_bytes * layout.by_value_ring
+        if by_value > layout.total_bytes // 10:
+            detail += (
+                f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
+                f"{layout.by_value_ring} records"
+            )
+            own = len(spec.by_value) - len(layout.shared)
+            detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
+            detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
+        start = None if begins is None else layout.start_ranges(begins)
+        later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
+        if later:
+            check_budget(layout.total_bytes, held_bytes - given_back, budget, detail, given_back)
+        check_budget(layout.total_bytes - later, held_bytes, budget, detail)
+        #: Bytes of its slots that are reserved only once it has begun.
+        self._later_bytes = later
+        self._budget, self._detail = budget, detail
+        #: The record after which it begins, if only its start was reserved at first.
+        self.begins = begins
+        self.static = self.replica_region = None
+        self.replica: Replica | None = None
+        self.slots = Region.create("slots", layout.slots_bytes, start)
+        try:
+            self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
+            self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
+            self.ring = SlotRing(self.slots, layout, number)
+            if self.replica_region is not None:
+                from memckpt.node.replica import Replica
+
+                self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
+        except BaseException:  # raised again: nobody else knows of these regions
+            self.close()
+            raise
+        for region in self.regions:
+            if self.whole or region is not self.slots:
+                region.populate_in_background()
+        #: Why its mode was chosen, in words.
+        self.reason = ""
+        self.base: int | None = None
+        self.complete = False
+        #: Whether other nodes have given it back.
+        self._fetched = False
+        self.committed: dict[int, int] = {}
+        self._started: set[int] = set()
+        self._missing: tuple[tuple[int, int, str], ...] = ()
+        self._plain = b""
+        self._metas: dict[int, bytes] = {}
+        self._rank_states: dict[int, dict[int, bytes]] = {}
+        self._steps: dict[int, int] = {}
+        #: A record whose rank states are needed for longer: that of a snapshot.
+        self.pinned: int | None = None
+        #: Up to which record redo may go on as far as peers are concerned; None: as far as it likes.
+        self.gate: int | None = None
+
+    @property
+    def regions(self) -> list[Region]:
+        return [region for region in (self.slots, self.static, self.replica_region) if region is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are reserved for it."""
+        return self.layout.total_bytes - self._later_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its slots are there, and not only what its start takes."""
+        return not self._later_bytes
+
+    def make_whole(self, held_bytes: int) -> None:
+        """Reserve the rest of its slots.
+
+        Args:
+            held_bytes: held on this node beside it.
+
+        Raises:
+            MemoryBudgetError: there is no room; what its start takes stays.
+        """
+        if self.whole:
+            return
+        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, self._detail)
+        self.slots.reserve("slots")
+        self._later_bytes = 0
+        self.slots.populate_in_background()
+
+    def close(self) -> None:
+        if self.replica is not None:
+            self.replica.close()
+        for region in self.regions:
+            region.close()
+
+    # What the ranks commit
+
+    def start(self, rank: int, message: GenerationCommit) -> bool:
+        """A rank has written its part of the start; True when that makes the generation complete."""
+        if self.base not in (None, message.record):
+            raise DamagedStateError(
+                f"generation {self.number}: rank {rank} begins after record {message.record}, others after {self.base}"
+            )
+        if self.begins not in (None, message.record):
+            raise DamagedStateError(
+                f"generation {self.number}: rank {rank} begins after record {message.record}, room was asked for one "
+                f"that begins after {self.begins}"
+            )
+        self.base = message.record
+        if rank == self.spec.local_ranks[0]:
+            first = message.record - len(message.metas) + 1
+            self._metas.update({first + index: meta for index, meta in enumerate(message.metas)})
+            self._missing, self._plain = message.missing, message.plain
+        self._keep_rank_state(rank, message.record, message.step, message.rank_state)
+        self._started.add(rank)
+        # Where the ranks do not agree on what it holds once, nothing can be produced, and another one follows.
+        self.complete = self._all_started and self.agrees(message.record)
+        if self.complete and self.replica is not None:
+            self.replica.begin(message.record, self._missing, self._plain)
+            for record in sorted(number for number in self._metas if number > message.record):
+                self.replica.offer(record, self._metas[record])
+        if self.complete:
+            self._let_redo_go_on()
+        return self.complete
+
+    @property
+    def _all_started(self) -> bool:
+        return self._started == set(self.spec.local_ranks)
+
+    def started_by(self, rank: int) -> bool:
+        """Whether a rank has written its part of the start."""
+        return rank in self._started
+
+    def commit(self, rank: int, message: Commit) -> None:
+        """A rank's part of a record is whole."""
+        if message.meta:
+            self._metas[message.record] = message.meta
+            if self.replica is not None and self.complete:
+                self.replica.offer(message.record, message.meta)
+        self._keep_rank_state(rank, message.record, message.step, message.rank_state)
+        # Its start may be read so late that the by-value tensors of the base are written over, and whether ranks agreed
+        # on them is not known any more. What can be produced of the records since is known.
+        if not self.complete and self._all_started and self.replica is None:
+            self.complete = bool(self._producible())
+        if self.complete:
+            self._let_redo_go_on()
+
+    def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
+        self.committed[rank] = record
+        self._rank_states.setdefault(record, {})[rank] = state
+        self._steps[record] = step
+        newest = max(self.committed.values())
+        captured = self._captured()
+        # A resume at a captured record compares the rank state of the next one with what training makes of it.
+        kept = {self.pinned, *captured, *(number + 1 for number in captured)}
+        for old in [number for number in self._rank_states if number < newest - self.spec.slots and number not in kept]:
+            del self._rank_states[old]
+            self._steps.pop(old, None)
+        oldest = newest - self.layout.ring * self.spec.every
+        for old in [number for number in self._metas if number < oldest and number not in kept]:
+            del self._metas[old]
+
+    def _captured(self) -> list[int]:
+        """In mode ``"capture"``: the newest records with a slot, oldest first; one more than there are slots.
+
+        A rank may have begun to fill the slot of a record that another one has not committed yet.
+        """
+        if self.spec.mode != "capture" or self.base is None:
+            return []
+        every = self.spec.every
+        found = [number for number in self._rank_states if number == self.base or number % every == 0]
+        return sorted(number for number in found if number >= self.base)[-self.layout.ring - 1 :]
+
+    def amend(self, rank: int, record: int, rank_state: bytes) -> None:
+        """A rank has captured more of its state after a record than its commit had."""
+        if rank in self._rank_states.get(record, {}):
+            self._rank_states[record][rank] = rank_state
+
+    def _let_redo_go_on(self) -> None:
+        """Apply what every rank everywhere has committed.
+
+        With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
+        with gradients that needed every rank's commit of t.
+        """
+        if self.replica is None or len(self.committed) < len(self.spec.local_ranks):
+            return
+        limit = min(self.committed.values())
+        if self.spec.world_size > 1:
+            limit = min(limit, max(self.committed.values()) - 1)
+        if self.gate is not None:
+            limit = min(limit, self.gate)
+        # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
+        self.replica.allow(limit - self.spec.trails)
+
+    def open_gate(self, gate: int | None) -> None:
+        """Peers have got so far: let redo go on."""
+        self.gate = gate
+        if self.complete:
+            self._let_redo_go_on()
+
+    # What can be produced
+
+    def reachable(self) -> list[int]:
+        """Numbers of the records whose state this node can produce; the replica must be frozen."""
+        return self._producible() if self.complete else []
+
+    def _producible(self) -> list[int]:
+        if self.base is None:
+            return []
+        newest, common = max(self.committed.values()), min(self.committed.values())
+        if self.spec.mode == "capture":
+            return [record for record in self._captured() if record <= common and self._is_whole(record)]
+        # The slot of newest + 1 had this record. While training waits for peers it still has, and then the watermark
+        # may be as old as that.
+        filling = not self._is_sealed(newest + 1 - self.layout.ring)
+        oldest = newest - self.spec.slots + filling
+        if self.replica is not None:
+            oldest = max(self.replica.applied, oldest + 1)
+        ranks = set(self.spec.local_ranks)
+        return [
+            record
+            for record in range(max(oldest, self.base), common + 1)
+            if set(self._rank_states.get(record, ())) >= ranks
+            and self._has_by_value(record)
+            and self._has_window(record)
+        ]
+
+    def agrees(self, record: int) -> bool:
+        """Whether all local ranks have had the same of what is held once, and it is held."""
+        return not self.layout.shared or self._has_by_value(record)
+
+    def _is_whole(self, record: int) -> bool:
+        """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
+        sealed = self._is_sealed(record) and self._has_by_value(record)
+        return self.knows(record) and record in self._metas and sealed
+
+    def _is_sealed(self, record: int) -> bool:
+        """Whether the slot of a record holds it, and is not being filled with a later one."""
+        return _passes(self.ring.check, record, self.spec.local_ranks)
+
+    def _has_by_value(self, record: int) -> bool:
+        """The same of the record's by-value tensors."""
+        return _passes(self.ring.check_by_value, record, self.spec.local_ranks)
+
+    def _has_window(self, record: int) -> bool:
+        """Whether the slots hold all records that a lazy restore of one needs.
+
+        An attempt that went back may have filled slots beyond the one after `record` before it did.
+        """
+        if self.replica is not None:
+            return True
+        return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
+
+    def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
+        """Records whose bytes are here for peers, with their steps, scalars and rank states.
+
+        Virtual ones of a replica are among them as long as it stands at the base.
+        """
+        assert self.base is not None
+        if self.spec.mode == "capture":
+            captured = [number for number in self._captured() if self._is_whole(number)]
+            return {n: (self._steps[n], self._metas[n], dict(self._rank_states[n])) for n in captured}
+        newest = min(self.committed.values())
+        found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
+        virtual = range(self.base - self.spec.period + 1, self.base + 1)
+        if self.replica is not None and self.replica.stands_at(self.base):
+            found |= {number: (0, b"", {}) for number in virtual[:-1]}
+            found[self.base] = (self._steps.get(self.base, 0), b"", dict(self._rank_states[self.base]))
+        oldest = newest + 2 - self.layout.ring  # the slot that is being filled is that of the one before
+        for number, meta in sorted(self._metas.items()):
+            if oldest <= number <= newest and (self.replica is None or number > self.base):
+                found[number] = (self._steps.get(number, 0), meta, dict(self._rank_states.get(number, {})))
+        return found
+
+    def refill(
+        self,
+        record: int,
+        step: int,
+        metas: dict[int, bytes],
+        rank_states: dict[int, bytes],
+        before: tuple[int, dict[int, bytes]] | None = None,
+    ) -> None:
+        """The slots have been filled with the window of records that makes the state after `record`.
+
+        Args:
+            before: step and rank states of the record before it, whose window is here as well.
+
+        Raises:
+            DamagedStateError: it is not all there.
+        """
+        states = {record: (step, rank_states)} | ({record - 1: before} if before is not None else {})
+        base = min(states)
+        window = range(base - self.spec.period + 1, record + 1)
+        missing = [number for number in window if not metas.get(number)]
+        lacking = sorted({rank for _, known in states.values() for rank in {*self.spec.local_ranks} - known.keys()})
+        if missing or lacking:
+            raise DamagedStateError(
+                f"a fetched state: expected the records {window[0]} to {record} and the states of ranks "
+                f"{list(self.spec.local_ranks)}, found none of records {missing}, ranks {lacking}"
+            )
+        for number in window:
+            for rank in self.spec.local_ranks:
+                self.ring.seal(number, rank, by_value=number >= base)
+        self._metas = {number: metas[number] for number in window}
+        self._rank_states = {
+            number: {rank: known[rank] for rank in self.spec.local_ranks} for number, (_, known) in states.items()
+        }
+        self._steps = {number: one for number, (one, _) in states.items()}
+        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+        self.base, self.complete = base, True
+        self._fetched = True
+
+    def why_not_repeated(self, record: int) -> str:
+        """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
+        if self.spec.mode == "capture" and self.spec.every > 1:
+            return f"state is captured every {self.spec.every} steps, and no step is redone"
+        if record == self.base and self._fetched:
+            return f"record {record} came from other nodes, without the one before it"
+        if record == self.base:
+            return f"a generation began at record {record}"
+        if record - 1 in self.reachable():
+            return ""
+        if self.replica is not None and self.replica.applied >= record:
+            why = ": its step was repeated before, or what is held has gone to storage since"
+            if not self.spec.trails:
+                why = ": the attempt before was not started with resume_check='replay'"
+            return f"the replica has gone past record {record - 1}{why}"
+        return f"record {record - 1} is not held any more"
+
+    def settle(self, record: int, behind: int = 0) -> None:
+        """Make `record` the newest: redo up to it, drop what lies beyond it.
+
+        Args:
+            behind: by how many records the replica stays behind it.
+        """
+        if self.replica is not None:
+            self.replica.forget_beyond(record)
+            self.replica.advance_to(record - behind)
+        for numbers in (self._metas, self._rank_states, self._steps):
+            for number in [n for n in numbers if n > record]:
+                del numbers[number]
+        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+
+    def metas_for(self, record: int) -> tuple[bytes, ...]:
+        """The records that produce `record` lazily: the window of T that closes with it."""
+        first = record - self.spec.period + 1
+        return tuple(self._metas[number] for number in range(first, record + 1))
+
+    def meta_of(self, record: int) -> bytes:
+        """A record's scalars; empty where they are not known any more."""
+        return self._metas.get(record, b"")
+
+    def knows(self, record: int) -> bool:
+        """Whether the states of all local ranks after a record are still here."""
+        return set(self._rank_states.get(record, ())) >= set(self.spec.local_ranks)
+
+    def rank_states(self, record: int) -> dict[int, bytes]:
+        return dict(self._rank_states[record])
+
+    def following(self, record: int) -> dict[int, dict[int, bytes]]:
+        """Rank states of the records after a captured one, by record and rank."""
+        if self.spec.mode != "capture":
+            return {}
+        return {number: dict(states) for number, states in sorted(self._rank_states.items()) if number > record}
+
+    def log_record(self, record: int) -> LogRecord | None:
+        """What belongs to a record that was made in this generation, if all of it is still known."""
+        states = self._rank_states.get(record, {})
+        if self.base is None or record <= self.base or record not in self._metas:
+            return None
+        if set(states) < set(self.spec.local_ranks):
+            return None
+        return LogRecord(record, self._steps[record], self._metas[record], dict(states))
+
+    def step_of(self, record: int) -> int | None:
+        """The framework's step number of a record that is still known."""
+        return self._steps.get(record)
+
+    @property
+    def records_held(self) -> int:
+        """How many records' tensors are still in the log; the slot that is being filled is not among them."""
+        if self.spec.mode == "capture":
+            return min(len(self._captured()), self.layout.ring)
+        newest = max(self.committed.values(), default=0)
+        return sum(1 for record in self._metas if record > newest + 1 - self.layout.ring)
+
+    def newest_step(self) -> int | None:
+        """The step of the newest record whose state is held."""
+        if self.spec.mode == "capture":
+            held = [record for record in self._captured() if self.knows(record)]
+            return self._steps[held[-1]] if held else None
+        return max(self._steps.values(), default=None)
+
+
+def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:
+    """Whether a check of stamps finds nothing."""
+    try:
+        check(record, ranks)
+    except DamagedStateError:
+        return False
+    return True
+
+
+def branch_off(history: tuple[Branch, ...], record: int, timeline: Timeline) -> tuple[Branch, ...]:
+    """History of an attempt that goes on from `record` on a timeline of its own."""
+    left = [Branch(one.timeline, record if one.left_at is None else min(one.left_at, record)) for one in history]
+    return (*left, Branch(timeline, None))

@@ -1,0 +1,140 @@
+"""The generation that a node's trainers are about to write: one for all of them, if they ask for the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.memory.budget import check_budget
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import Message, Prepare
+from memckpt.state.layout import Layout, StateSpec
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class Difference(NamedTuple):
+    """Names in which what ranks of one node want to write differs; none where it differs otherwise.
+
+    Attributes:
+        changing: tensors that some stage by value and others do not.
+        apart: tensors of which some know that ranks have different ones, and others do not.
+    """
+
+    changing: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+
+
+class Building:
+    """Belongs to the agent's event loop. Owns the generation until it is taken.
+
+    Args:
+        notify: as for a generation.
+        make_room: called with the reason if the old generation and the new one do not fit: lets go of the old one.
+
+    Attributes:
+        generation: None while nothing is about to be written.
+    """
+
+    def __init__(self, notify: Callable[[Message], None], make_room: Callable[[str], None]) -> None:
+        self._notify = notify
+        self._make_room = make_room
+        self._number = 0
+        #: The record after which a generation was asked for last, and by which ranks.
+        self._record = 0
+        self._asked: dict[int, StateSpec] = {}
+        #: The record after which the one that is allocated begins.
+        self._begins = 0
+        self.generation: Generation | None = None
+
+    def ask(self, rank: int, message: Prepare) -> Difference | None:
+        """Note what a rank wants to write.
+
+        Returns:
+            None if no other rank of the node wants anything else for the same record. Otherwise none of them can
+            complete what it writes; what differs, as far as that has names.
+        """
+        if message.record != self._record or rank in self._asked:
+            self._record, self._asked = message.record, {}
+        others = [spec for spec in self._asked.values() if spec != message.spec]
+        self._asked[rank] = message.spec
+        if not others:
+            return None
+        specs = [message.spec, *others]
+        return Difference(
+            _not_in_all([frozenset(tensor.name for tensor in spec.by_value) for spec in specs]),
+            _not_in_all([frozenset(spec.apart) for spec in specs]),
+        )
+
+    def allocate(self, rank: int, message: Prepare, held_bytes: int, beside: int = 0) -> tuple[Generation, bool]:
+        """The generation for a rank that has asked, and whether it is a new one.
+
+        Ranks prepare one after the other: the first may have written its part before the last one asks.
+
+        Args:
+            held_bytes: what is held beside it, and goes if need be.
+            beside: what others hold on this node.
+        """
+        one = self.generation
+        if one is not None and one.spec == message.spec and self._begins == message.record and not one.started_by(rank):
+            return one, False
+        self.drop()
+        self._begins = message.record
+        self.next_number()
+        try:
+            self.generation = self._make(message, held_bytes + beside, held_bytes)
+        except MemckptError as error:
+            if not held_bytes or not _fits_alone(message, held_bytes, beside):
+                raise  # to let go of the old one would be of no use
+            # Two generations do not fit: protection lapses until the new one is complete, and that is said.
+            _log.warning("the old generation goes before the new one is written (a gap in protection): %s", error)
+            self._make_room(str(error))
+            self.generation = self._make(message, beside)
+        return self.generation, True
+
+    def next_number(self) -> int:
+        """A number that no other generation has."""
+        self._number += 1
+        return self._number
+
+    def _make(self, message: Prepare, held_bytes: int, given_back: int = 0) -> Generation:
+        return Generation(
+            self._number,
+            message.spec,
+            held_bytes=held_bytes,
+            budget=message.memory_budget_bytes,
+            threads=message.threads,
+            notify=self._notify,
+            begins=None if message.whole else message.record,
+            given_back=given_back,
+        )
+
+    def take(self) -> None:
+        """It is complete, and somebody else's from now on."""
+        self.generation = None
+
+    def drop(self) -> None:
+        """Nobody is going to complete it."""
+        generation, self.generation = self.generation, None
+        if generation is not None:
+            generation.close()
+
+    def forget(self) -> None:
+        """A new attempt begins: what the ranks of the one before have asked for is of no account."""
+        self.drop()
+        self._asked = {}
+
+
+def _fits_alone(message: Prepare, held_bytes: int, beside: int) -> bool:
+    """Whether there is room for all of a generation once the old one has gone."""
+    try:
+        check_budget(Layout(message.spec).total_bytes, beside, message.memory_budget_bytes, "", held_bytes)
+    except MemoryBudgetError:
+        return False
+    return True
+
+
+def _not_in_all(names: Sequence[frozenset[str]]) -> frozenset[str]:
+    return frozenset.union(*names) - frozenset.intersection(*names)

@@ -1,0 +1,368 @@
+"""The replica: the full state in the agent's memory, advanced record by record by a thread of its own (eager redo).
+
+Imports torch, so a lazy agent never imports this module.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from memckpt.errors import AgentError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.protocol.trainer import Alarm, Credit, Drift, Message, ReplicaCopied
+from memckpt.state import codec
+from memckpt.state.bits import ulp_distance
+from memckpt.state.layout import Layout
+from memckpt.state.optimizers import rebuild_from_spec
+from memckpt.state.records import RecordMeta, decode_meta
+from memckpt.state.redo import Member, RedoGroup, StagedGradients, chunks, tensor_at
+
+#: Replicas of one agent take turns: together they may use as many threads as one.
+_turn = threading.Lock()
+
+Missing = tuple[tuple[int, int, str], ...]
+
+
+class Replica:
+    """Owns a redo thread over regions that belong to the caller.
+
+    Records are offered in order; the thread applies them while `limit` allows and tells `notify` (from its own
+    thread) about credits, drift and alarms. It stops at record boundaries only, so the replica is whole whenever
+    :meth:`freeze` has returned.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        slots: Region,
+        replica: Region,
+        ring: SlotRing,
+        threads: int,
+        notify: Callable[[Message], None],
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._layout = layout
+        self._ring = ring
+        self._notify = notify
+        self._slots = slots
+        self._slots_map = slots.map
+        self._replica_map = replica.map
+        self._copy_at: tuple[int, Region] | None = None
+        self._skip_to = 0
+        self._gradients = StagedGradients(slots.map, layout)
+        self._values: list[torch.Tensor] = []
+        self._states: list[dict[tuple[int, str], torch.Tensor]] = []
+        for param, (value, states) in zip(layout.spec.params, layout.replica_offsets, strict=True):
+            self._values.append(tensor_at(replica.map, value, param.tensor.shape, param.tensor.dtype))
+            self._states.append(
+                {
+                    (owner.optimizer, state.key): tensor_at(
+                        replica.map, states[owner.optimizer, state.key], state.shape, state.dtype
+                    )
+                    for owner in param.owners
+                    for state in owner.state
+                }
+            )
+        self._groups: list[RedoGroup] = []
+        self._members: list[Member] = []
+        self._condition = threading.Condition()
+        self._metas: dict[int, bytes] = {}
+        self.applied = 0
+        self._limit = 0
+        self._frozen = True
+        self._busy = False
+        self._closing = False
+        self._broken: str | None = None
+        self.records_applied = 0
+        self.seconds_applying = 0.0
+        self._thread = threading.Thread(target=self._run, name="memckpt-redo", daemon=True)
+        self._thread.start()
+
+    # State in and out
+
+    def begin(self, record: int, missing: Missing, plain: bytes) -> None:
+        """The regions now hold the state after `record` (written by the trainers); start redo from there."""
+        absent = set(missing)
+        extra: dict[int, dict[int, dict[str, Any]]] = codec.decode(plain) if plain else {}
+        members = []
+        for index, value in enumerate(self._values):
+            states: dict[int, dict[str, Any]] = {}
+            for owner in self._layout.spec.params[index].owners:
+                state = {
+                    spec.key: self._states[index][owner.optimizer, spec.key]
+                    for spec in owner.state
+                    if (index, owner.optimizer, spec.key) not in absent
+                }
+                state.update(extra.get(index, {}).get(owner.optimizer, {}))
+                states[owner.optimizer] = state
+            parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
+            members.append(Member(index, 0, value.numel(), parameter, states))
+        with self._condition:
+            self._members = members
+            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(members)]
+            self.applied = self._limit = record
+            self._skip_to = 0
+            self._metas.clear()
+            self._frozen = False
+
+    def _build(self, index: int, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return rebuild_from_spec(self._layout.spec.optimizers[index], groups)
+
+    def describe_state(self) -> tuple[Missing, bytes]:
+        """What of the optimizer state does not exist, and what of it is not a tensor; the replica must be frozen."""
+        missing: list[tuple[int, int, str]] = []
+        plain: dict[int, dict[int, dict[str, Any]]] = {}
+        for member in self._members:
+            for owner in self._layout.spec.params[member.param].owners:
+                state = member.states.get(owner.optimizer, {})
+                missing += [
+                    (member.param, owner.optimizer, spec.key)
+                    for spec in owner.state
+                    if not isinstance(state.get(spec.key), torch.Tensor)
+                ]
+                values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+                if values:
+                    plain.setdefault(member.param, {})[owner.optimizer] = values
+        return tuple(missing), codec.encode(plain) if plain else b""
+
+    # Control, from the agent's own thread
+
+    def offer(self, record: int, meta: bytes) -> None:
+        with self._condition:
+            self._metas[record] = meta
+            self._condition.notify_all()
+
+    def allow(self, limit: int) -> None:
+        """Let redo go on up to and including record `limit`."""
+        with self._condition:
+            self._limit = max(self._limit, limit)
+            self._condition.notify_all()
+
+    def freeze(self) -> int:
+        """Stop at the next record boundary and return the number of the last applied record."""
+        with self._condition:
+            self._frozen = True
+            self._condition.wait_for(lambda: not self._busy)
+            return self.applied
+
+    def stands_at(self, record: int) -> bool:
+        """Whether it has the state after `record`, and may not go on from there yet."""
+        with self._condition:
+            return self.applied == self._limit == record and not self._busy
+
+    def advance_to(self, record: int) -> None:
+        """Unfreeze, and apply exactly up to `record`.
+
+        Raises:
+            AgentError: redo failed on the way, or a record is not there.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: not self._busy)
+            missing = [number for number in range(self.applied + 1, record + 1) if number not in self._metas]
+            if missing and self._broken is None:
+                raise AgentError(f"the replica cannot get to record {record}: record {missing[0]} is not there")
+            self._limit = record
+            self._frozen = False
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: self.applied >= record or self._broken is not None)
+            if self._broken is not None:
+                raise AgentError(self._broken)
+
+    def forget_beyond(self, record: int) -> None:
+        """What was offered beyond `record` belongs to a past that is not gone on with."""
+        with self._condition:
+            self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
+
+    def skip_to(self, record: int) -> None:
+        """Records up to `record` do not come, or not all of them: go on behind it.
+
+        The state is wrong from then on, until the anchors of T records have overwritten all of it.
+        """
+        with self._condition:
+            self._metas = {number: meta for number, meta in self._metas.items() if number > record}
+            self._skip_to = record
+            if not self._busy:
+                self._skip()
+            self._condition.notify_all()
+
+    def _skip(self) -> None:
+        if self.applied < self._skip_to:
+            self.applied = self._skip_to
+            self._notify(Credit(self.applied))
+
+    def copy_at(self, record: int, snapshot: Region) -> bool:
+        """Have the thread copy the state after `record` and its by-value tensors into a snapshot.
+
+        It does so before the credit for the record is given, and notifies ReplicaCopied. False if the record has
+        been applied already.
+        """
+        with self._condition:
+            if record <= self.applied + self._busy:
+                return False
+            self._copy_at = record, snapshot
+            return True
+
+    def forget_copy(self) -> None:
+        """Copy nothing after all; the snapshot is not touched any more when this returns."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._busy)
+            self._copy_at = None
+
+    def copy_ahead(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
+        """Make the state after `record`, which is held, in a snapshot; the replica, which is frozen, stays behind it.
+
+        Returns:
+            As :meth:`describe_state`, of the snapshot.
+
+        Raises:
+            AgentError: as for :meth:`advance_to`.
+        """
+        missing, plain = self._copy(record, snapshot)
+        ahead = Replica(self._layout, self._slots, snapshot, self._ring, torch.get_num_threads(), lambda message: None)
+        try:
+            ahead.begin(self.applied, missing, plain)
+            for number, meta in self._metas.items():
+                ahead.offer(number, meta)
+            ahead.advance_to(record)
+            ahead.freeze()
+            return ahead.describe_state()
+        finally:
+            ahead.close()
+
+    def close(self) -> None:
+        """Stop the thread and let go of all views on the regions."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join()
+        self._groups, self._members, self._values, self._states = [], [], [], []
+        self._copy_at = None
+        del self._gradients, self._slots_map, self._replica_map
+
+    # The redo thread
+
+    def _ready(self) -> bool:
+        if self._closing:
+            return True
+        return (
+            not self._frozen and self._broken is None and self.applied < self._limit and self.applied + 1 in self._metas
+        )
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._condition.wait_for(self._ready)
+                if self._closing:
+                    return
+                record = self.applied + 1
+                meta = decode_meta(self._metas.pop(record))
+                self._busy = True
+            problem, copied = None, None
+            with _turn:
+                started = time.perf_counter()
+                try:
+                    self._apply(meta)
+                except Exception as error:  # whatever it was, training goes on and the trainers are told
+                    problem = f"redo of record {record} failed in the agent: {type(error).__name__}: {error}"
+                seconds = time.perf_counter() - started
+            if problem is None and self._copy_at is not None and self._copy_at[0] == record:
+                copied = self._copy_into(record, self._copy_at[1])
+            with self._condition:
+                self._busy = False
+                if problem is None:
+                    self.applied = record
+                    self.records_applied += 1
+                    self.seconds_applying += seconds
+                    self._skip()
+                else:
+                    self._broken = problem
+                if copied is not None:
+                    self._copy_at = None
+                self._condition.notify_all()
+            if copied is not None:
+                self._notify(copied)
+            self._notify(Credit(record) if problem is None else Alarm(problem))
+
+    def _copy_into(self, record: int, snapshot: Region) -> ReplicaCopied:
+        started = time.perf_counter()
+        try:
+            missing, plain = self._copy(record, snapshot)
+        except Exception as error:  # a checkpoint less; what is held in memory is as good as before
+            return ReplicaCopied(record, 0.0, problem=f"the replica was not copied: {type(error).__name__}: {error}")
+        return ReplicaCopied(record, time.perf_counter() - started, missing, plain)
+
+    def _copy(self, record: int, snapshot: Region) -> tuple[Missing, bytes]:
+        layout = self._layout
+        room = torch.frombuffer(snapshot.map, dtype=torch.uint8)
+        room[: layout.state_bytes].copy_(torch.frombuffer(self._replica_map, dtype=torch.uint8)[: layout.state_bytes])
+        nbytes = layout.by_value_bytes
+        if nbytes:
+            self._ring.check_by_value(record, layout.spec.local_ranks)
+            base = layout.by_value_base(record)
+            by_value = torch.frombuffer(self._slots_map, dtype=torch.uint8, count=nbytes, offset=base)
+            room[layout.state_bytes : layout.state_bytes + nbytes].copy_(by_value)
+        return self.describe_state()
+
+    def _apply(self, meta: RecordMeta) -> None:
+        self._ring.check(meta.record, self._layout.spec.local_ranks)
+        with torch.no_grad():
+            self._anchor(meta)
+        for group in self._groups:
+            group.apply(meta, self._gradients)
+        for member in self._members:
+            self._keep_in_replica(member)
+
+    def _keep_in_replica(self, member: Member) -> None:
+        """Optimizers make state tensors of their own at the first step, some at every step: bring them home."""
+        for owner in self._layout.spec.params[member.param].owners:
+            state = member.states.get(owner.optimizer, {})
+            for spec in owner.state:
+                value = state.get(spec.key)
+                home = self._states[member.param][owner.optimizer, spec.key]
+                if isinstance(value, torch.Tensor) and value.data_ptr() != home.data_ptr():
+                    home.copy_(value)
+                    state[spec.key] = home
+
+    # Anchors and the audit
+
+    def _anchor(self, meta: RecordMeta) -> None:
+        """Overwrite the pieces that this record anchors; measure first by how much they had drifted."""
+        missing = set(meta.missing)
+        plain: dict[int, dict[int, dict[str, Any]]] = codec.decode(meta.plain) if meta.plain else {}
+        worst, where = 0.0, ""
+        base = self._layout.slot_offset(meta.record)
+        for piece in self._layout.due(meta.record):
+            member = self._members[piece.param]
+            name = self._layout.spec.params[piece.param].tensor.name
+            for owner, spec, offset in self._layout.piece_parts(piece):
+                if owner is None or spec is None:
+                    home = self._values[piece.param]
+                    dtype, cut = self._layout.spec.params[piece.param].tensor.dtype, True
+                else:
+                    home = self._states[piece.param][owner.optimizer, spec.key]
+                    state = member.states.setdefault(owner.optimizer, {})
+                    if (piece.param, owner.optimizer, spec.key) in missing:
+                        if isinstance(state.get(spec.key), torch.Tensor):
+                            worst, where = float("inf"), f"{name} ({spec.key} is gone)"
+                            del state[spec.key]
+                        continue
+                    dtype, cut = spec.dtype, spec.elementwise
+                    if not isinstance(state.get(spec.key), torch.Tensor):
+                        state[spec.key] = home
+                target = home.view(-1)[piece.start : piece.stop] if cut else home
+                anchor = tensor_at(self._slots_map, base + offset, tuple(target.shape), dtype)
+                distance = ulp_distance(anchor, target)
+                if distance:
+                    target.copy_(anchor)
+                    if distance > worst:
+                        worst, where = distance, name if spec is None else f"{name} ({spec.key})"
+            for optimizer, values in plain.get(piece.param, {}).items():
+                member.states.setdefault(optimizer, {}).update(values)
+        if worst:
+            self._notify(Drift(meta.record, worst, where))

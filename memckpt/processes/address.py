@@ -1,0 +1,400 @@
+"""The address of a run's agent on a node: a file in the run directory that names its socket, and a lock for its start.
+
+Nothing else says where the agent is. The environment of a later trainer may differ from that of the one which started
+the agent, and directories such as XDG_RUNTIME_DIR go when the user logs out. No path leads to the agent's sockets, so
+none can be removed: one has a name in the abstract namespace, which belongs to the network namespace; the other is
+reached from other network namespaces, through a descriptor of the agent in ``/proc``. Both go with the agent.
+
+The file also says which directory it was written for: in a copy of that directory it names an agent of another run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import platform
+import secrets
+import select
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from memckpt.errors import AgentError, AgentGoneError
+from memckpt.processes.handles import start_ticks
+from memckpt.protocol.descriptors import readable
+from memckpt.storage.owner import lies_elsewhere
+
+_log = logging.getLogger("memckpt.agent")
+NODE_VARIABLE = "MEMCKPT_NODE"
+#: The queue of connections that an agent has not accepted yet. One that stands still accepts none.
+_BACKLOG = 64
+#: How long to wait for room in that queue.
+_CONNECT_SECONDS = 5.0
+#: How long another process may take to start an agent, or to end one.
+_LOCK_SECONDS = 120.0
+#: How long a process that has been killed may take from closing its sockets to its end.
+_END_SECONDS = 10.0
+
+
+def node_name() -> str:
+    """This node's name: MEMCKPT_NODE, or the host's name."""
+    return os.environ.get(NODE_VARIABLE) or platform.node()
+
+
+class ServingAgent(msgspec.Struct, frozen=True):
+    """The content of the file: which process serves which directory, and its two sockets.
+
+    Attributes:
+        boot: the id of the machine's boot; process ids of another one mean nothing.
+        pid_namespace: the inode of the PID namespace in which `pid` counts.
+        socket: the name in the abstract namespace.
+        descriptor: of the process, and refers to the other socket's inode; -1: there is none.
+        directory: path of the run directory when the agent began; empty: not known.
+        device, inode: of that directory.
+        directory_descriptor: of the process, and refers to that directory, which may be moved; -1: there is none.
+    """
+
+    pid: int
+    start_ticks: int
+    boot: str
+    pid_namespace: int
+    socket: str
+    descriptor: int
+    directory: str = ""
+    device: int = 0
+    inode: int = 0
+    directory_descriptor: int = -1
+
+    @property
+    def addresses(self) -> Iterator[str]:
+        """Where to connect to, best first."""
+        yield f"\0{self.socket}"
+        if self.descriptor >= 0 and self._is_visible:
+            yield f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    def serves_elsewhere(self, run_dir: Path) -> str:
+        """The directory that the agent serves, where that is another one than `run_dir`; else empty."""
+        paths = [self.directory]
+        if self.directory_descriptor >= 0 and self._is_visible:
+            with contextlib.suppress(OSError):  # it leaves
+                paths.append(os.readlink(f"/proc/{self.pid}/fd/{self.directory_descriptor}"))
+        return next((path for path in paths if path and lies_elsewhere(run_dir, Path(path), self._is_directory)), "")
+
+    def _is_directory(self, found: os.stat_result) -> bool:
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+    @property
+    def _is_visible(self) -> bool:
+        return self._pid_counts and start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def _pid_counts(self) -> bool:
+        return (self.boot, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    def ends(self, within: float) -> bool:
+        """Whether the process is gone or ends in time; also where that cannot be known from here."""
+        if not self._pid_counts:
+            return True
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return True
+        try:
+            if start_ticks(self.pid) != self.start_ticks:
+                return True
+            return readable(handle, within)
+        finally:
+            os.close(handle)
+
+
+@dataclass(frozen=True)
+class AgentAddress:
+    """The agent of one run on one node."""
+
+    run_dir: Path
+    node: str
+
+    @classmethod
+    def of(cls, run_dir: str | os.PathLike[str], node: str | None = None) -> AgentAddress:
+        return cls(Path(run_dir).resolve(), node or node_name())
+
+    @property
+    def file_path(self) -> Path:
+        """The file that says which process serves; one for each node, as nodes may share the run directory."""
+        return self.run_dir / f"agent-{self.node}.json"
+
+    @property
+    def log_path(self) -> Path:
+        return self.run_dir / f"agent-{self.node}.log"
+
+    def serving(self) -> ServingAgent | None:
+        """The agent that the run directory names, whether or not it lives; None if it names none."""
+        try:
+            return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except msgspec.DecodeError as error:
+            # Written to the end and renamed, and not synchronized: the machine has crashed, and the agent with it.
+            _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
+            return None
+
+    def original(self) -> str:
+        """The directory whose agent the file names, where the run directory is a copy of it; else empty."""
+        serving = self.serving()
+        return "" if serving is None else serving.serves_elsewhere(self.run_dir)
+
+    def say_if_copied(self, log: logging.Logger) -> None:
+        """Warn in one line that an agent is about to be started although the file names one."""
+        if original := self.original():
+            log.warning(
+                "memckpt: %s is a copy of %s, and its %s was copied with it: the agent of that run is not used; the "
+                "copy gets its own, which holds nothing yet, and goes on from its storage",
+                self.run_dir,
+                original,
+                self.file_path.name,
+            )
+
+    # The agent's side
+
+    def listen(self) -> Listener:
+        """Sockets that listen, and a run directory that names this process from now on.
+
+        The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
+
+        Raises:
+            AgentError: the file cannot be written.
+        """
+        listener = Listener(self.run_dir)
+        written = self.file_path.with_name(f"{self.file_path.name}.{listener.serving.socket}")
+        try:
+            written.write_bytes(msgspec.json.encode(listener.serving))
+            written.replace(self.file_path)
+        except OSError as error:
+            listener.close()
+            with contextlib.suppress(OSError):
+                written.unlink()
+            raise AgentError(
+                f"expected a run directory in which {self.file_path} can be written, found {error}; choose another "
+                "run directory, or make this one writable"
+            ) from error
+        return listener
+
+    def withdraw(self, serving: ServingAgent) -> None:
+        """Have the run directory name this agent no more. The caller holds :meth:`starting`."""
+        if self.serving() == serving:
+            self.file_path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Hold the lock under which an agent is started: one starter at a time, none while an agent withdraws.
+
+        The lock is a name in the abstract namespace. It goes with its holder, needs no file system that can lock, and
+        belongs to this node, which may share the run directory with others.
+
+        Raises:
+            AgentError: another process has held it for too long.
+        """
+        text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
+        name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            lock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                lock.bind(name)
+                lock.listen(_BACKLOG)
+                break
+            except OSError as error:
+                lock.close()
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            self._wait_for_starter(name, deadline)
+        try:
+            yield
+        finally:
+            lock.close()
+
+    def _wait_for_starter(self, name: str, deadline: float) -> None:
+        """Wait until whoever holds the lock lets go of it, or a moment where it cannot be asked."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
+            waiting.setblocking(False)
+            left = deadline - time.monotonic()
+            holder = 0
+            try:
+                waiting.connect(name)
+                holder, uid = peer(waiting)
+                if uid != os.getuid():
+                    raise AgentError(
+                        f"the lock for starting agents of {self.run_dir} is held by uid {uid}, pid {holder}; expected "
+                        f"this user, {os.getuid()}. End that process, or choose another run directory"
+                    )
+                # Nobody accepts; the connection ends with the lock.
+                readable(waiting, left)
+            except (ConnectionRefusedError, BlockingIOError):  # not listening yet or any more; too many who wait
+                select.select([], [], [], 0.01)
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"pid {holder or '?'} has been starting or ending an agent of {self.run_dir} for {_LOCK_SECONDS:.0f} s "
+                "and more; end it if it hangs"
+            )
+
+    # For trainers and people
+
+    def connect(self) -> socket.socket | None:
+        """A connection to the agent, or None if none serves; one of another directory, whose copy this is, does not.
+
+        Raises:
+            AgentGoneError: it accepts no connections: it is stopped, or overloaded.
+            AgentError: it lives and cannot be reached from here, or is another user's.
+        """
+        refused: ServingAgent | None = None
+        while True:
+            serving = self.serving()
+            if serving is None or serving.serves_elsewhere(self.run_dir):
+                return None
+            try:
+                return self._connect_to(serving)
+            except ConnectionRefusedError:
+                if serving != refused:
+                    refused = serving  # it may have left, and another one come, since the file was read
+                elif serving.ends(within=_END_SECONDS):
+                    return None
+                elif self.serving() == serving:
+                    raise AgentError(
+                        f"agent pid {serving.pid} serves {self.run_dir} on node {self.node} and cannot be reached: "
+                        "expected agent and trainer in one network namespace (container, pod). Start both in one, or "
+                        "end the agent"
+                    ) from None
+
+    def _connect_to(self, serving: ServingAgent) -> socket.socket:
+        refusal: OSError = ConnectionRefusedError()
+        for address in serving.addresses:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                seconds, microseconds = divmod(int(_CONNECT_SECONDS * 1e6), 1_000_000)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, microseconds))
+                sock.connect(address)
+                _, uid = peer(sock)
+                if uid != os.getuid():
+                    raise AgentError(
+                        f"the agent of {self.run_dir} runs as uid {uid}; expected this user, {os.getuid()}"
+                    )
+            except BlockingIOError as error:
+                sock.close()
+                raise AgentGoneError(
+                    f"agent pid {serving.pid} has accepted no connection for {_CONNECT_SECONDS:.0f} s (stopped or "
+                    "overloaded?)"
+                ) from error
+            except (ConnectionRefusedError, FileNotFoundError, PermissionError) as error:
+                sock.close()
+                refusal = error
+            except BaseException:  # raised again: nobody else knows of the socket
+                sock.close()
+                raise
+            else:
+                return sock
+        raise ConnectionRefusedError(str(refusal)) from refusal
+
+
+class Listener:
+    """The two sockets of the agent that runs in this process. Its owner closes it.
+
+    Args:
+        run_dir: the directory that the agent serves; None: none, to see whether one could listen.
+    """
+
+    def __init__(self, run_dir: Path | None = None) -> None:
+        name = f"memckpt-{secrets.token_hex(16)}"
+        self.sockets = [_listen_at(f"\0{name}")]
+        self._descriptor = self._directory = -1
+        try:
+            self._listen_in_proc()
+        except OSError as error:  # no directory for temporary files
+            _log.info("trainers in another network namespace will not reach this agent: %s", error)
+        pid = os.getpid()
+        self.serving = ServingAgent(pid, start_ticks(pid), _boot_id(), _pid_namespace(), name, self._descriptor)
+        if run_dir is not None:
+            self._hold(run_dir)
+
+    def _listen_in_proc(self) -> None:
+        """A socket whose path is gone as soon as there is a descriptor of its inode."""
+        with tempfile.TemporaryDirectory(prefix="memckpt-") as directory:
+            # Through a descriptor of the directory: a socket's path is at most 107 bytes long.
+            fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                path = f"/proc/self/fd/{fd}/socket"
+                self.sockets.append(_listen_at(path))
+                self._descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            finally:
+                os.close(fd)
+
+    def _hold(self, run_dir: Path) -> None:
+        """Keep the directory open: it can be seen where it is moved to, and no file system gives it another inode."""
+        try:
+            fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:  # there is no directory, which the attempt to write the file says
+            return
+        self._directory = fd
+        found = os.fstat(fd)
+        self.serving = msgspec.structs.replace(
+            self.serving,
+            directory=str(run_dir),
+            device=found.st_dev,
+            inode=found.st_ino,
+            directory_descriptor=fd,
+        )
+
+    @property
+    def moved_to(self) -> Path | None:
+        """Where the run directory is now, if it was moved since the agent began; None: it was not, or is removed."""
+        if self._directory < 0:
+            return None
+        now = os.readlink(f"/proc/self/fd/{self._directory}")
+        try:
+            same = now != self.serving.directory and os.path.samestat(os.stat(now), os.fstat(self._directory))
+        except OSError:
+            return None
+        return Path(now) if same else None
+
+    def close(self) -> None:
+        """Idempotent."""
+        for listening in self.sockets:
+            listening.close()
+        for fd in (self._descriptor, self._directory):
+            if fd >= 0:
+                os.close(fd)
+        self._descriptor = self._directory = -1
+
+
+def _listen_at(address: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(address)
+        listening.listen(_BACKLOG)
+        listening.setblocking(False)
+    except BaseException:  # raised again: nobody else knows of the socket
+        listening.close()
+        raise
+    return listening
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user id of the other end."""
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

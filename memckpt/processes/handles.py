@@ -1,0 +1,121 @@
+"""Identities of processes that outlive the reuse of their ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+
+from memckpt.protocol.descriptors import readable
+
+#: In the flags of /proc/PID/stat: the process is past its last instruction.
+_PF_EXITING = 0x4
+_SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is no such process, or only a zombie of it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _status_of(pid: int) -> dict[str, str]:
+    """The lines of its status file; nothing if there is no such process."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def parent_of(pid: int) -> int:
+    """Process id of its parent; 0 if there is no such process."""
+    return int(_status_of(pid).get("PPid", 0))
+
+
+class ProcessHandle:
+    """A pidfd: names one process for good, whatever happens to its id. Owner closes it."""
+
+    def __init__(self, pid: int, fd: int) -> None:
+        self.pid = pid
+        self.fd = fd
+
+    @classmethod
+    def of_peer(cls, sock: socket.socket, pid: int) -> ProcessHandle:
+        """The process at the other end of a Unix socket.
+
+        Raises:
+            ProcessLookupError: it is gone already.
+        """
+        try:
+            (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+            os.set_inheritable(fd, False)
+        except OSError:
+            fd = os.pidfd_open(pid)  # an older kernel: the id cannot have been reused within this instant
+        return cls(pid, fd)
+
+    @classmethod
+    def of(cls, pid: int, ticks: int) -> ProcessHandle:
+        """The process that has this id and started at `ticks`.
+
+        Raises:
+            ProcessLookupError: it is gone.
+        """
+        handle = cls(pid, os.pidfd_open(pid))
+        if start_ticks(pid) != ticks:
+            handle.close()
+            raise ProcessLookupError(f"pid {pid} is another process")
+        return handle
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def alive(self) -> bool:
+        return not readable(self.fd, 0)
+
+    def duplicate(self) -> ProcessHandle:
+        """Another handle of the same process, with an owner of its own."""
+        return ProcessHandle(self.pid, os.dup(self.fd))
+
+    def state(self) -> str:
+        """The process's state as the kernel names it, such as ``D (disk sleep)``."""
+        return _status_of(self.pid).get("State", "ended")
+
+    def dying(self) -> bool:
+        """Whether it has been killed or is ending, and whoever waits for it waits for its end."""
+        if not self.alive():
+            return True
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return True
+        fields = stat[stat.rindex(")") + 2 :].split()
+        if fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
+            return True
+        status = _status_of(self.pid)
+        pending = int(status.get("SigPnd", "0"), 16) | int(status.get("ShdPnd", "0"), 16)
+        return bool(pending & 1 << signal.SIGKILL - 1)
+
+    def kill(self) -> None:
+        if self.alive():
+            signal.pidfd_send_signal(self.fd, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.alive():
+            signal.pidfd_send_signal(self.fd, signal.SIGTERM)
+
+    def wait(self, timeout: float) -> bool:
+        """True once the process is dead; False after `timeout` seconds."""
+        return readable(self.fd, timeout)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,140 @@
+"""A typed message channel over a Unix seqpacket socket.
+
+Each message is one packet: atomic, and it survives its sender. What exceeds the packet limit travels in an anonymous
+memory file whose descriptor goes with the packet, so there is no limit on size and still only one packet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from memckpt.errors import AgentError, AgentGoneError
+from memckpt.protocol.descriptors import readable, writable
+from memckpt.protocol.trainer import Message
+
+INLINE_BYTES = 64 << 10
+_MAX_FDS = 8
+_INLINE, _IN_FILE = b"i", b"f"
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class Channel:
+    """One end of a connection. Owns the socket; :meth:`close` it. In a forked child it must not be used."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: Message, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
+        """Send one message; descriptors are duplicated into the receiver, the caller keeps its own.
+
+        Blocks only while the receiver's buffer is full, at most `timeout` seconds.
+
+        Raises:
+            AgentGoneError: the other end is closed, or took nothing for `timeout` seconds.
+        """
+        body = encode(message)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.offer(body, fds):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not writable(self.sock, left):
+                raise AgentGoneError(f"the other end took no message for {timeout:.0f} s (stopped or overloaded?)")
+
+    def offer(self, body: bytes, fds: Sequence[int] = ()) -> bool:
+        """Send one message, encoded, if the receiver's buffer has room for it; False if not. Never blocks.
+
+        Raises:
+            AgentGoneError: the other end is closed.
+        """
+        if len(body) <= INLINE_BYTES:
+            return self._send(_INLINE + body, list(fds))
+        file = os.memfd_create("memckpt:message", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(file), "wb") as stream:
+                stream.write(body)
+            return self._send(_IN_FILE, [file, *fds])
+        finally:
+            os.close(file)
+
+    def _send(self, packet: bytes, fds: list[int]) -> bool:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))] if fds else []
+        try:
+            # Not socket.send_fds: Python 3.10 to 3.12 ignore its flags.
+            self.sock.sendmsg([packet], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError, OSError) as error:
+            raise AgentGoneError(f"the connection is closed: {error}") from error
+        return True
+
+    def receive(self, timeout: float | None) -> tuple[Message, list[int]]:
+        """Wait for one message; the caller owns the descriptors that came with it.
+
+        Raises:
+            AgentGoneError: the other end closed the connection or `timeout` seconds passed.
+        """
+        received = self.poll(timeout)
+        if received is None:
+            raise AgentGoneError(f"no answer within {timeout:.0f} s")
+        return received
+
+    def poll(self, timeout: float | None = 0.0) -> tuple[Message, list[int]] | None:
+        """Like :meth:`receive`, but None when nothing came."""
+        if timeout != 0.0 and not readable(self.sock, timeout):
+            return None
+        try:
+            packet, ancillary = self._receive_packet()
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise AgentGoneError(f"the connection is closed: {error}") from error
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds += array("i", data[: len(data) // 4 * 4])
+        if not packet:
+            raise AgentGoneError("the connection was closed by the other end")
+        if packet[:1] == _IN_FILE:
+            if not fds:
+                raise AgentError("a message says that its body comes in a file, but there is none")
+            body_fd = fds.pop(0)
+            with os.fdopen(body_fd, "rb") as stream:
+                stream.seek(0)
+                body = stream.read()
+        else:
+            body = packet[1:]
+        try:
+            return _decoder.decode(body), fds
+        except ValueError as error:  # what msgspec raises, and for text that is no UTF-8
+            for fd in fds:
+                os.close(fd)
+            raise AgentError(f"a message could not be understood ({error}); do both ends run one version?") from error
+
+    def _receive_packet(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        space, flags = socket.CMSG_SPACE(_MAX_FDS * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+        except ConnectionResetError:
+            # The other end has died with something of ours unread. Linux says so once, ahead of what it had sent,
+            # which still counts.
+            packet, ancillary, _, _ = self.sock.recvmsg(INLINE_BYTES + 1, space, flags)
+        return packet, ancillary
+
+    def shut_down(self) -> None:
+        """Both ends send nothing more; what has arrived can still be received, and then the end."""
+        with contextlib.suppress(OSError):  # the other end was faster
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.sock.close()

@@ -1,0 +1,169 @@
+"""A record as the bytes that are cut into pieces: what lies in its slot, and behind that what belongs to it.
+
+Bytes that lie in shared memory are never copied as a whole: stripes look at them, and only one that spans several
+places is put together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from memckpt.errors import DamagedStateError
+from memckpt.replication.coding.code import STRIPE_BYTES
+
+_HEAD = struct.Struct("<Q")  # length of the encoded tail
+#: In place of a record's number: what is sent once in a generation.
+STATIC = -(1 << 40)
+#: The most that what belongs to a record beside its bytes may have.
+MOST_TAIL_BYTES = 1 << 30
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a record and where they belong: an offset in the record, or in the static region."""
+
+    offset: int
+    nbytes: int
+
+
+class RecordTail(msgspec.Struct, frozen=True, array_like=True):
+    """What belongs to a record beside the bytes of its slot.
+
+    Attributes:
+        step: the framework's.
+        meta: its scalars (RecordMeta), encoded; empty where only private bytes are sent.
+        rank_states: of the owner's ranks, encoded, by rank; empty for virtual records before the generation's base.
+        extents: where the bytes belong, in their order.
+    """
+
+    step: int
+    meta: bytes
+    rank_states: dict[int, bytes]
+    extents: tuple[Extent, ...]
+
+
+class Blob:
+    """The bytes of a record, seen from stripe to stripe.
+
+    Args:
+        tail: comes first.
+        views: the bytes of its extents, in shared memory; they must stay what they are while stripes are read.
+    """
+
+    def __init__(self, tail: RecordTail, views: Sequence[memoryview]) -> None:
+        encoded = msgspec.msgpack.encode(tail)
+        first = memoryview(_HEAD.pack(len(encoded)) + encoded)
+        self._views = [view for view in (first, *views) if view.nbytes]
+        self._starts: list[int] = []
+        self.nbytes = 0
+        for view in self._views:
+            self._starts.append(self.nbytes)
+            self.nbytes += view.nbytes
+        self.stripes = -(-self.nbytes // STRIPE_BYTES)
+
+    def stripe(self, index: int) -> bytes | memoryview:
+        """The bytes of one stripe; the last one may be shorter."""
+        start = index * STRIPE_BYTES
+        stop = min(start + STRIPE_BYTES, self.nbytes)
+        found = []
+        for begin, view in zip(self._starts, self._views, strict=True):
+            if begin < stop and start < begin + view.nbytes:
+                found.append(view[max(start - begin, 0) : stop - begin])
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def release(self) -> None:
+        """Let go of the shared memory."""
+        self._views.clear()
+        self._starts.clear()
+
+
+class Room(NamedTuple):
+    """Where those bytes of a record lie that begin at `offset` in it; or those of the static region."""
+
+    offset: int
+    view: memoryview
+
+    def has(self, extent: Extent) -> bool:
+        end = self.offset + self.view.nbytes
+        return self.offset <= extent.offset and extent.nbytes >= 0 and extent.offset + extent.nbytes <= end
+
+
+class BlobReader:
+    """Takes the stripes of a record in their order and puts its bytes where they belong.
+
+    Args:
+        rooms: for all bytes of a record, or of the static region.
+        limit: the most that a tail may have, in bytes.
+    """
+
+    def __init__(self, rooms: Sequence[Room], limit: int = MOST_TAIL_BYTES) -> None:
+        self._rooms = rooms
+        self._limit = limit
+        self._first = bytearray()
+        self._size: int | None = None
+        #: What is yet to come, and where each extent of it belongs.
+        self._targets: list[memoryview] = []
+        self._position = 0
+        self.tail: RecordTail | None = None
+
+    def take(self, stripe: bytes) -> None:
+        """The next stripe.
+
+        Raises:
+            DamagedStateError: the bytes are not those of a record, or do not fit the room.
+        """
+        rest = memoryview(stripe)
+        if self.tail is None:
+            self._first += stripe
+            if not self._take_tail():
+                return
+            assert self._size is not None
+            rest = memoryview(bytes(self._first[self._size :]))
+            self._first.clear()
+        while rest.nbytes:
+            if not self._targets:
+                raise DamagedStateError(f"a record of pieces: expected its end, found {rest.nbytes} bytes more")
+            target = self._targets[0]
+            count = min(rest.nbytes, target.nbytes - self._position)
+            target[self._position : self._position + count] = rest[:count]
+            rest, self._position = rest[count:], self._position + count
+            if self._position == target.nbytes:
+                self._targets.pop(0)
+                self._position = 0
+
+    def _take_tail(self) -> bool:
+        if self._size is None and len(self._first) >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._first)
+            if length > self._limit:
+                raise DamagedStateError(f"a record of pieces: expected a tail of at most {self._limit} bytes")
+            self._size = _HEAD.size + length
+        if self._size is None or len(self._first) < self._size:
+            return False
+        try:
+            tail = msgspec.msgpack.decode(bytes(self._first[_HEAD.size : self._size]), type=RecordTail)
+        except ValueError as error:  # of msgspec, or of text that is no UTF-8
+            raise DamagedStateError(f"a record of pieces: its tail cannot be read: {error}") from error
+        self._targets = [view for extent in tail.extents if (view := self._target(extent)).nbytes]
+        self.tail = tail
+        return True
+
+    def _target(self, extent: Extent) -> memoryview:
+        for room in self._rooms:
+            if room.has(extent):
+                start = extent.offset - room.offset
+                return room.view[start : start + extent.nbytes]
+        bounds = ", ".join(f"{room.offset} to {room.offset + room.view.nbytes}" for room in self._rooms)
+        raise DamagedStateError(f"a record of pieces: expected bytes within {bounds}, found {extent}")
+
+    def finish(self) -> RecordTail:
+        """All stripes have been taken.
+
+        Raises:
+            DamagedStateError: some are missing.
+        """
+        if self.tail is None or self._targets:
+            raise DamagedStateError("a record of pieces ends before all of its bytes are there")
+        return self.tail

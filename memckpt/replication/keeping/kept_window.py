@@ -1,0 +1,401 @@
+"""One generation of another node's pieces, in memory that describes itself.
+
+Each fragment lies behind a stamp that says what it is. A process that maps the memory after its writer has died
+therefore finds the records that were whole.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.fragments import Fragment, check
+from memckpt.replication.keeping.windows import differing, misfit, sizes_of
+from memckpt.replication.transport.wire import Window
+from memckpt.state.layout import first_difference
+from memckpt.state.received import read_spec
+from memckpt.state.records import HeldPieces
+
+#: A window's room for all slots; other rooms have the number of the slot to which they belong.
+SLOTS = -2
+_STATIC_SLOT = -1
+#: Stripes of the record (0: no fragment lies here), record, step, stripe, length, bytes, checksum, digest.
+_STAMP = struct.Struct("<Iqq3I8s16s")
+_STRIPES = struct.Struct("<I")
+_STAMP_BYTES = 64
+
+
+class Room(Protocol):
+    """Memory that is reserved, zeros at first; whoever has asked for it closes it."""
+
+    @property
+    def view(self) -> memoryview:
+        """All of it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+#: Makes room of so many bytes; raises MemckptError if it cannot, BeingReservedError if it is to be asked again.
+Reserve = Callable[[int], Room]
+
+
+class BeingReservedError(MemoryBudgetError):
+    """There is no room yet: it is being made."""
+
+
+class Place(NamedTuple):
+    """What a room is for.
+
+    Attributes:
+        window: the generation whose pieces lie there.
+        unit: bytes of a fragment of a whole stripe.
+        slot: :data:`SLOTS`, or the slot for which more room was needed.
+    """
+
+    window: Window
+    unit: int
+    slot: int
+
+
+class Keeper(Protocol):
+    """Knows rooms beyond the life of this process."""
+
+    def keep(self, place: Place, room: Room) -> None:
+        """A room was reserved."""
+        ...
+
+    def let_go(self, place: Place) -> None:
+        """It is not needed any more."""
+        ...
+
+
+class Found(NamedTuple):
+    """A fragment where it lies. `step`: the framework's step of its record."""
+
+    fragment: Fragment
+    step: int
+    payload: memoryview
+
+
+class _Cells:
+    """The places of a slot's fragments, one after the other: each a stamp and the bytes behind it.
+
+    Args:
+        window: whose fragments they are.
+        unit: bytes of a fragment of a whole stripe.
+        parts: the memory, in order; each a whole number of cells.
+    """
+
+    def __init__(self, window: Window, unit: int, parts: list[memoryview]) -> None:
+        self._window = window
+        self._unit = unit
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(part.nbytes for part in self._parts) // (_STAMP_BYTES + self._unit)
+
+    def _cell(self, stripe: int) -> memoryview:
+        start = stripe * (_STAMP_BYTES + self._unit)
+        for part in self._parts:
+            if start < part.nbytes:
+                return part[start : start + _STAMP_BYTES + self._unit]
+            start -= part.nbytes
+        raise IndexError(f"expected one of {len(self)} cells, found {stripe}")
+
+    def write(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> memoryview:
+        """Lay a fragment down; returns its bytes there."""
+        one, cell = fragment, self._cell(fragment.stripe)
+        # A writer that dies in between leaves no fragment here: the number of stripes goes first, and comes last.
+        _STRIPES.pack_into(cell, 0, 0)
+        place = cell[_STAMP_BYTES : _STAMP_BYTES + len(payload)]
+        place[:] = payload
+        _STAMP.pack_into(cell, 0, 0, one.record, step, one.stripe, one.length, len(payload), one.checksum, one.digest)
+        _STRIPES.pack_into(cell, 0, one.stripes)
+        return place
+
+    def clear(self) -> None:
+        """No fragment lies here any more."""
+        for stripe in range(len(self)):
+            _STRIPES.pack_into(self._cell(stripe), 0, 0)
+
+    def find(self) -> list[Found]:
+        """The fragments of the record that is whole here, by stripe; empty if none is."""
+        stripes = _STRIPES.unpack_from(self._cell(0))[0] if len(self) else 0
+        if not 1 <= stripes <= len(self):
+            return []
+        found = [one for stripe in range(stripes) if (one := self._fragment(stripe, stripes)) is not None]
+        return found if len(found) == stripes and len({(one.fragment.record, one.step) for one in found}) == 1 else []
+
+    def _fragment(self, expected: int, expected_stripes: int) -> Found | None:
+        cell = self._cell(expected)
+        stripes, record, step, stripe, length, nbytes, checksum, digest = _STAMP.unpack_from(cell)
+        if (stripes, stripe) != (expected_stripes, expected) or nbytes > self._unit:
+            return None
+        told = self._window
+        fragment = Fragment(
+            told.generation, told.owner, record, stripe, stripes, told.piece, told.data, told.tolerate, length,
+            checksum, digest,
+        )  # fmt: skip
+        return Found(fragment, step, cell[_STAMP_BYTES : _STAMP_BYTES + nbytes])
+
+
+class _KeptRecord:
+    """The fragments of one record that have arrived, by stripe."""
+
+    def __init__(self, slot: int, stripes: int) -> None:
+        self.slot = slot
+        self.stripes = stripes
+        self.step = 0
+        self.fragments: dict[int, tuple[Fragment, memoryview]] = {}
+
+    @property
+    def complete(self) -> bool:
+        return len(self.fragments) == self.stripes
+
+
+class KeptWindow:
+    """One generation of one owner's pieces.
+
+    Args:
+        window: what the owner has said of it.
+        unit: bytes of a fragment of a whole stripe.
+        reserve: for the memory that it takes, all of it that is known beforehand now; closed by :meth:`close`.
+        keeper: is told of that memory.
+        rooms: by slot, those of a process that has died: the records that are whole in them are kept.
+
+    Raises:
+        ValueError: the owner's layout cannot be read, the window does not follow from it, or the rooms do not fit it.
+        MemckptError: there is no room.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        unit: int,
+        reserve: Reserve,
+        keeper: Keeper | None = None,
+        rooms: Mapping[int, Room] | None = None,
+    ) -> None:
+        self.window = window
+        self.spec = read_spec(window.spec)
+        self._sizes = sizes_of(self.spec, window.private, window.cut)
+        problem = differing(window, self.spec, self._sizes)
+        if problem:
+            raise ValueError(problem)
+        self._unit = unit
+        self._reserve = reserve
+        self._keeper = keeper
+        self._slot_bytes = self._sizes.stripes * self._cell_bytes
+        #: By slot, what its records have beyond that of all slots, as much as any of them had.
+        self._rooms = dict(rooms or {})
+        if SLOTS not in self._rooms:
+            self._add_room(SLOTS, self._slot_bytes * window.kept)
+        elif (found := self._rooms[SLOTS].view.nbytes) != self._slot_bytes * window.kept:
+            raise ValueError(f"expected a room of {self._slot_bytes * window.kept} bytes, found {found}")
+        self._free = list(range(window.kept))
+        self._records: dict[int, _KeptRecord] = {}
+        #: Nobody can need this record any more, or those before it.
+        self._past = STATIC
+        if rooms:
+            self._find_records()
+
+    @property
+    def captures(self) -> bool:
+        """Whether each record is a state by itself."""
+        return self.spec.mode == "capture"
+
+    def misfit(self, fragment: Fragment) -> str:
+        """Why a fragment that is whole cannot be one of this window, in words; empty if it can."""
+        return misfit(self.window, self._sizes, fragment)
+
+    # Records
+
+    def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> bool:
+        """Keep a fragment that fits; True when that makes its piece of the record complete.
+
+        Raises:
+            MemckptError: there is no room for it, or what is here of the record is not what is sent, and is dropped.
+        """
+        number = fragment.record
+        kept = self._records.get(number)
+        if kept is not None and kept.complete:
+            self._compare(kept, fragment)
+        if (kept is not None and kept.complete) or STATIC < number <= self._past or self._is_too_old(number):
+            # Sent once more, or not needed: its owner waits to hear of it, at its end.
+            return fragment.stripe == fragment.stripes - 1
+        if kept is not None and kept.stripes != fragment.stripes:
+            self._drop(number)
+            kept = None
+        if kept is None:
+            kept = self._make_record(number, fragment.stripes)
+        kept.step = step
+        kept.fragments[fragment.stripe] = (fragment, self._cells(kept.slot).write(fragment, step, payload))
+        return kept.complete
+
+    def _compare(self, kept: _KeptRecord, fragment: Fragment) -> None:
+        """Look at what is here of a record that is sent once more: its owner, or we, were away for a while."""
+        known = kept.fragments.get(fragment.stripe)
+        same = known is not None and (known[0].checksum, known[0].digest) == (fragment.checksum, fragment.digest)
+        problem = check(*known) if known is not None and same else "it is another record of the same number"
+        if problem:
+            self._drop(fragment.record)
+            raise DamagedStateError(f"what was kept of it is dropped, and it is to be sent anew: {problem}")
+
+    def _is_too_old(self, number: int) -> bool:
+        """Whether a record would take the slot of a later one: there are as many slots as records that are needed."""
+        return not self._free and STATIC < number < min(one for one in self._records if one != STATIC)
+
+    def _make_record(self, number: int, stripes: int) -> _KeptRecord:
+        if number != STATIC and not self._free:
+            self._drop(min(one for one in self._records if one != STATIC))
+        slot = _STATIC_SLOT if number == STATIC else self._free[0]
+        beyond = (stripes - self._in_slot(slot)) * self._cell_bytes
+        more = self._rooms.get(slot)
+        if beyond > 0 and (more is None or more.view.nbytes < beyond):
+            self._remove_room(slot)
+            self._add_room(slot, beyond)
+        if number != STATIC:
+            self._free.pop(0)
+        kept = self._records[number] = _KeptRecord(slot, stripes)
+        return kept
+
+    def _find_records(self) -> None:
+        """Take up the records that are whole in memory of a process that has died; nothing else stays there."""
+        for slot in [*([_STATIC_SLOT] if _STATIC_SLOT in self._rooms else []), *range(self.window.kept)]:
+            cells = self._cells(slot)
+            found = cells.find()
+            number = found[0].fragment.record if found else None
+            misplaced = (number == STATIC) != (slot == _STATIC_SLOT) or number in self._records
+            if number is None or misplaced or any(self.misfit(one.fragment) for one in found):
+                cells.clear()
+                continue
+            kept = self._records[number] = _KeptRecord(slot, len(found))
+            kept.step = found[0].step
+            kept.fragments = {one.fragment.stripe: (one.fragment, one.payload) for one in found}
+            if slot in self._free:
+                self._free.remove(slot)
+
+    def abandon(self, record: int) -> None:
+        """No more comes of a record: what is here of it is of no use."""
+        if record in self._records:
+            self._drop(record)
+
+    def drop_up_to(self, record: int) -> None:
+        """Nobody can need these records any more. What still comes of them is acknowledged, and not kept."""
+        self._past = max(self._past, record)
+        for number in [one for one in self._records if STATIC < one <= record]:
+            self._drop(number)
+
+    def drop_beyond(self, record: int) -> None:
+        """These belong to a past that is not gone on with."""
+        for number in [one for one in self._records if one > record]:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        kept = self._records.pop(number)
+        kept.fragments.clear()
+        self._cells(kept.slot).clear()
+        if number != STATIC:
+            self._free.append(kept.slot)
+
+    # Memory
+
+    @property
+    def _cell_bytes(self) -> int:
+        return _STAMP_BYTES + self._unit
+
+    def _in_slot(self, slot: int) -> int:
+        """Stripes for which there is room without more being reserved."""
+        return 0 if slot == _STATIC_SLOT else self._sizes.stripes
+
+    def _cells(self, slot: int) -> _Cells:
+        parts = []
+        if slot != _STATIC_SLOT:
+            parts.append(self._rooms[SLOTS].view[slot * self._slot_bytes : (slot + 1) * self._slot_bytes])
+        if slot in self._rooms:
+            parts.append(self._rooms[slot].view)
+        return _Cells(self.window, self._unit, parts)
+
+    def _add_room(self, slot: int, nbytes: int) -> None:
+        room = self._rooms[slot] = self._reserve(nbytes)
+        if self._keeper is not None:
+            self._keeper.keep(Place(self.window, self._unit, slot), room)
+
+    def _remove_room(self, slot: int) -> None:
+        room = self._rooms.pop(slot, None)
+        if room is None:
+            return
+        room.close()
+        if self._keeper is not None:
+            self._keeper.let_go(Place(self.window, self._unit, slot))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is reserved."""
+        return sum(room.view.nbytes for room in self._rooms.values())
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._records.clear()
+        for slot in list(self._rooms):
+            self._remove_room(slot)
+
+    def leave(self) -> None:
+        """Unmap the memory; its keeper keeps it."""
+        self._records.clear()
+        for room in self._rooms.values():
+            room.close()
+        self._rooms.clear()
+
+    # What is here
+
+    def fragment(self, record: int, stripe: int) -> tuple[Fragment, memoryview] | None:
+        """One fragment of a record that is complete, with its bytes."""
+        kept = self._records.get(record)
+        return kept.fragments.get(stripe) if kept is not None and kept.complete else None
+
+    def manifest(self, record: int) -> tuple[int, bytes] | None:
+        """Bytes of a record that is complete here, and the digests of its stripes."""
+        kept = self._records.get(record)
+        if kept is None or not kept.complete:
+            return None
+        headers = [kept.fragments[stripe][0] for stripe in range(kept.stripes)]
+        return sum(one.length for one in headers), b"".join(one.digest for one in headers)
+
+    def records(self) -> list[int]:
+        """Those that are complete, ascending."""
+        return sorted(number for number, kept in self._records.items() if kept.complete and number != STATIC)
+
+    def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldPieces:
+        """What is here, for the plan.
+
+        Args:
+            node: this one.
+            fingerprint: of the model that is to be resumed; None: there is nothing to compare with.
+        """
+        window, records = self.window, self.records()
+        difference = first_difference(self.spec.fingerprint(), fingerprint) if fingerprint is not None else None
+        static = self._records.get(STATIC)
+        return HeldPieces(
+            node=node,
+            owner=window.owner,
+            piece=window.piece,
+            data=window.data,
+            generation=window.generation,
+            base=window.base,
+            period=window.period,
+            private=window.private,
+            replicas=window.replicas,
+            records=tuple(records),
+            steps=tuple(self._records[number].step for number in records),
+            history=window.history,
+            static=not window.static or (static is not None and static.complete),
+            world_size=self.spec.world_size,
+            digest=self.spec.digest(),
+            sharding=self.spec.sharding(),
+            problem=difference or "",
+        )

@@ -1,0 +1,113 @@
+"""Asks of which layout a state is that is to be read from peers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from memckpt.protocol.replication import BadSourceSeen, Described, UnitSource
+from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
+from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs, WireMessage
+from memckpt.state.layout import StateSpec
+from memckpt.state.received import read_spec
+
+
+class Asking:
+    """One question to all that have the state: what most of them say counts.
+
+    Args:
+        source: of the state.
+        number: makes a number that no other question has.
+        send: gives a message to a node.
+
+    Attributes:
+        requests: the numbers of what is asked.
+        result: None until it is there.
+    """
+
+    def __init__(
+        self, source: UnitSource, number: Callable[[], int], send: Callable[[str, WireMessage], None], now: float
+    ) -> None:
+        self._source = source
+        self._started = now
+        self._said: dict[str, bytes | None] = {}
+        generation = LIVE_ALL if source.live is not None else source.generation
+        self._nodes = {source.live} if source.live is not None else {node for node, _ in source.pieces}
+        #: Of the node and ranks that have the rest, where pieces have only what is these ranks' own.
+        self._replica = source.replica if source.live is None and source.private else None
+        self._replica_said: list[bytes | None] = []
+        self._request, self._replica_request = number(), number()
+        self.requests = {self._request, self._replica_request}
+        self.result: Described | None = None
+        if self._replica is not None:
+            node, ranks = self._replica
+            send(node, AskWindow(self._replica_request, ranks, LIVE_SHARED))
+        for node in sorted(self._nodes):
+            send(node, AskWindow(self._request, source.ranks, generation))
+
+    def answered(self, peer: str, message: Manifest | Got | WindowIs | GotNone, now: float) -> None:
+        """A source has said something; what others say, or what it says once more, does not count."""
+        if self.result is not None:
+            return
+        spec = message.spec if isinstance(message, WindowIs) else None
+        if message.request == self._request and peer in self._nodes:
+            self._said.setdefault(peer, spec)
+        elif message.request == self._replica_request and self._replica is not None and peer == self._replica[0]:
+            self._replica_said.append(spec)
+        if set(self._said) >= self._nodes and (self._replica is None or self._replica_said):
+            self._count()
+
+    def tend(self, now: float) -> None:
+        """After a while, those count that have answered."""
+        if self.result is None and now - self._started > PATIENCE_SECONDS:
+            self._count()
+
+    def _count(self) -> None:
+        ranks = self._source.ranks
+        votes = Counter(one for one in self._said.values() if one is not None).most_common(2)
+        silent = {node for node in self._nodes if self._said.get(node) is None}
+        if not votes:
+            problem = f"ranks {list(ranks)}: nobody says what their state consists of"
+            self.result = Described(ranks, None, problem, self._bad(silent))
+            return
+        if len(votes) > 1 and votes[0][1] == votes[1][1]:
+            problem = f"ranks {list(ranks)}: {', '.join(sorted(self._said))} say different things of their state"
+            self.result = Described(ranks, None, problem, self._bad(self._nodes))
+            return
+        chosen = votes[0][0]
+        try:
+            spec = read_spec(chosen)
+        except ValueError as error:
+            self.result = Described(ranks, None, f"ranks {list(ranks)}: {error}", self._bad(self._nodes))
+            return
+        problem = self._differs(spec)
+        if problem and self._replica is not None:
+            node, others = self._replica
+            bad = BadSourceSeen(node, others, "", not self._replica_said)
+            self.result = Described(ranks, None, problem, (bad,))
+            return
+        self.result = Described(
+            ranks, spec, "", self._bad({one for one in self._nodes if self._said.get(one) != chosen})
+        )
+
+    def _differs(self, spec: StateSpec) -> str:
+        """Why the bytes of the replica do not fit where they are to go, in words; empty if they do."""
+        if self._replica is None:
+            return ""
+        node, ranks = self._replica
+        said = self._replica_said[0] if self._replica_said else None
+        if said is None:
+            return f"{node} does not say what the state of ranks {list(ranks)} consists of"
+        try:
+            other = read_spec(said)
+        except ValueError as error:
+            return f"{node}: the layout of ranks {list(ranks)} cannot be read: {error}"
+        ours, theirs = (
+            (one.params, one.optimizers, one.static, one.period, one.mode == "capture") for one in (spec, other)
+        )
+        return "" if ours == theirs else f"ranks {list(ranks)} on {node} are protected with another layout"
+
+    def _bad(self, nodes: set[str]) -> tuple[BadSourceSeen, ...]:
+        generation = "" if self._source.live is not None else self._source.generation
+        ranks, said = self._source.ranks, self._said
+        return tuple(BadSourceSeen(node, ranks, generation, node not in said) for node in sorted(nodes))

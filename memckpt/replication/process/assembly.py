@@ -1,0 +1,99 @@
+"""A record on its way here: which stripes of it were asked from whom, and what has come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import STRIPE_BYTES
+from memckpt.replication.coding.fragments import Fragment
+from memckpt.replication.transport.wire import Manifest
+
+
+class Stripe:
+    """What has become of one stripe.
+
+    Attributes:
+        asked: nodes that were asked for their piece of it, and which that is.
+        here: what they have given that may be of use.
+        useless: those that have given something else.
+        wanted: how many of them it takes.
+        suspects: who has given what, put together, is not the stripe.
+    """
+
+    def __init__(self, wanted: int) -> None:
+        self.asked: dict[str, int | None] = {}
+        self.here: dict[str, tuple[Fragment | None, bytes]] = {}
+        self.useless: set[str] = set()
+        self.suspects: set[str] = set()
+        self.wanted = wanted
+
+
+class Part:
+    """A record that is to be read, and from whom.
+
+    Args:
+        owner, generation, record: which.
+        sources: node and piece of each; a piece of None: whole stripes of the node's own.
+        needed: how many of them make a stripe whole.
+
+    Attributes:
+        manifests: what sources have said that it consists of.
+        manifest: what most have said.
+        lost: sources that it is not read from any more, and why.
+        open: by source, how many of its questions are not answered.
+    """
+
+    def __init__(
+        self,
+        owner: tuple[int, ...],
+        generation: str,
+        record: int,
+        sources: Sequence[tuple[str, int | None]],
+        needed: int,
+    ) -> None:
+        self.owner, self.generation, self.record = owner, generation, record
+        self.sources = dict(sources)
+        self.needed = needed
+        self.request = 0
+        self.live = None in self.sources.values()
+        self.manifests: dict[str, Manifest] = {}
+        self.manifest: Manifest | None = None
+        self.lost: dict[str, str] = {}
+        self.stripes: dict[int, Stripe] = {}
+        self.open: Counter[str] = Counter()
+        self.next_asked = 0
+        self.next_taken = 0
+
+    def __str__(self) -> str:
+        what = "what is sent once" if self.record == STATIC else f"record {self.record}"
+        return f"{what} of ranks {list(self.owner)}"
+
+    def usable(self) -> list[tuple[str, int | None]]:
+        """Sources that are left."""
+        return [(node, piece) for node, piece in self.sources.items() if node not in self.lost]
+
+    @property
+    def count(self) -> int:
+        """Of its stripes."""
+        assert self.manifest is not None
+        return -(-self.manifest.nbytes // STRIPE_BYTES)
+
+    def length(self, stripe: int) -> int:
+        """Bytes of a stripe."""
+        assert self.manifest is not None
+        return min(STRIPE_BYTES, self.manifest.nbytes - stripe * STRIPE_BYTES)
+
+    def digest(self, stripe: int) -> bytes:
+        """Of a stripe, as most holders say; empty where the owner says it with the stripe."""
+        assert self.manifest is not None
+        return self.manifest.digests[16 * stripe : 16 * (stripe + 1)]
+
+    def waiting(self, stripe: Stripe) -> list[str]:
+        """Who was asked for a stripe and has not answered."""
+        return [
+            node
+            for node in stripe.asked
+            if node not in stripe.here and node not in stripe.useless and node not in self.lost
+        ]

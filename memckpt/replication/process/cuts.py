@@ -1,0 +1,331 @@
+"""States that this node protects by value, one at a time, where its links do not carry every record.
+
+The agent has the state after a record copied. The copy is cut into T virtual records, anchors without gradients, which
+the node's own holder keeps first: training goes on beyond what the slots reach back to, and whoever survives has to go
+back to that state, too. From there they are sent to the holders of their pieces, as slowly as the links take them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from memckpt.errors import MemckptError
+from memckpt.memory.region import Region
+from memckpt.protocol.replication import StateTaken, TakeState
+from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail
+from memckpt.replication.coding.code import Code
+from memckpt.replication.coding.fragments import seal_stripe
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow
+from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.process.source import replica_parts
+from memckpt.replication.transport.wire import Window, WireMessage
+from memckpt.state.layout import Layout
+from memckpt.state.records import RecordMeta, encode_meta
+
+_log = logging.getLogger("memckpt.courier")
+#: Copied before the loop looks at what has arrived.
+_COPY_BYTES = 16 << 20
+#: In the name of what a node keeps of a state of its own.
+_OWN = "/own"
+
+
+class _Taken:
+    """A copy of a state, read as virtual records. Owns its regions."""
+
+    def __init__(self, message: StateTaken, regions: list[Region]) -> None:
+        self.message = message
+        self.layout = Layout(message.spec)
+        self._regions = regions
+
+    @property
+    def records(self) -> range:
+        return range(self.message.record - self.message.spec.period + 1, self.message.record + 1)
+
+    def open(self, record: int) -> Blob:
+        """The bytes of a virtual record, or of what is static."""
+        told, layout = self.message, self.layout
+        if record == STATIC:
+            everything = (Extent(0, self._regions[1].nbytes),)
+            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._regions[1].map)])
+        view = memoryview(self._regions[0].map)
+        extents: list[Extent] = []
+        views: list[memoryview] = []
+        for target, start, nbytes in replica_parts(layout, record):
+            if nbytes:
+                extents.append(Extent(target, nbytes))
+                views.append(view[start : start + nbytes])
+        last = record == told.record
+        offset, nbytes = layout.by_value_area()
+        if last and nbytes:
+            extents.append(Extent(offset, nbytes))
+            views.append(view[layout.state_bytes : layout.state_bytes + nbytes])
+        meta = encode_meta(RecordMeta(record, told.record, True, (), told.missing, told.plain))
+        states = told.rank_states if last else {}
+        return Blob(RecordTail(told.step if last else 0, meta, states, tuple(extents)), views)
+
+    def close(self) -> None:
+        for region in self._regions:
+            region.close()
+
+
+class _Stripes:
+    """A record of which a node keeps all stripes itself."""
+
+    def __init__(self, kept: KeptWindow, record: int, nbytes: int, stripes: int) -> None:
+        self._kept, self._record = kept, record
+        self.nbytes, self.stripes = nbytes, stripes
+
+    def stripe(self, index: int) -> memoryview:
+        found = self._kept.fragment(self._record, index)
+        assert found is not None
+        return found[1]
+
+    def release(self) -> None:
+        pass
+
+
+class _OwnCopy:
+    """What the node itself keeps of a state, as a source. Belongs to the holder."""
+
+    def __init__(self, kept: KeptWindow, step: int) -> None:
+        self._kept, self._step = kept, step
+
+    def open(self, record: int) -> _Stripes | None:
+        found = self._kept.manifest(record)
+        if found is None:
+            return None
+        nbytes, digests = found
+        return _Stripes(self._kept, record, nbytes, len(digests) // 16)
+
+    def intact(self, record: int) -> bool:
+        return True
+
+    def step(self, record: int) -> int:
+        return self._step
+
+    def close(self) -> None:
+        pass
+
+
+class Cuts:
+    """Belongs to a member.
+
+    Args:
+        node: this one's name.
+        attempt: its nonce.
+        code: of the pieces.
+        tolerate: m.
+        holder: keeps this node's own copies; the caller's.
+        owners: by their ranks, who sends the states of this node; :meth:`close` closes them.
+        ask: has the agent copy a state.
+
+    Attributes:
+        ordered: the record whose state is to be protected; 0: none was yet.
+        missed: one of which that cannot be.
+        problem: why, in words.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        attempt: str,
+        code: Code,
+        tolerate: int,
+        holder: Holder,
+        owners: Mapping[tuple[int, ...], Owner],
+        ask: Callable[[TakeState], None],
+    ) -> None:
+        self._node, self._attempt, self._code = node, attempt, code
+        self._own_code = Code(1, tolerate)
+        self._holder = holder
+        self._owners = owners
+        self._ask = ask
+        self.ordered = self.missed = 0
+        self.problem = ""
+        self._watermark = 0
+        #: By unit, the own copies: their records and the names under which they are kept.
+        self._kept: dict[tuple[int, ...], dict[int, str]] = {ranks: {} for ranks in owners}
+        #: Copies for which memory is yet to be had, and those that are being kept.
+        self._arrived: list[_Taken] = []
+        self._copying: deque[tuple[_Taken, Iterator[int]]] = deque()
+        #: More memory for what is being kept is yet to be had.
+        self._waits = False
+
+    def close(self) -> None:
+        self._drop_copies()
+        for owner in self._owners.values():
+            owner.close()
+
+    def _drop_copies(self) -> None:
+        for taken in [*self._arrived, *(taken for taken, _ in self._copying)]:
+            taken.close()
+        self._arrived.clear()
+        self._copying.clear()
+
+    @property
+    def owners(self) -> Collection[Owner]:
+        return self._owners.values()
+
+    @property
+    def acknowledged(self) -> int:
+        """The newest record whose state this node and all its holders have."""
+        return min((owner.acknowledged for owner in self._owners.values()), default=0)
+
+    def acknowledged_of(self, ranks: tuple[int, ...]) -> int:
+        """The newest record whose state all holders of a unit have."""
+        return self._owners[ranks].acknowledged
+
+    def hold(self, record: int) -> bool:
+        """Whether this node and all its holders have the state after a record."""
+        return all(owner.holds(record) for owner in self._owners.values())
+
+    def passed(self, watermark: int) -> None:
+        """The watermark has got so far: states before it are not needed any more."""
+        self._watermark = max(self._watermark, watermark)
+        for ranks, owner in self._owners.items():
+            owner.passed(watermark)
+            self._let_go(ranks, [record for record in self._kept[ranks] if record < watermark])
+
+    def order(self, record: int) -> None:
+        """Protect the state after this record, and none that was to be protected before and is not."""
+        if record <= self.ordered:
+            return
+        self.ordered = record
+        self._drop_copies()
+        for ranks, owner in self._owners.items():
+            owner.supersede()
+            self._let_go(ranks, [one for one in self._kept[ranks] if one > self._watermark])
+        self._ask(TakeState(record))
+
+    def _let_go(self, ranks: tuple[int, ...], records: Sequence[int]) -> None:
+        for record in records:
+            self._holder.let_go_of(ranks, self._kept[ranks].pop(record))
+
+    def miss(self, record: int, problem: str) -> None:
+        """A state was not copied, or there is no room for it."""
+        if record == self.ordered:
+            self.missed, self.problem = record, problem
+
+    def take(self, message: StateTaken, regions: list[Region]) -> None:
+        """The state of some ranks has been copied."""
+        taken = _Taken(message, regions)
+        if message.ranks not in self._owners or message.record != self.ordered or self.missed == self.ordered:
+            taken.close()
+            return
+        self._arrived.append(taken)
+        self._keep_arrived()
+
+    def _keep_arrived(self) -> None:
+        """Begin to keep copies for which there is room."""
+        for taken in list(self._arrived):
+            told = taken.message
+            window = self._window(told)
+            own = msgspec.structs.replace(window, generation=window.generation + _OWN, data=1, piece=0)
+            try:
+                kept = self._holder.keep_own(own, self._own_code)
+            except BeingReservedError:
+                continue  # asked for again in the loop's next turn
+            except (MemckptError, ValueError) as error:
+                self._arrived.remove(taken)
+                taken.close()
+                self.miss(told.record, f"the state of ranks {list(told.ranks)} is not kept here: {error}")
+                continue
+            self._arrived.remove(taken)
+            self._kept[told.ranks][told.record] = own.generation
+            self._copying.append((taken, self._copy(taken, window, kept, self._owners[told.ranks])))
+
+    def _window(self, message: StateTaken) -> Window:
+        spec = message.spec
+        sizes = sizes_of(spec, private=False, cut=True)
+        return Window(
+            owner=message.ranks,
+            node=self._node,
+            generation=message.generation,
+            attempt=self._attempt,
+            piece=0,
+            data=self._code.data,
+            tolerate=self._code.tolerate,
+            base=message.record,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
+            private=False,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
+            history=message.history,
+            spec=msgspec.msgpack.encode(spec),
+            cut=True,
+        )
+
+    def _copy(self, taken: _Taken, window: Window, kept: KeptWindow, owner: Owner) -> Iterator[int]:
+        """Keep a state, and have it sent from there; yields the bytes of each step, 0 while there is no room yet."""
+        told = taken.message
+        for record in ([STATIC] if window.static else []) + list(taken.records):
+            blob = taken.open(record)
+            for stripe in range(blob.stripes):
+                data = blob.stripe(stripe)
+                fragment, payload = seal_stripe(
+                    self._own_code,
+                    data,
+                    generation=kept.window.generation,
+                    owner=told.ranks,
+                    record=record,
+                    stripe=stripe,
+                    stripes=blob.stripes,
+                )[0]
+                while True:
+                    try:
+                        kept.put(fragment, told.step, payload)
+                        break
+                    except BeingReservedError:
+                        yield 0
+                yield len(payload)
+            blob.release()
+        self.problem = ""
+        owner.begin(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to copy, and room for it."""
+        return bool(self._copying) and not self._waits
+
+    def work(self) -> None:
+        """Copy some."""
+        self._keep_arrived()
+        left, self._waits = _COPY_BYTES, False
+        while self._copying and left > 0 and not self._waits:
+            taken, steps = self._copying[0]
+            try:
+                copied = next(steps, None)
+            except MemckptError as error:  # no room for what is larger than such a record is as a rule
+                copied = None
+                self.miss(taken.message.record, str(error))
+            if copied is None:
+                self._copying.popleft()
+                taken.close()
+            else:
+                left -= copied
+                self._waits = not copied
+
+
+def cuts_for(
+    node: str,
+    attempt: str,
+    code: Code,
+    holder: Holder,
+    units: Collection[tuple[int, ...]],
+    holders: Sequence[str],
+    send: Callable[[str, WireMessage, memoryview | bytes], None],
+    room: Callable[[str], int],
+    ask: Callable[[TakeState], None],
+) -> Cuts:
+    """The states of a node's units on their way to its holders."""
+    owners = {ranks: Owner(ranks, code, holders, send, room, 0) for ranks in units}
+    return Cuts(node, attempt, code, code.tolerate, holder, owners, ask)

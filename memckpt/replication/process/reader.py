@@ -1,0 +1,398 @@
+"""Reads a state out of peers' memory: pieces of its records from all who keep them at once, or a living node's own."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import xxhash
+
+from memckpt.errors import DamagedPiecesError, DamagedStateError
+from memckpt.memory.region import Region
+from memckpt.protocol.replication import BadSourceSeen, Filled, UnitSource
+from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
+from memckpt.replication.coding.code import STRIPE_BYTES, Code
+from memckpt.replication.coding.fragments import decode_stripe
+from memckpt.replication.process.assembly import Part, Stripe
+from memckpt.replication.process.source import rooms_for
+from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
+from memckpt.state.layout import Layout, StateSpec
+
+_log = logging.getLogger("memckpt.courier")
+#: Stripes that are asked for ahead of the one that is needed next.
+_AHEAD = 64
+#: A source that says nothing for so long is taken for lost.
+PATIENCE_SECONDS = 10.0
+#: After so many bytes progress is reported, and at the end of each record.
+PROGRESS_BYTES = 64 << 20
+#: In place of a generation's name: what a living node hands out itself, all of it or what every replica has.
+LIVE_ALL, LIVE_SHARED = "live", "live shared"
+
+
+class Reader:
+    """One state on its way into regions; closes them.
+
+    Args:
+        source: as the plan says.
+        spec: of the generation that is filled.
+        regions: its slots, then static where present.
+        code: of the pieces.
+        send: gives a message to a node.
+        number: makes a number that no other question has.
+        progress: told how many bytes more are here, now and then.
+
+    Attributes:
+        taken_bytes: of the state, that are where they belong.
+        expected_bytes: of it; what is not known yet counts as the room for it.
+    """
+
+    def __init__(
+        self,
+        source: UnitSource,
+        spec: StateSpec,
+        regions: list[Region],
+        code: Code,
+        send: Callable[[str, WireMessage], None],
+        number: Callable[[], int],
+        progress: Callable[[int], None],
+        now: float,
+    ) -> None:
+        self.source = source
+        self._layout = Layout(spec)
+        self._regions = regions
+        self._slots, self._static = regions[0], regions[1] if len(regions) > 1 else None
+        self._code = code
+        self._send = send
+        self._progress = progress
+        self._parts = self._plan_parts(self._static is not None)
+        self._bad: dict[BadSourceSeen, None] = {}
+        self._metas: dict[int, bytes] = {}
+        #: Of the record, and of the one before it where that is wanted.
+        self._steps: dict[int, int] = {}
+        self._rank_states: dict[int, dict[int, bytes]] = {
+            number: {} for number in range(source.record - source.before, source.record + 1)
+        }
+        self._nbytes = 0
+        self._unreported = 0
+        #: When a source that is waited for last did what it was asked, or was asked.
+        self._heard: dict[str, float] = {}
+        #: Sources that were given up since they said nothing.
+        self._silent: set[str] = set()
+        self._into: BlobReader | None = None
+        self.result: Filled | None = None
+        self.taken_bytes = 0
+        self.expected_bytes = sum(self._room_bytes(part.record) for part in self._parts)
+        for part in self._parts:
+            part.request = number()
+            for node in part.sources:
+                self._heard[node] = now
+                self._send(node, AskManifest(part.request, part.owner, part.generation, part.record))
+        self._go_on(now)
+
+    def _plan_parts(self, static: bool) -> list[Part]:
+        source = self.source
+        oldest = source.record - source.before
+        window = range(oldest - self._layout.spec.period + 1, source.record + 1)
+        if source.live is not None:
+            return self._live_parts(source.live, source.ranks, LIVE_ALL, window, static)
+        pieces: list[tuple[str, int | None]] = [*source.pieces]
+        shared: list[Part] = []
+        numbers = [STATIC] * static + list(range(oldest - source.period + 1, source.record + 1))
+        if source.private:
+            assert source.replica is not None
+            shared = self._live_parts(*source.replica, LIVE_SHARED, window, static)
+            numbers = list(range(oldest, source.record + 1))
+        return [*shared, *(Part(source.ranks, source.generation, one, pieces, source.data) for one in numbers)]
+
+    @staticmethod
+    def _live_parts(
+        node: str, ranks: tuple[int, ...], generation: str, window: Sequence[int], static: bool
+    ) -> list[Part]:
+        return [Part(ranks, generation, record, [(node, None)], 1) for record in [STATIC] * static + list(window)]
+
+    def close(self) -> None:
+        """Let go of the regions; whether all is there or not."""
+        self._into = None
+        for region in self._regions:
+            region.close()
+
+    @property
+    def requests(self) -> set[int]:
+        """Numbers of the questions that are open."""
+        return {part.request for part in self._parts} if self.result is None else set()
+
+    # What peers answer
+
+    def _part_of(self, peer: str, request: int) -> Part | None:
+        """What a source speaks of; None: it was not asked that, or does not count any more."""
+        if self.result is not None:
+            return None
+        for part in self._parts:
+            if part.request == request and peer in part.sources and peer not in part.lost:
+                return part
+        return None
+
+    def got_manifest(self, peer: str, message: Manifest, now: float) -> None:
+        """What a record consists of, as a source says."""
+        part = self._part_of(peer, message.request)
+        if part is None or part.manifest is not None or peer in part.manifests:
+            return
+        self._heard[peer] = now
+        stripes = -(-message.nbytes // STRIPE_BYTES)
+        most = self._room_bytes(part.record) + MOST_TAIL_BYTES
+        if not 1 <= message.nbytes <= most or len(message.digests) != (0 if part.live else 16 * stripes):
+            self._lose(part, peer, "what it says of the record makes no sense", now)
+            return
+        part.manifests[peer] = message
+        self._go_on(now)
+
+    def got(self, peer: str, message: Got, payload: bytes, now: float) -> None:
+        """A fragment, or a stripe."""
+        part = self._part_of(peer, message.request)
+        stripe = part.stripes.get(message.stripe) if part is not None else None
+        if part is None or stripe is None or peer not in part.waiting(stripe):
+            return
+        self._answered(part, peer, now)
+        self._nbytes += len(payload)
+        problem = self._check(part, stripe.asked[peer], message, payload)
+        if problem:
+            stripe.useless.add(peer)
+            self._note_bad(part, peer, problem)
+            self._want(part, message.stripe, now)
+        else:
+            stripe.here[peer] = (message.fragment, payload)
+        self._go_on(now)
+
+    def _check(self, part: Part, piece: int | None, message: Got, payload: bytes) -> str:
+        """Why something is not what was asked for, in words; empty if it may be. What a digest shows comes later."""
+        fragment = message.fragment
+        if part.live:
+            if fragment is not None or len(payload) != part.length(message.stripe):
+                return f"expected a stripe of {part.length(message.stripe)} bytes, found {len(payload)}"
+            right = xxhash.xxh3_128_digest(payload) == message.digest
+            return "" if right else "the stripe has not the digest that comes with it"
+        if fragment is None or fragment.piece != piece:
+            return f"expected piece {piece}, found {'none' if fragment is None else fragment.piece}"
+        return "" if fragment.digest == part.digest(message.stripe) else "it names another digest than most"
+
+    def got_none(self, peer: str, message: GotNone, now: float) -> None:
+        """A source does not have what it should."""
+        part = self._part_of(peer, message.request)
+        if part is None:
+            return
+        self._heard[peer] = now
+        if part.manifest is None and not part.live:
+            # It may have others: sources are named that have a part of what is needed.
+            part.lost[peer] = message.reason
+            self._go_on(now)
+        else:
+            self._lose(part, peer, message.reason, now)
+
+    def tend(self, now: float) -> None:
+        """Give up sources that say nothing. To be called every second or so."""
+        for peer in self._waiting_for():
+            if now - self._heard[peer] > PATIENCE_SECONDS:
+                reason = f"it has not answered for {PATIENCE_SECONDS:.0f} s"
+                self._silent.add(peer)
+                parts = [part for part in self._parts if peer in part.sources]
+                for part in parts:
+                    self._note_bad(part, peer, reason)
+                for part in parts:
+                    self._lose(part, peer, reason, now)
+
+    def _waiting_for(self) -> set[str]:
+        if not self._parts or self.result is not None:
+            return set()
+        part = self._parts[0]
+        if part.manifest is None:
+            return {node for node, _ in part.usable()} - set(part.manifests)
+        return {node for node, _ in part.usable() if part.open[node] > 0}
+
+    def _answered(self, part: Part, peer: str, now: float) -> None:
+        self._heard[peer] = now
+        part.open[peer] -= 1
+
+    def _lose(self, part: Part, peer: str, reason: str, now: float) -> None:
+        """Read a record from the others instead."""
+        if self.result is not None or peer in part.lost:
+            return
+        self._note_bad(part, peer, reason)
+        part.lost[peer] = reason
+        for number in sorted(part.stripes):
+            self._want(part, number, now)
+        self._go_on(now)
+
+    def _note_bad(self, part: Part, peer: str, reason: str) -> None:
+        seen = BadSourceSeen(peer, part.owner, "" if part.live else part.generation, peer in self._silent)
+        if seen not in self._bad:
+            _log.warning("%s cannot be read from %s: %s", part, peer, reason)
+        self._bad[seen] = None
+
+    # Reading on
+
+    def _go_on(self, now: float) -> None:
+        while self.result is None:
+            if not self._parts:
+                self._finish()
+                return
+            part = self._parts[0]
+            if part.manifest is None and not self._vote(part):
+                return
+            if self._into is None:
+                self._into = BlobReader(self._rooms(part.record))
+            self._ask_ahead(part, now)
+            if self.result is not None or not self._take(part, now):
+                return
+
+    def _vote(self, part: Part) -> bool:
+        """Once all sources have said what the record consists of, take what most say."""
+        alive = [node for node, _ in part.usable()]
+        said = {peer: (one.nbytes, one.digests) for peer, one in part.manifests.items() if peer in alive}
+        if len(said) < len(alive):
+            return False
+        votes = Counter(said.values()).most_common(2)
+        if len(alive) < part.needed:
+            self._fail(part, f"{len(alive)} of {part.needed} pieces needed can be read", part.lost)
+            return False
+        if len(votes) > 1 and votes[0][1] == votes[1][1]:
+            self._fail(part, f"{', '.join(sorted(said))} say different things of it", said)
+            return False
+        (nbytes, digests), _ = votes[0]
+        part.manifest = Manifest(part.request, part.record, nbytes, digests)
+        self.expected_bytes += nbytes - self._room_bytes(part.record)
+        for peer, what in said.items():
+            if what != votes[0][0]:
+                part.lost[peer] = "it says other things of the record than most"
+                self._note_bad(part, peer, part.lost[peer])
+        return True
+
+    def _rooms(self, record: int) -> list[Room]:
+        if record == STATIC:
+            assert self._static is not None
+            return [Room(0, memoryview(self._static.map))]
+        return rooms_for(self._layout, self._slots.map, record)
+
+    def _room_bytes(self, record: int) -> int:
+        return sum(room.view.nbytes for room in self._rooms(record))
+
+    def _ask_ahead(self, part: Part, now: float) -> None:
+        limit = min(part.next_taken + _AHEAD, part.count)
+        while part.next_asked < limit and self.result is None:
+            number, part.next_asked = part.next_asked, part.next_asked + 1
+            part.stripes[number] = Stripe(part.needed)
+            self._want(part, number, now)
+
+    def _want(self, part: Part, number: int, now: float) -> None:
+        """Ask sources that were not asked yet for a stripe, as many as it takes that all that it wants can come."""
+        stripe = part.stripes[number]
+        missing = stripe.wanted - len(stripe.here) - len(part.waiting(stripe))
+        if missing <= 0 or self.result is not None:
+            return
+        others = [one for one in part.usable() if one[0] not in stripe.asked]
+        if len(others) < missing:
+            words = [f"{node}: {reason}" for node, reason in sorted(part.lost.items())]
+            words += [f"{node}: it gives something else" for node in sorted(stripe.useless)]
+            words += [f"{', '.join(sorted(stripe.suspects))}: what they have is not the stripe"] * bool(stripe.suspects)
+            problem = f"too few of the {part.needed} pieces needed of stripe {number} are left ({'; '.join(words)})"
+            self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
+            return
+        # In turns, so that all survivors' links carry their share.
+        first = (part.record + number) % len(others)
+        for node, piece in (others[first:] + others[:first])[:missing]:
+            if part.open[node] <= 0:
+                self._heard[node] = now
+            part.open[node] += 1
+            stripe.asked[node] = piece
+            self._send(node, Get(part.request, part.owner, part.generation, part.record, piece, number))
+
+    def _take(self, part: Part, now: float) -> bool:
+        """Take the next stripes if they are here; True when that was the last of the record."""
+        assert self._into is not None
+        try:
+            while part.next_taken < part.count:
+                stripe = part.stripes[part.next_taken]
+                if len(stripe.here) < stripe.wanted:
+                    return False
+                data = self._decode(part, part.next_taken, now)
+                if data is None:
+                    return False
+                self._into.take(data)
+                self.taken_bytes += len(data)
+                self._report(len(data))
+                del part.stripes[part.next_taken]
+                part.next_taken += 1
+                self._ask_ahead(part, now)
+                if self.result is not None:
+                    return False
+            self._note(part, self._into.finish())
+        except DamagedStateError as error:
+            # All that was read is what its owner has sent.
+            self._fail(part, str(error), dict(part.usable()))
+            return False
+        self._into = None
+        self._parts.pop(0)
+        self._report(0, end=True)
+        return True
+
+    def _report(self, nbytes: int, end: bool = False) -> None:
+        self._unreported += nbytes
+        if self._unreported >= (1 if end else PROGRESS_BYTES):
+            self._progress(self._unreported)
+            self._unreported = 0
+
+    def _decode(self, part: Part, number: int, now: float) -> bytes | None:
+        """The bytes of a stripe; None if more pieces of it have to come first."""
+        stripe = part.stripes[number]
+        if part.live:
+            return next(iter(stripe.here.values()))[1]
+        found = [(peer, fragment, payload) for peer, (fragment, payload) in stripe.here.items() if fragment is not None]
+        try:
+            data, bad = decode_stripe(
+                self._code,
+                found,
+                generation=part.generation,
+                owner=part.owner,
+                record=part.record,
+                stripe=number,
+                stripes=part.count,
+                length=part.length(number),
+            )
+        except DamagedPiecesError as error:
+            for peer in error.bad:
+                self._note_bad(part, peer, "its piece is damaged")
+            stripe.suspects = set() if error.bad else set(stripe.here)
+            stripe.wanted = len(stripe.here) + 1
+            self._want(part, number, now)
+            return None
+        for peer in bad:
+            self._note_bad(part, peer, "its piece is damaged")
+        return data
+
+    def _note(self, part: Part, tail: RecordTail) -> None:
+        if part.record == STATIC:
+            return
+        if tail.meta:
+            self._metas[part.record] = tail.meta
+        if part.record in self._rank_states:
+            self._steps[part.record] = tail.step
+            self._rank_states[part.record] |= tail.rank_states
+
+    def _finish(self) -> None:
+        record, states = self.source.record, self._rank_states
+        self.result = Filled(
+            ranks=self.source.ranks,
+            metas=self._metas,
+            step=self._steps[record],
+            rank_states=states[record],
+            nbytes=self._nbytes,
+            bad=tuple(self._bad),
+            before=(self._steps[record - 1], states[record - 1]) if self.source.before else None,
+        )
+
+    def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:
+        """It cannot be read from these sources."""
+        for peer in bad:
+            self._note_bad(part, peer, problem)
+        problem = f"{part} cannot be had: {problem}"
+        self.result = Filled(ranks=self.source.ranks, nbytes=self._nbytes, problem=problem, bad=tuple(self._bad))

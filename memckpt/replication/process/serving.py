@@ -1,0 +1,106 @@
+"""Hands out what this node has to peers that restore a state: pieces that it keeps, or records of its own."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+import xxhash
+
+from memckpt.memory.region import Region
+from memckpt.protocol.replication import SendGeneration
+from memckpt.replication.coding.blob import Blob
+from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
+from memckpt.replication.process.source import RegionSource
+from memckpt.replication.transport.wire import (
+    AskManifest,
+    AskWindow,
+    Get,
+    Got,
+    GotNone,
+    Manifest,
+    WindowIs,
+    WireMessage,
+)
+
+Question = AskManifest | Get | AskWindow
+_log = logging.getLogger("memckpt.courier")
+
+
+class Serving:
+    """Generations that stand still on this node, to be read by peers. Closes their regions."""
+
+    def __init__(self) -> None:
+        self._sources: dict[tuple[int, ...], RegionSource] = {}
+        self._blobs: dict[tuple[tuple[int, ...], str, int], Blob] = {}
+
+    def add(self, message: SendGeneration, regions: list[Region]) -> None:
+        """From now on this state is handed out, and no other one of these ranks."""
+        former = self._sources.pop(message.ranks, None)
+        for key in [key for key in self._blobs if key[0] == message.ranks]:
+            self._blobs.pop(key).release()
+        if former is not None:
+            former.close()
+        # Those whose states are wanted, with their by-value tensors.
+        wanted = (record for record, (_, _, rank_states) in message.records.items() if rank_states)
+        oldest = min(wanted, default=message.base)
+        source = RegionSource(
+            message.spec, message.number, message.base, regions, message.missing, message.plain, by_value_from=oldest
+        )
+        for record, (step, meta, rank_states) in message.records.items():
+            source.note(record, step, meta, rank_states)
+        self._sources[message.ranks] = source
+
+    def close(self) -> None:
+        for blob in self._blobs.values():
+            blob.release()
+        self._blobs.clear()
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+
+    def answer(self, question: Question) -> tuple[WireMessage | None, bytes | memoryview]:
+        """The answer to a peer, and the bytes beside it; None where it asks for pieces."""
+        if question.generation not in (LIVE_ALL, LIVE_SHARED):
+            return None, b""
+        source = self._sources.get(question.owner)
+        if source is None:
+            return GotNone(question.request, f"ranks {list(question.owner)} are not handed out here"), b""
+        if isinstance(question, AskWindow):
+            return WindowIs(question.request, question.owner, msgspec.msgpack.encode(source.spec)), b""
+        key = question.owner, question.generation, question.record
+        blob = self._blobs.get(key)
+        if blob is None:
+            blob = source.open(question.record, "all" if question.generation == LIVE_ALL else "shared")
+            if blob is None:
+                return GotNone(question.request, f"record {question.record} is not here any more"), b""
+            self._blobs[key] = blob
+        if isinstance(question, AskManifest):
+            return Manifest(question.request, question.record, blob.nbytes, b""), b""
+        if not 0 <= question.stripe < blob.stripes:
+            return GotNone(question.request, f"record {question.record} has {blob.stripes} stripes"), b""
+        stripe = blob.stripe(question.stripe)
+        digest = xxhash.xxh3_128_digest(stripe)
+        return Got(question.request, question.record, question.stripe, None, digest), stripe
+
+    @staticmethod
+    def answer_from(holder: Holder, question: Question) -> tuple[WireMessage, bytes | memoryview]:
+        """The same from the pieces that are kept."""
+        window = holder.window(question.owner, question.generation)
+        if window is None:
+            return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
+        match question:
+            case AskWindow():
+                return WindowIs(question.request, question.owner, window.window.spec), b""
+            case AskManifest():
+                found = window.manifest(question.record)
+                if found is None:
+                    return GotNone(question.request, f"record {question.record} is not complete here"), b""
+                return Manifest(question.request, question.record, *found), b""
+            case Get():
+                kept = window.fragment(question.record, question.stripe)
+                if kept is None:
+                    return GotNone(question.request, f"record {question.record} is not complete here"), b""
+                fragment, payload = kept
+                return Got(question.request, question.record, question.stripe, fragment), bytes(payload)

@@ -1,0 +1,305 @@
+"""One pair of couriers: numbering, acknowledging, sending again. No sockets, no clock.
+
+Messages go out in the order of their numbers, and a connection keeps it; only what is on its way when a connection ends
+is lost. So whoever receives sees each loss as a gap, at the latest in the next state, and asks for all from there on;
+the sender never guesses by time. Each going back begins a new turn, by which both ignore what was said of an older one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memckpt.errors import PeerOverrunError
+from memckpt.replication.transport.envelope import WIRE_VERSION, Data, Envelope, State, encode, parts_of
+
+Payload = bytes | memoryview
+
+MAX_MESSAGES = 100_000
+"""Messages that may wait for one peer."""
+MAX_ON_THE_WAY = 1024
+"""Messages that are handed over without an acknowledgement; less than what sockets take on both sides."""
+_ACKNOWLEDGE_BYTES = 1 << 20
+_ACKNOWLEDGE_MESSAGES = 128
+_RETIRED = 256
+
+
+class _Message(NamedTuple):
+    body: bytes
+    payload: Payload
+    nbytes: int
+
+
+@dataclass
+class Traffic:
+    """What went over a link; bytes are those of bodies and payloads."""
+
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    resent_bytes: int = 0
+    resent_messages: int = 0
+    received_bytes: int = 0
+    received_messages: int = 0
+
+
+class Link:
+    """What one side keeps of a pair.
+
+    Args:
+        node: our name.
+        own: our incarnation for this peer: another one for each link, so that nothing of a former link is taken.
+        address: at which we listen.
+        window_bytes: how much may be on its way without an acknowledgement.
+        hand: takes a message's frames, or returns False where there is no connection or no room; it takes all that
+            follow one another, or loses some that follow one another.
+
+    Attributes:
+        met: the peer's incarnation; empty before it has said ours.
+        heard: whether anything of the pair has come since the owner last set it to False.
+        down: the last message could not be handed over.
+        owes: what was received and has not been acknowledged yet.
+    """
+
+    def __init__(
+        self, node: str, own: str, address: str, window_bytes: int, hand: Callable[[Sequence[Payload]], bool]
+    ) -> None:
+        self.own = own
+        self.met = ""
+        self.retired: deque[str] = deque(maxlen=_RETIRED)
+        self.traffic = Traffic()
+        self.heard = False
+        self.down = False
+        self._node = node
+        self._address = address
+        self._window_bytes = window_bytes
+        self._hand = hand
+        self._waiting: deque[_Message] = deque()
+        self._waiting_bytes = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        # What we send: `_on_the_way` has the numbers up to `_next`, `_sent_up_to` is the highest ever handed over.
+        self._on_the_way: deque[_Message] = deque()
+        self.in_flight_bytes = 0
+        self._next = 0
+        self._sent_up_to = 0
+        self._turn = 0
+        self._probing = False
+        # What we receive.
+        self._expected = 0
+        self._seen = 0
+        self._gap = False
+        self._gap_told = -1
+        self._owed_bytes = 0
+        self._owed_messages = 0
+
+    # Sending
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        return self._waiting_bytes + self.in_flight_bytes
+
+    @property
+    def unacknowledged_messages(self) -> int:
+        return len(self._waiting) + len(self._on_the_way)
+
+    @property
+    def acknowledged_messages(self) -> int:
+        """Those of this pair that the peer has said that it has."""
+        return self._next - len(self._on_the_way)
+
+    def room(self) -> int:
+        return self._window_bytes - self.unacknowledged_bytes if self.met else 0
+
+    def send(self, body: bytes, payload: Payload) -> None:
+        """Queue a message.
+
+        Raises:
+            PeerOverrunError: too many wait already.
+        """
+        if self.unacknowledged_messages >= MAX_MESSAGES:
+            raise PeerOverrunError(
+                f"expected at most {MAX_MESSAGES} messages waiting for a peer, found {self.unacknowledged_messages}; "
+                "it does not read: forget it, or send less"
+            )
+        message = _Message(body, payload, len(body) + memoryview(payload).nbytes)
+        self._waiting.append(message)
+        self._waiting_bytes += message.nbytes
+        self.pump()
+
+    def pump(self) -> None:
+        """Hand over what waits, as far as the window goes; one message always, however large."""
+        while self._waiting and self.met and not self._probing:
+            message = self._waiting[0]
+            if self._on_the_way and (
+                self.in_flight_bytes + message.nbytes > self._window_bytes or len(self._on_the_way) >= MAX_ON_THE_WAY
+            ):
+                return
+            parts = parts_of(message.body)
+            envelope = Data(self._node, self.own, self.met, self._turn, self._next, len(parts))
+            if not self._hand((encode(envelope), *parts, message.payload)):
+                self._lost_connection()
+                return
+            self._waiting.popleft()
+            self._waiting_bytes -= message.nbytes
+            self._on_the_way.append(message)
+            self.in_flight_bytes += message.nbytes
+            self._next += 1
+            self._count_sent(message.nbytes)
+
+    def _count_sent(self, nbytes: int) -> None:
+        traffic = self.traffic
+        traffic.sent_bytes += nbytes
+        traffic.sent_messages += 1
+        if self._next > self._sent_up_to:
+            self._sent_up_to = self._next
+        else:
+            traffic.resent_bytes += nbytes
+            traffic.resent_messages += 1
+
+    def _lost_connection(self) -> None:
+        # What was on its way may be lost: nothing more goes out before the peer has said what it has.
+        self.down = True
+        if not self._probing:
+            self._probing = True
+            self._turn += 1
+
+    def tell(self, ask: bool = False, to: str | None = None) -> bool:
+        """Send our state: to the incarnation that we have met, or to one that we have not (`to`). False: it cannot."""
+        pair = to is None or to == self.met
+        state = State(
+            node=self._node,
+            incarnation=self.own,
+            meant=self.met if to is None else to,
+            turn=self._turn if pair else 0,
+            number=self._next if pair else 0,
+            expected=self._expected if pair else 0,
+            seen=self._seen if pair else 0,
+            gap=self._gap and pair,
+            ask=ask,
+            address=self._address,
+            version=WIRE_VERSION,
+        )
+        if not self._hand((encode(state),)):
+            self._lost_connection()
+            return False
+        self.down = False
+        if pair:
+            self._owed_bytes = self._owed_messages = 0
+        return True
+
+    def move(self, hand: Callable[[Sequence[Payload]], bool]) -> None:
+        """Hand over to another connection from now on."""
+        self._hand = hand
+        self._lost_connection()
+
+    def beat(self) -> bool:
+        """Send our state, and ask for the peer's where something depends on it."""
+        return self.tell(ask=not self.met or self._probing or bool(self._on_the_way))
+
+    @property
+    def owes(self) -> bool:
+        return self._owed_messages > 0
+
+    # Receiving
+
+    def take_data(self, data: Data, nbytes: int) -> str | None:
+        """Receive a message: None if it is the next one, else why it is dropped."""
+        if data.meant != self.own or data.incarnation in self.retired:
+            return "wrong incarnation"
+        self._meet(data)
+        self._see(data)
+        if data.number < self._expected:
+            # Its acknowledgement may be what was lost.
+            self._owed_messages += 1
+            return "duplicate"
+        if data.number > self._expected:
+            self._note_gap(data)
+            return "out of order"
+        self._expected += 1
+        self._gap = False
+        self._owed_bytes += nbytes
+        self._owed_messages += 1
+        self.traffic.received_bytes += nbytes
+        self.traffic.received_messages += 1
+        if self._owed_bytes >= _ACKNOWLEDGE_BYTES or self._owed_messages >= _ACKNOWLEDGE_MESSAGES:
+            self.tell()
+        return None
+
+    def take_state(self, state: State) -> str | None:
+        """Receive a state; why it is dropped, or None."""
+        if state.incarnation in self.retired:
+            return "wrong incarnation"
+        if state.meant != self.own:
+            # It greets, or knows us as who we were: say who we are.
+            self.tell(to=state.incarnation)
+            return "wrong incarnation" if state.meant else None
+        if self._meet(state):
+            self.tell()
+        if state.expected > self._sent_up_to or state.seen > self._turn:
+            return "malformed"
+        self._see(state)
+        self._acknowledged(state)
+        if state.number > self._expected and state.turn == self._seen:
+            self._gap = True
+            self.tell()
+        elif state.ask:
+            self.tell()
+        self.pump()
+        return None
+
+    def _meet(self, envelope: Envelope) -> bool:
+        """Whether with this message the peer is met in a new incarnation.
+
+        Only the peer itself can know our incarnation, so whoever names it is there now.
+        """
+        self.heard = True
+        if envelope.incarnation == self.met:
+            return False
+        if self.met:
+            self.retired.append(self.met)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+        self._reset()
+        self.met = envelope.incarnation
+        return True
+
+    def _see(self, envelope: Envelope) -> None:
+        if envelope.turn > self._seen:
+            self._seen = envelope.turn
+            self._gap = False
+
+    def _note_gap(self, envelope: Envelope) -> None:
+        if envelope.turn < self._seen:
+            return
+        self._gap = True
+        if self._gap_told < self._seen and self.tell():
+            self._gap_told = self._seen
+
+    def _acknowledged(self, state: State) -> None:
+        first = self._next - len(self._on_the_way)
+        while self._on_the_way and first < state.expected:
+            self.in_flight_bytes -= self._on_the_way.popleft().nbytes
+            first += 1
+        # Received of an earlier turn, while it waited here to be sent again.
+        while self._next < state.expected:
+            self._waiting_bytes -= self._waiting.popleft().nbytes
+            self._next += 1
+        if state.seen != self._turn:
+            return
+        if state.gap and state.expected < self._next:
+            self._go_back()
+        else:
+            # It has seen our state after the loss, and misses nothing.
+            self._probing = False
+
+    def _go_back(self) -> None:
+        self._waiting.extendleft(reversed(self._on_the_way))
+        self._waiting_bytes += self.in_flight_bytes
+        self._next -= len(self._on_the_way)
+        self._on_the_way.clear()
+        self.in_flight_bytes = 0
+        self._turn += 1
+        self._probing = False

@@ -1,0 +1,99 @@
+"""How the sockets between couriers are set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from memckpt.replication.transport.keys import Keys, Password
+from memckpt.replication.transport.links import Payload
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+# More messages than are on the way at once: a peer that keeps to that never blocks the heartbeats behind them.
+_MESSAGES = 4096
+# Below, copying a frame costs less than keeping it.
+_COPY_BELOW_BYTES = 64 << 10
+USERNAME = b"memckpt"
+_LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def receiving_socket(
+    context: Context, keys: Keys | Password | None, heartbeat: float, max_bytes: int, ipv6: bool
+) -> Socket:
+    """A ROUTER to be bound. A connection that sends a frame of more than `max_bytes` is closed."""
+    socket = _make(context, zmq.ROUTER, heartbeat, ipv6)
+    socket.rcvhwm = _MESSAGES
+    socket.maxmsgsize = max_bytes
+    if isinstance(keys, Password):
+        socket.plain_server = True
+    elif keys is not None:
+        socket.curve_server = True
+        socket.curve_secretkey = keys.server_secret.encode()
+    return socket
+
+
+def sending_socket(context: Context, keys: Keys | Password | None, heartbeat: float, address: str) -> Socket:
+    """A DEALER that connects to a peer, and again whenever the connection ends.
+
+    Raises:
+        zmq.ZMQError: that is no address.
+    """
+    socket = _make(context, zmq.DEALER, heartbeat, ipv6="[" in address)
+    # Nobody answers on this connection; whoever tries is not read.
+    socket.rcvhwm = 1
+    socket.maxmsgsize = 1024
+    # Without a connection nothing is taken, and what a lost one had taken is dropped: links send it again.
+    socket.immediate = True
+    socket.reconnect_ivl = 50
+    socket.reconnect_ivl_max = 1000
+    socket.connect_timeout = 2000
+    if isinstance(keys, Password):
+        socket.plain_username, socket.plain_password = USERNAME, keys.word.encode()
+    elif keys is not None:
+        socket.curve_publickey = keys.client_public.encode()
+        socket.curve_secretkey = keys.client_secret.encode()
+        socket.curve_serverkey = keys.server_public.encode()
+    try:
+        socket.connect(address)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def _make(context: Context, kind: int, heartbeat: float, ipv6: bool) -> Socket:
+    beat = max(100, int(heartbeat * 1000))
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.ipv6 = ipv6
+    socket.sndhwm = _MESSAGES
+    # A cut network shows in ZeroMQ's own heartbeats: they are answered even while the peer's process is busy. They wait
+    # behind what the kernel holds, up to some MiB, which takes seconds on a slow network.
+    socket.heartbeat_ivl = beat
+    socket.heartbeat_timeout = socket.heartbeat_ttl = 10 * beat
+    socket.handshake_ivl = max(5000, 10 * beat)
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = socket.tcp_keepalive_intvl = 10
+    socket.tcp_keepalive_cnt = 3
+    return socket
+
+
+def hand_to(socket: Socket) -> Callable[[Sequence[Payload]], bool]:
+    """How a link hands messages to a socket."""
+
+    def hand(frames: Sequence[Payload]) -> bool:
+        last = len(frames) - 1
+        for index, frame in enumerate(frames):
+            try:
+                socket.send(frame, _MORE if index < last else _LAST, copy=memoryview(frame).nbytes < _COPY_BELOW_BYTES)
+            except zmq.Again:
+                if 0 < index < last:
+                    # The connection ended in between. The socket drops all up to a message's end, so end this one.
+                    socket.send(b"", _LAST)
+                return False
+        return True
+
+    return hand

@@ -1,0 +1,369 @@
+"""Messages between couriers: in order, exactly once, bounded, and between those who have the attempt's keys only.
+
+Each side has one socket on which it receives (ROUTER, bound) and one for each peer on which it sends (DEALER). ZeroMQ
+connects again by itself but loses what was on its way; :mod:`memckpt.replication.transport.links` sends that again. Two
+incarnations that have met number their messages from 0; with a new incarnation of either all begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import zmq
+
+from memckpt.errors import PeerError, UsageError
+from memckpt.replication.transport import envelope as envelopes
+from memckpt.replication.transport.directory import Directory, PeerState
+from memckpt.replication.transport.envelope import Data, State
+from memckpt.replication.transport.keys import Keys, Password
+from memckpt.replication.transport.links import Link, Payload
+from memckpt.replication.transport.sockets import Context, receiving_socket, sending_socket
+from memckpt.replication.transport.zap import Doorkeeper
+
+_log = logging.getLogger("memckpt.courier")
+_MAX_SOCKETS = 4096
+_ACKNOWLEDGE_SECONDS = 0.005
+_NOBLOCK = int(zmq.NOBLOCK)
+_REFUSALS_IN_ONE_CALL = 256
+_SILENT_AFTER_BEATS = 5
+__all__ = ["Delivery", "Met", "PeerState", "Transport"]
+_WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
+
+
+class Delivery(NamedTuple):
+    """A message of a peer; the payload is a view of the memory it was received into."""
+
+    peer: str
+    body: bytes
+    payload: Payload
+
+
+class Met(NamedTuple):
+    """First contact with this incarnation of a peer: whatever was on its way to an earlier one is gone."""
+
+    peer: str
+    incarnation: str
+
+
+class Transport:
+    """One courier's sockets; :meth:`close` it. Not for use by several threads.
+
+    Calls never block. A loop polls the sockets (:meth:`register`), calls :meth:`receive` until it returns None, and
+    calls :meth:`tend` before it waits again, at most as long as that says.
+
+    Args:
+        node: our name, by which peers know us.
+        host: address or interface on which to listen.
+        port: on which to listen; 0: any.
+        keys: of the attempt, or a password, with which messages are authenticated but not encrypted; None: neither.
+        max_body, max_payload: bytes that one message may have, of those sent and those received.
+        window_bytes: bytes of bodies and payloads that may be on their way to one peer without an acknowledgement.
+        heartbeat_seconds: between states to each peer; after five without an answer it counts as silent.
+        advertise: the address that peers are told, where it is not the one on which we listen.
+        io_threads: that encrypt, send and receive; each connection belongs to one of them.
+
+    Attributes:
+        address: to which peers connect.
+        incarnation: of this transport; random.
+        refused: how many messages and connections were refused, by reason.
+        silent: peers of which nothing was heard for several heartbeats, as of the last :meth:`tend`.
+
+    Raises:
+        PeerError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        *,
+        host: str,
+        port: int = 0,
+        keys: Keys | Password | None,
+        max_body: int = 64 << 20,
+        max_payload: int = 1 << 20,
+        window_bytes: int = 32 << 20,
+        heartbeat_seconds: float = 1.0,
+        advertise: str | None = None,
+        io_threads: int = 1,
+    ) -> None:
+        self.node = node
+        self.incarnation = secrets.token_hex(8)
+        self.refused: Counter[str] = Counter()
+        self.silent: frozenset[str] = frozenset()
+        self.bytes_received = 0
+        self._max_body = max_body
+        self._max_payload = max_payload
+        self._most_frames = math.ceil(max_body / envelopes.FRAME_BYTES) + 2
+        self._heartbeat_seconds = heartbeat_seconds
+        self._retry_seconds = min(0.05, heartbeat_seconds / 4)
+        self._now = 0.0
+        self._owing: dict[str, Link] = {}
+        self._acknowledge_at: float | None = None
+        self._events: deque[Delivery | Met] = deque()
+        self._pollers: list[zmq.Poller] = []
+        self._context: Context = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        try:
+            self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
+            largest = max(min(max_body, envelopes.FRAME_BYTES), max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
+            self._doorkeeper.watch(self._router)
+            bound = self._bind(host, port)
+            self.address = bound if advertise is None else advertise
+            if not envelopes.is_address(self.address):
+                raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
+            self._directory = Directory(
+                node,
+                self.incarnation,
+                self.address,
+                window_bytes,
+                partial(sending_socket, self._context, keys, heartbeat_seconds),
+            )
+        except BaseException:  # closes what nobody else owns
+            self._context.destroy(linger=0)
+            raise
+
+    def _bind(self, host: str, port: int) -> str:
+        if host in _WILDCARDS:
+            raise PeerError(f"expected one address or interface to listen on, found {host!r}; name it in peers.host")
+        where = f"tcp://[{host}]:{port or '*'}" if ":" in host and host[0] != "[" else f"tcp://{host}:{port or '*'}"
+        try:
+            self._router.bind(where)
+        except zmq.ZMQError as error:
+            raise PeerError(
+                f"cannot listen on {where}: {error}; give peers.host an address or interface of this machine and "
+                "peers.port a free port (0: any)"
+            ) from error
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    # Peers
+
+    def connect(self, peer: str, address: str) -> None:
+        """Speak with a peer that listens at an address, or from now on at another one.
+
+        Raises:
+            PeerError: that is no address.
+            UsageError: the peer has our own name.
+        """
+        self._directory.connect(peer, address)
+
+    def forget(self, peer: str) -> None:
+        """Drop a peer and what waits for it; this incarnation of it is not listened to any more."""
+        self._directory.forget(peer)
+        self._owing.pop(peer, None)
+        self._events = deque(event for event in self._events if event.peer != peer)
+
+    def peers(self) -> dict[str, PeerState]:
+        """All peers, as of the last :meth:`tend`."""
+        return {peer: known.describe(self._now, self._silent_seconds) for peer, known in self._directory.peers.items()}
+
+    @property
+    def _silent_seconds(self) -> float:
+        return _SILENT_AFTER_BEATS * self._heartbeat_seconds
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of bodies and payloads that were handed over, those sent again included."""
+        return self._directory.bytes_sent
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes of bodies and payloads that were handed over, and that peers that are heard have not acknowledged."""
+        peers = self._directory.peers.items()
+        return sum(known.link.in_flight_bytes for peer, known in peers if peer not in self.silent)
+
+    def progress(self, peer: str) -> tuple[int, Hashable]:
+        """Bytes that a peer has not acknowledged, and what changes whenever it acknowledges something."""
+        known = self._directory.peers.get(peer)
+        if known is None:
+            return 0, None
+        return known.link.unacknowledged_bytes, (known.link.met, known.link.acknowledged_messages)
+
+    def heard(self) -> dict[str, float | None]:
+        """When anything last came of each peer, or it was named first, as of the last :meth:`tend`."""
+        return {peer: known.heard_at for peer, known in self._directory.peers.items()}
+
+    # Sending
+
+    def send(self, peer: str, body: bytes, payload: Payload = b"") -> None:
+        """Queue a message behind those before it; the payload must not change until it is acknowledged.
+
+        To a peer that was not met yet it goes when it is.
+
+        Raises:
+            PeerError: it is larger than messages may be.
+            PeerOverrunError: too many wait already.
+            UsageError: there is no such peer.
+        """
+        known = self._directory.peers.get(peer)
+        if known is None:
+            raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._directory.peers)}")
+        nbytes = memoryview(payload).nbytes
+        if len(body) > self._max_body or nbytes > self._max_payload:
+            raise PeerError(
+                f"expected a body of at most {self._max_body} bytes and a payload of at most {self._max_payload}, "
+                f"found {len(body)} and {nbytes}; cut it into several messages"
+            )
+        known.link.send(body, payload)
+
+    def room(self, peer: str) -> int:
+        """Bytes that may be sent to a peer now: its window less what it has not acknowledged; 0 before it is met."""
+        known = self._directory.peers.get(peer)
+        return 0 if known is None else known.link.room()
+
+    # Receiving
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Have a poller wake up while there is something for :meth:`receive`."""
+        if poller not in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.register(socket, zmq.POLLIN)
+            self._pollers.append(poller)
+
+    def unregister(self, poller: zmq.Poller) -> None:
+        """The reverse; a poller that is not registered stays as it is."""
+        if poller in self._pollers:
+            for socket in (self._router, *self._doorkeeper.sockets):
+                poller.unregister(socket)
+            self._pollers.remove(poller)
+
+    def receive(self) -> Delivery | Met | None:
+        """The next message or event; None: nothing is there now, or so much was refused that others should have a turn.
+
+        What has been returned counts as received and is acknowledged.
+        """
+        for _ in range(_REFUSALS_IN_ONE_CALL):
+            if self._events:
+                return self._events.popleft()
+            frames = self._read()
+            if frames is None:
+                break
+            reason = self._take(frames) if frames else "malformed"
+            if reason is not None:
+                self.refused[reason] += 1
+        if self._events:
+            return self._events.popleft()
+        self._doorkeeper.attend()
+        return None
+
+    def _read(self) -> list[zmq.Frame] | None:
+        """The frames of the next message, an empty list if they are too few or too many; None: there is none."""
+        try:
+            frame = self._router.recv(_NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        frames: list[zmq.Frame] = []
+        count = 0
+        while frame.more:
+            # The rest of a message is there with its first frame.
+            frame = self._router.recv(_NOBLOCK, copy=False)
+            count += 1
+            if count <= self._most_frames:
+                frames.append(frame)
+        return frames if count <= self._most_frames else []
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> str | None:
+        if len(frames[0].buffer) > envelopes.ENVELOPE_BYTES:
+            return "oversized"
+        try:
+            envelope = envelopes.decode(frames[0].bytes)
+        except ValueError:
+            return "malformed"
+        if len(frames) != (envelope.parts + 2 if isinstance(envelope, Data) else 1):
+            return "malformed"
+        if isinstance(envelope, State) and envelope.version != envelopes.WIRE_VERSION:
+            return self._refuse_version(envelope)
+        known = self._directory.find(envelope)
+        if isinstance(known, str):
+            return known
+        link = known.link
+        before, content = link.met, None
+        if isinstance(envelope, Data):
+            parts, payload = frames[1:-1], frames[-1]
+            nbytes, payload_bytes = sum(len(part.buffer) for part in parts), len(payload.buffer)
+            if nbytes > self._max_body or payload_bytes > self._max_payload:
+                return "oversized"
+            reason = link.take_data(envelope, nbytes + payload_bytes)
+            if reason is None:
+                self.bytes_received += nbytes + payload_bytes
+                body = parts[0].bytes if len(parts) == 1 else b"".join(part.buffer for part in parts)
+                content = Delivery(envelope.node, body, payload.buffer)
+            if link.owes:
+                self._owing[envelope.node] = link
+        else:
+            reason = self._directory.follow(known, envelope) or link.take_state(envelope)
+        if link.met != before:
+            self._events.append(Met(envelope.node, link.met))
+        if content is not None:
+            self._events.append(content)
+        return reason
+
+    def _refuse_version(self, state: State) -> str:
+        """A courier whose messages mean something else: nothing of it is taken, whatever it says of us."""
+        known = self._directory.peers.get(state.node)
+        if known is not None and state.incarnation not in known.link.retired:
+            known.link.retired.append(state.incarnation)
+            _log.error(
+                "%s speaks version %d of what couriers say to each other, and this node version %d: install the same "
+                "memckpt on all nodes",
+                state.node,
+                state.version,
+                envelopes.WIRE_VERSION,
+            )
+        return "version"
+
+    def _acknowledge(self, now: float) -> float:
+        """Acknowledge what has waited for more to come with it; seconds until something has."""
+        if not self._owing:
+            self._acknowledge_at = None
+        elif self._acknowledge_at is None:
+            self._acknowledge_at = now + _ACKNOWLEDGE_SECONDS
+        elif now >= self._acknowledge_at:
+            self._owing = {peer: link for peer, link in self._owing.items() if link.owes and not link.tell()}
+            self._acknowledge_at = now + self._retry_seconds if self._owing else None
+        return math.inf if self._acknowledge_at is None else self._acknowledge_at - now
+
+    # Time
+
+    def tend(self, now: float) -> float:
+        """Do what is due: heartbeats, acknowledgements, sending again.
+
+        Args:
+            now: seconds of a clock that only goes forward.
+
+        Returns:
+            seconds until it wants to be called again.
+        """
+        self._now = now
+        self._doorkeeper.attend()
+        due = now + self._heartbeat_seconds
+        for known in self._directory.peers.values():
+            link = known.link
+            if link.heard or known.heard_at is None:
+                known.heard_at, link.heard = now, False
+            if known.tried_at is None or now >= known.tried_at + self._interval(link):
+                link.beat()
+                known.tried_at = now
+            due = min(due, known.tried_at + self._interval(link))
+            link.pump()
+        self.silent = frozenset(
+            peer for peer, known in self._directory.peers.items() if known.seconds_unheard(now) > self._silent_seconds
+        )
+        return max(0.0, min(due - now, self._acknowledge(now)))
+
+    def _interval(self, link: Link) -> float:
+        return self._retry_seconds if link.down else self._heartbeat_seconds
+
+    def close(self) -> None:
+        """Close all sockets and end their threads; what was not sent yet is dropped."""
+        for poller in list(self._pollers):
+            self.unregister(poller)
+        self._directory.peers.clear()
+        self._events.clear()
+        self._context.destroy(linger=0)

@@ -1,0 +1,230 @@
+"""What couriers say to each other: typed, validated, no pickle. Bytes of pieces travel beside a message, not in it."""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+from memckpt.replication.coding.fragments import Fragment
+from memckpt.state.records import Branch
+
+
+class Window(msgspec.Struct, frozen=True, array_like=True):
+    """One generation of an owner's records, of which a holder keeps a piece each.
+
+    Attributes:
+        owner: the ranks whose records these are.
+        node: where they run.
+        generation: its name; no two have the same.
+        attempt: the nonce of the attempt that writes it.
+        piece: which of the k + m - 1 pieces the holder gets.
+        data, tolerate: k and m.
+        base: the record after which it begins.
+        period: T; 1 where each record stands for itself.
+        kept: how many records a holder keeps at most (T + D).
+        every: records have numbers that are multiples of it.
+        private: as in HeldPieces.
+        replicas: as in HeldPieces.
+        record_bytes: of a record as a rule, before it is cut; more is taken, too.
+        static: whether something is sent once for all records.
+        history: timelines, oldest first.
+        spec: what the layout is made from (StateSpec), encoded.
+        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
+        cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
+    """
+
+    owner: tuple[int, ...]
+    node: str
+    generation: str
+    attempt: str
+    piece: int
+    data: int
+    tolerate: int
+    base: int
+    period: int
+    kept: int
+    every: int
+    private: bool
+    replicas: tuple[int, ...]
+    record_bytes: int
+    static: bool
+    history: tuple[Branch, ...]
+    spec: bytes
+    mirror: bool = False
+    cut: bool = False
+
+
+class Open(msgspec.Struct, frozen=True, tag="open"):
+    """Owner to holder: records of this window follow."""
+
+    window: Window
+
+
+class Put(msgspec.Struct, frozen=True, tag="put"):
+    """Owner to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
+
+    fragment: Fragment
+    step: int
+
+
+class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
+    """Owner to holder: of this record no more can come."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Holder to owner: all fragments of its piece of a record are here."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
+    """Holder to owner: this record is not kept; `nothing`: none of its generation is, whatever was said before."""
+
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+    reason: str
+    nothing: bool = False
+
+
+class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
+    """Node to leader: the newest record that all holders have of everything it owns.
+
+    `since`: they have all from this record on; before it there may be some that are nowhere any more, where an agent or
+    a holder came back empty. `whole`: whether they have all that its state needs; where a holder came back empty, that
+    takes T records. `lost`: nobody is to wait for the node. It has lost all that it had and begins anew at one of the
+    next records, or its agent or one of its holders stands still.
+
+    `behind`: its links do not carry every record. `cut`: the newest record whose state by value they have, and the node
+    itself. `missed`: one whose state it was to take, and could not.
+    """
+
+    node: str
+    record: int
+    since: int
+    whole: bool
+    lost: bool = False
+    behind: bool = False
+    cut: int = 0
+    missed: int = 0
+
+
+class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
+    """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
+
+    `lifted`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another record,
+    which takes all ranks; or some node stands still for too long. `every`, `cut`: as in Cadence.
+    """
+
+    record: int
+    whole: bool
+    lifted: bool = False
+    every: int = 0
+    cut: int = 0
+
+
+class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
+    """Reader to holder or owner: what does a record consist of? Answer: Manifest or GotNone."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+
+
+class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
+    """Answer to AskManifest. What most holders say counts: so a single one cannot make up a record.
+
+    Attributes:
+        nbytes: of the record.
+        digests: xxh3_128 of each stripe, one after the other; empty from an owner, which tells them one by one.
+    """
+
+    request: int
+    record: int
+    nbytes: int
+    digests: bytes
+
+
+class Get(msgspec.Struct, frozen=True, tag="get"):
+    """Reader to holder or owner: the fragment of a stripe; `piece` None: an owner's own bytes, the whole stripe."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+    record: int
+    piece: int | None
+    stripe: int
+
+
+class Got(msgspec.Struct, frozen=True, tag="got"):
+    """Answer to Get; the bytes come beside. Without a fragment: a whole stripe, and its digest."""
+
+    request: int
+    record: int
+    stripe: int
+    fragment: Fragment | None = None
+    digest: bytes = b""
+
+
+class AskWindow(msgspec.Struct, frozen=True, tag="window?"):
+    """Reader to holder or owner: of which layout is what you have? Answer: WindowIs or GotNone."""
+
+    request: int
+    owner: tuple[int, ...]
+    generation: str
+
+
+class WindowIs(msgspec.Struct, frozen=True, tag="window"):
+    """Answer to AskWindow: its StateSpec, encoded."""
+
+    request: int
+    owner: tuple[int, ...]
+    spec: bytes
+
+
+class GotNone(msgspec.Struct, frozen=True, tag="got none"):
+    """Answer to a question: it is not here."""
+
+    request: int
+    reason: str
+
+
+WireMessage = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 3.10 too
+    Open,
+    Put,
+    Abandon,
+    Stored,
+    NotStored,
+    Acknowledged,
+    Watermark,
+    AskManifest,
+    Manifest,
+    Get,
+    Got,
+    AskWindow,
+    WindowIs,
+    GotNone,
+]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[WireMessage] = msgspec.msgpack.Decoder(WireMessage)
+
+
+def encode(message: WireMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(body: bytes) -> WireMessage:
+    """Raises ValueError for what is no message."""
+    try:
+        return _decoder.decode(body)
+    except RecursionError as error:
+        raise ValueError("expected a message, found lists in lists in lists") from error

@@ -1,0 +1,120 @@
+"""The choices a session makes by itself, each with the reason that it tells the user."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from memckpt.capture import flat_parameters
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.shards import fsdp1_wrappers
+from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, ShardTap, Tap
+from memckpt.config import MemckptConfig, RedoMode
+from memckpt.memory.cgroup import usable_cores
+from memckpt.state.optimizer_attributes import attributes
+from memckpt.state.optimizers import is_importable
+
+_log = logging.getLogger("memckpt")
+#: Of what lazy redo holds, for a model so small that nobody minds.
+_SMALL_WINDOW_BYTES = 64 << 20
+
+
+def _window_bytes(config: MemckptConfig, live: LiveState) -> int:
+    """About what T + D records take: gradients, and in each a T-th of parameters and optimizer state."""
+    period = config.anchor_period("lazy")
+    params = {p for o in live.optimizers for group in o.param_groups for p in group["params"]}
+    nbytes = sum(p.numel() * p.element_size() for p in params)
+    return int(nbytes * (1 + 3 / period) * (period + config.slots))
+
+
+def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
+    if config.redo == "eager":
+        _log.warning("memckpt: redo='eager' is not possible here and 'lazy' is used: %s", reason)
+    return "lazy", reason
+
+
+def choose_redo(
+    config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int, shortage: str = ""
+) -> tuple[RedoMode, str]:
+    """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly.
+
+    On an accelerator lazy: its own kernels redo exactly, which those of a CPU do not. Capture where that is wanted, or
+    where it is known that steps cannot be redone.
+
+    Args:
+        shortage: why some node has no memory for lazy redo; empty where all have.
+    """
+    if config.redo == "capture":
+        return "capture", "as configured"
+    for index, reason in live.not_redoable.items():
+        if config.redo != "auto":
+            name = type(live.optimizers[index]).__qualname__
+            _log.warning(
+                "memckpt: redo=%r is not possible with %s and 'capture' is used: %s", config.redo, name, reason
+            )
+        return "capture", reason
+    for optimizer in live.optimizers:
+        name = type(optimizer).__qualname__
+        if not is_importable(type(optimizer)):
+            return _lazy_instead(config, f"{name} cannot be imported by name in another process")
+        _, dropped = attributes(optimizer)
+        if dropped:
+            return _lazy_instead(config, f"attribute {dropped[0]!r} of {name} cannot be given to the agent")
+    if config.redo != "auto":
+        return config.redo, "as configured"
+    if device.type != "cpu":
+        return ("eager", shortage) if shortage else ("lazy", "exact on an accelerator, and takes no core")
+    low = next((name for name, t in live.tensors().items() if t.dtype in (torch.bfloat16, torch.float16)), None)
+    if low is not None:
+        return "lazy", f"{low} is in half precision, where thread counts change the bits"
+    window = _window_bytes(config, live)
+    if window <= _SMALL_WINDOW_BYTES:
+        # Steps of a few milliseconds would wait for a replica, and the start for a process that imports torch.
+        return "lazy", f"the model is small: the records that lazy redo holds take {window / 2**20:.2g} MiB"
+    busy = torch.get_num_threads() * local_ranks
+    cores = usable_cores()
+    if cores - busy >= config.agent.threads:
+        return "eager", f"training uses {busy} of {cores:g} cores"
+    return "lazy", f"training uses all of the {cores:g} cores"
+
+
+def choose_tap(
+    config: MemckptConfig,
+    live: LiveState,
+    recorder: Recorder,
+    copier: Copier,
+    data_parallel: DistributedDataParallel | None,
+    before_reduction: Callable[[], None],
+) -> tuple[Tap, str, list[str]]:
+    """Streaming where it is possible; the reason, and what cannot be checked with it."""
+    params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
+    caveats = [
+        f"{type(live.optimizers[index]).__qualname__} as configured changes gradients within its step; where it is "
+        "called with a closure, changes to gradients that torch's own functions did not make go unnoticed "
+        "(foreach=False avoids that)"
+        for index in live.changing_optimizers
+    ]
+    if fsdp1_wrappers(live.model):
+        recorder.streams = False
+        reason = "FullyShardedDataParallel reduces gradients of flat parameters, not those that the optimizer steps"
+        return flat_parameters.FlatParameterTap(live.model, recorder, before_reduction), reason, caveats
+    if config.tap == "step":
+        recorder.streams = False
+        return PendingTap(params, recorder), "as configured", caveats
+    if live.sharded:
+        reason = "gradients are taken as reduced shards"
+        return ShardTap(live.model, params, recorder, copier, before_reduction), reason, caveats
+    if data_parallel is None:
+        reason = "gradients are taken as backward produces them"
+        return ParameterTap(params, recorder, copier), reason, caveats
+    if CommHookTap.available(data_parallel):
+        reason = "gradients are taken from DDP's buckets once they are reduced"
+        return CommHookTap(data_parallel, recorder, copier, before_reduction), reason, caveats
+    recorder.streams = False
+    reason = "a communication hook was registered before memckpt; attach first, then register it"
+    return PendingTap(params, recorder), reason, caveats
