@@ -20,7 +20,7 @@ from tests.netns import Network, problem
 TITLE = "What sending records to peers costs training on a slow link, with and without the governor"
 METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that
 a bridge joins. Every step gathers parameters and reduces gradients over the same cables as records. The first table has
-the cables as they are, and shows what the couriers' work (encryption, checksums, copies) costs ranks with which they
+the cables as they are, and shows what the replicators' work (encryption, checksums, copies) costs ranks with which they
 share the cores; for the others, tc's token bucket limits each cable in both directions. In the last, ranks wait for
 most of each step as for an accelerator, so that cores are free and the link alone is shared. Trainings without memckpt,
 with it but without peers, with peers but without the governor (nothing is marked, so that records go as soon as they

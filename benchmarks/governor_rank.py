@@ -85,7 +85,7 @@ def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
     session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
     session.restore()
     if arm == "without":
-        # Without marks the courier knows of no step, and sends when it likes. Not part of what users may call.
+        # Without marks the replicator knows of no step, and sends when it likes. Not part of what users may call.
         session._peers.stop_marking(session._recorder)
     return session
 

@@ -1,4 +1,4 @@
-"""Training whose ranks are nodes, all on this machine: each a process with its own node name, agent and courier."""
+"""Training whose ranks are nodes, all on this machine: each a process with its own node name, agent and replicator."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Nodes:
 
         Ends when all records are acknowledged, where there are peers.
         """
-        couriers = [pid for started in self.started if (pid := _courier(started.agent)) is not None]
-        before = sum(map(_cpu_seconds, couriers))
+        replicators = [pid for started in self.started if (pid := _replicator(started.agent)) is not None]
+        before = sum(map(_cpu_seconds, replicators))
         blocks: list[NodesBlock] = self._order(Order(steps, untimed))
-        used = sum(map(_cpu_seconds, couriers)) - before
+        used = sum(map(_cpu_seconds, replicators)) - before
         slower = max(blocks, key=lambda block: block.seconds)
         behind = max(block.behind for block in blocks)
-        return replace(slower, behind=behind, courier_seconds=used / (steps + untimed))
+        return replace(slower, behind=behind, replicator_seconds=used / (steps + untimed))
 
     def save(self) -> None:
         """Have each rank write a plain checkpoint of what it holds."""
@@ -134,8 +134,8 @@ class Nodes:
                 end_agent(started.agent)
 
 
-def _courier(agent: int | None) -> int | None:
-    """The courier that an agent has started."""
+def _replicator(agent: int | None) -> int | None:
+    """The replicator that an agent has started."""
     if agent is None:
         return None
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():

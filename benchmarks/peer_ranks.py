@@ -125,11 +125,11 @@ class NodesBlock(Block):
 
     Attributes:
         behind: seconds after its last step until its records were acknowledged for all nodes; 0 without peers.
-        courier_seconds: of CPU time that all nodes' couriers took, for one step, until then.
+        replicator_seconds: of CPU time that all nodes' replicators took, for one step, until then.
     """
 
     behind: float = 0.0
-    courier_seconds: float = 0.0
+    replicator_seconds: float = 0.0
 
 
 # In a rank

@@ -17,11 +17,11 @@ from benchmarks.workloads import redo_config, scratch_directory
 from memckpt import ErasureConfig
 
 NODES = 2
-TITLE = "Training with peers: wall time of a step, and CPU time of couriers"
+TITLE = "Training with peers: wall time of a step, and CPU time of replicators"
 METHOD = f"""\
 A GPT with `fully_shard` on each block and on the whole, AdamW (fused), on {NODES} nodes, which is the least that peers
 can be: k=1, m=1, a copy of each record on the other node, T=8. Both nodes are on this machine: a rank of one compute
-thread each (gloo), an agent, and with peers a courier. All trainings run at once and take turns in blocks of steps:
+thread each (gloo), an agent, and with peers a replicator. All trainings run at once and take turns in blocks of steps:
 while one has its turn, the others are blocked in a read. The order changes from round to round, and the first step of a
 block is not timed. Each rank times its own steps, and the slower one counts.
 
@@ -30,12 +30,12 @@ distance between the quartiles; the null pair is the second one with nothing ove
 noise, and so is as much of everything else. *stall* is what memckpt counts in the training thread of the slower rank,
 waiting for peers included. *behind* is how long after a block's last step its records were acknowledged by all; the
 next training has its turn only then. Pauses between blocks are single long steps to the governor, which goes by
-medians. *couriers* is the CPU time of both nodes' couriers for a step's record: each encodes, encrypts, sends,
+medians. *replicators* is the CPU time of both nodes' replicators for a step's record: each encodes, encrypts, sends,
 receives, decrypts, checks and keeps one shard's.
 
-**Where the ranks leave no core free, as they do on two, couriers and agents take their CPU time from the training.**
+**Where the ranks leave no core free, as they do on two, replicators and agents take their CPU time from the training.**
 The ratio is then that of a machine without a core to spare, and not what peers cost on nodes of their own. What carries
-over is the CPU time of couriers."""
+over is the CPU time of replicators."""
 
 Side = Literal["nothing", "local", "peers", "plain"]
 _NAMES: dict[Side, str] = {
@@ -97,7 +97,7 @@ def add_ratios(
 ) -> None:
     table = report.table(
         f"{numel / 1e6:.1f}M parameters, sharded over {NODES} nodes", "every step protected by", "ratio", "± spread",
-        "ms with", "ms without", "pairs of blocks", "stall ms", "behind ms", "couriers, CPU ms a record",
+        "ms with", "ms without", "pairs of blocks", "stall ms", "behind ms", "replicators, CPU ms a record",
         "ns a parameter",
     )  # fmt: skip
     for index, side in enumerate(sides[1:], 1):
@@ -108,16 +108,16 @@ def add_ratios(
             statistics.median(values) * 1e3
             for values in ([sum(block.stall.values()) for block in blocks], [block.behind for block in blocks])
         )
-        couriers = statistics.mean(block.courier_seconds for block in blocks)
+        replicators = statistics.mean(block.replicator_seconds for block in blocks)
         ours, peers = side != "nothing", side in _WITH_PEERS
         table.add(
             _NAMES[side], f"{ratio.ratio:.3f}", f"{ratio.spread:.3f}", f"{ratio.with_ms:.1f}",
             f"{ratio.without_ms:.1f}", f"{ratio.pairs} x {scale.steps}", f"{stall:.1f}" if ours else "-",
-            f"{behind:.1f}" if peers else "-", f"{couriers * 1e3:.1f}" if peers else "-",
-            f"{couriers / numel * 1e9:.1f}" if peers else "-",
+            f"{behind:.1f}" if peers else "-", f"{replicators * 1e3:.1f}" if peers else "-",
+            f"{replicators / numel * 1e9:.1f}" if peers else "-",
             arm=_NAMES[side], ratio=ratio.ratio, spread=ratio.spread, with_ms=ratio.with_ms,
             without_ms=ratio.without_ms, pairs=pairs, block=scale.steps, stall_ms=stall if ours else None,
-            behind_ms=behind if peers else None, courier_seconds=couriers if peers else None,
+            behind_ms=behind if peers else None, replicator_seconds=replicators if peers else None,
         )  # fmt: skip
         print(f"{scale.size}, {_NAMES[side]}: {ratio.ratio:.3f} +- {ratio.spread:.3f}", flush=True)
 
@@ -127,7 +127,7 @@ def main(options: Options) -> None:
     scale = QUICK if options.quick else FULL
     report.machine["compute_threads"] = f"{NODES} ranks of 1"
     spare = len(os.sched_getaffinity(0)) - NODES
-    report.notes.append(f"The ranks leave {max(spare, 0)} of the machine's cores for two couriers and two agents.")
+    report.notes.append(f"The ranks leave {max(spare, 0)} of the machine's cores for two replicators and two agents.")
     sides: tuple[Side, ...] = ("nothing", "local", "peers", "nothing")
     if not options.quick:
         sides = (*sides, "plain")

@@ -31,7 +31,7 @@ over the kills, of the slowest rank that counts, in seconds:
   the page cache.
 - *restored*: the sum for each rank. The lost nodes' ranks count; from memory, storage and files all do.
 - *attached*: from a barrier of all ranks until memckpt had what there was to be restored at hand: where nodes are lost
-  with the start of an agent and a courier for them, connections, the plan, and *fetched*.
+  with the start of an agent and a replicator for them, connections, the plan, and *fetched*.
 
 The ratios are those of the medians of *restored*. *decode* is the rate in one thread, with checksums, of the pieces
 that take most work, apart from any network (`benchmarks.encode`); *fetched, MB/s* the rate at which a lost node's

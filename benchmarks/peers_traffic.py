@@ -30,7 +30,7 @@ FSDP2 is held once over all nodes:
 
 - *pieces*: what memckpt calls bytes per record: the fragments' payloads.
 - *messages*: what the transports hand over: pieces with their headers, acknowledgements, the job's watermark.
-- *wire*: what the kernel counts as sent by the nodes' network devices. Agents and couriers of each node are in a
+- *wire*: what the kernel counts as sent by the nodes' network devices. Agents and replicators of each node are in a
   network namespace of their own, with one virtual cable, and trainers are not, so that nothing else goes over it:
   messages with envelopes, encryption, the headers of TCP, IP and Ethernet (of large segments, as the kernel hands them
   to a device that cuts them itself), the transports' acknowledgements, and heartbeats once a second. The ratios are
@@ -134,7 +134,7 @@ def _sent(nodes: Nodes, record: int) -> tuple[int, int | None]:
 
 
 def _device_sent(agent: int | None) -> int:
-    """Bytes sent by the network device that an agent and its courier have for themselves."""
+    """Bytes sent by the network device that an agent and its replicator have for themselves."""
     for line in Path(f"/proc/{agent}/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":

@@ -1,4 +1,4 @@
-"""How fast couriers send to each other, beside ZeroMQ without acknowledgements, order and bounds."""
+"""How fast replicators send to each other, beside ZeroMQ without acknowledgements, order and bounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.report import Report, Table, median_and_spread
 from memckpt.replication.transport.keys import Keys
 from memckpt.replication.transport.transport import Delivery, Transport
 
-TITLE = "The transport between couriers"
+TITLE = "The transport between replicators"
 METHOD = """\
 One process sends messages with payloads to another one over loopback; the rate is that at which they arrive, between
 the first and the last. Beside `memckpt.replication.transport.transport` a DEALER and a ROUTER with frames of the same

@@ -1,4 +1,4 @@
-"""An owner and its mirror in one process: a training whose records go to another node's agent and courier.
+"""An owner and its mirror in one process: a training whose records go to another node's agent and replicator.
 
 What would run in other processes and over the network happens here in the order that a test wants; only the replicas'
 threads are their own.
@@ -249,7 +249,7 @@ class Pair:
         return f"g{self.training.number}"
 
     def send_generation(self) -> None:
-        """The training has begun one: give it to the owner's courier."""
+        """The training has begun one: give it to the owner's replicator."""
         held = self.training.held
         assert held.base is not None
         missing, plain = held.replica.describe_state() if held.replica is not None else ((), b"")
@@ -332,7 +332,9 @@ class Pair:
         return mirrors, mirroring
 
     def replace_agent(self) -> None:
-        """It dies, and with it its courier. Another one is told of a watermark when this training has got past it."""
+        """It dies, and with it its replicator. Another one is told of a watermark when this training has got past
+        it.
+        """
         self.mirroring.leave()
         self.mirrors.close()
         self._told_agent.clear()
@@ -381,7 +383,7 @@ class Pair:
         return answer, [Region.open(os.dup(fd)) for fd in fds]
 
     def agent(self, count: int = 1 << 30) -> None:
-        """The mirror's agent takes so many messages of its courier."""
+        """The mirror's agent takes so many messages of its replicator."""
         while self._told_agent and count:
             count -= 1
             match self._told_agent.popleft():
@@ -393,7 +395,7 @@ class Pair:
                     self.mirrors.close_one(closed)
 
     def redo(self) -> None:
-        """Redo goes on as far as it may, and the courier hears of it."""
+        """Redo goes on as far as it may, and the replicator hears of it."""
         for mirror in list(self.mirrors._all.values()):
             assert mirror.generation.replica is not None
             wait_idle(mirror.generation.replica)

@@ -1,4 +1,6 @@
-"""Couriers' transports driven by one loop, and a TCP proxy between them that cuts connections and keeps what it saw."""
+"""Replicators' transports driven by one loop, and a TCP proxy between them that cuts connections and keeps what it
+saw.
+"""
 
 from __future__ import annotations
 

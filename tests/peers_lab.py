@@ -1,4 +1,4 @@
-"""Attempts of trainings whose nodes keep each other's records, and what happens to nodes, agents and couriers."""
+"""Attempts of trainings whose nodes keep each other's records, and what happens to nodes, agents and replicators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.sharded_lab import (
     run,
 )
 
-#: On which couriers listen that have a network namespace to themselves.
+#: On which replicators listen that have a network namespace to themselves.
 _PORT = 4077
 #: How long a rank may live whose node is on a network of its own.
 _NETWORK_SECONDS = 150
@@ -67,7 +67,7 @@ class PeersJob(Job):
         names: of the nodes, in the order of the ranks on them; empty: node0, node1, ...
         acts: what ranks do where.
         protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
-        network: over which agents and couriers of node0, node1, ... speak; ranks share the loopback. None: all do.
+        network: over which agents and replicators of node0, node1, ... speak; ranks share the loopback. None: all do.
     """
 
     names: tuple[str, ...] = ()
@@ -234,16 +234,16 @@ def agent_of(job: PeersJob, name: str) -> int | None:
         return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
-def couriers_of(job: PeersJob, name: str) -> set[int]:
-    """The pid of a node's courier, if it has one."""
+def replicators_of(job: PeersJob, name: str) -> set[int]:
+    """The pid of a node's replicator, if it has one."""
     agent = agent_of(job, name)
     lists = (task / "children" for task in Path(f"/proc/{agent}/task").iterdir())
-    return {int(pid) for each in lists for pid in each.read_text().split() if "courier" in command(int(pid))}
+    return {int(pid) for each in lists for pid in each.read_text().split() if "replicator" in command(int(pid))}
 
 
-def courier_of(job: PeersJob, name: str) -> int:
-    """The pid of a node's courier."""
-    (found,) = couriers_of(job, name)
+def replicator_of(job: PeersJob, name: str) -> int:
+    """The pid of a node's replicator."""
+    (found,) = replicators_of(job, name)
     return found
 
 
@@ -256,7 +256,7 @@ def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 
 
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
-    """All processes of these nodes at once, but for the caller, if not `itself`; couriers go with their agents."""
+    """All processes of these nodes at once, but for the caller, if not `itself`; replicators go with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
     for pid in [*ranks_of(job, names), *agents]:
         if pid != os.getpid():
@@ -268,50 +268,50 @@ def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> 
 
 
 def kill_agent(rank: PeersRank) -> None:
-    """That of the rank's node, and with it its courier; the ranks live on."""
+    """That of the rank's node, and with it its replicator; the ranks live on."""
     assert rank.session is not None
     assert rank.session.agent_pid is not None
     kill_and_wait(rank.session.agent_pid)
 
 
-def kill_courier(rank: PeersRank) -> None:
+def kill_replicator(rank: PeersRank) -> None:
     """That of the rank's node."""
-    kill_and_wait(courier_of(rank.job, rank.job.node(rank.rank)))
+    kill_and_wait(replicator_of(rank.job, rank.job.node(rank.rank)))
 
 
-def kill_couriers(rank: PeersRank) -> None:
+def kill_replicators(rank: PeersRank) -> None:
     """That of the rank's node, and three that take its place, each as soon as it is there."""
     name = rank.job.node(rank.rank)
     for _ in range(4):
-        wait_for(lambda: bool(couriers_of(rank.job, name)), "a courier")
-        kill_and_wait(courier_of(rank.job, name))
+        wait_for(lambda: bool(replicators_of(rank.job, name)), "a replicator")
+        kill_and_wait(replicator_of(rank.job, name))
 
 
 def kill_once(job: PeersJob, name: str) -> None:
-    """A node's courier, the first time that this process is asked to."""
+    """A node's replicator, the first time that this process is asked to."""
     if name not in _killed_once:
         _killed_once.add(name)
-        kill_and_wait(courier_of(job, name))
+        kill_and_wait(replicator_of(job, name))
 
 
 _killed_once: set[str] = set()
 
 
-def stop_courier(rank: PeersRank) -> None:
+def stop_replicator(rank: PeersRank) -> None:
     """That of the rank's node does nothing from now on."""
-    os.kill(courier_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
+    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
 
 
 def stop_agent(rank: PeersRank) -> None:
-    """That of the rank's node does nothing from now on; its courier goes on."""
+    """That of the rank's node does nothing from now on; its replicator goes on."""
     agent = agent_of(rank.job, rank.job.node(rank.rank))
     assert agent is not None
     os.kill(agent, signal.SIGSTOP)
 
 
 def stop_both(rank: PeersRank) -> None:
-    """Agent and courier of the rank's node do nothing from now on."""
-    stop_courier(rank)
+    """Agent and replicator of the rank's node do nothing from now on."""
+    stop_replicator(rank)
     stop_agent(rank)
 
 
@@ -320,7 +320,7 @@ def continue_both(rank: PeersRank) -> None:
     assert rank.session is not None
     assert rank.session.agent_pid is None, "training waits for it no more"
     name = rank.job.node(rank.rank)
-    continue_courier(rank)
+    continue_replicator(rank)
     agent = agent_of(rank.job, name)
     assert agent is not None
     assert rank.job.run_dir is not None
@@ -329,8 +329,8 @@ def continue_both(rank: PeersRank) -> None:
     wait_for(lambda: ask_status(address) is not None, "the agent answers")
 
 
-def continue_courier(rank: PeersRank) -> None:
-    os.kill(courier_of(rank.job, rank.job.node(rank.rank)), signal.SIGCONT)
+def continue_replicator(rank: PeersRank) -> None:
+    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGCONT)
 
 
 def revive_agents(lab: Lab, job: PeersJob) -> None:
@@ -344,7 +344,7 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
 
 
 def damage(pid: int, every: int = 1) -> int:
-    """Flip bits in each byte, or in each so many bytes one, of all pieces that a courier keeps; in how many."""
+    """Flip bits in each byte, or in each so many bytes one, of all pieces that a replicator keeps; in how many."""
     fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:pieces" in os.readlink(fd)]
     damaged = 0
     for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own

@@ -1,4 +1,5 @@
-"""Several nodes in one process: what couriers say to each other is delivered when a test says so, and nodes are lost.
+"""Several nodes in one process: what replicators say to each other is delivered when a test says so, and nodes are
+lost.
 
 Owners, holders, leaders and the code are real. What an agent would hold is a ring of slots with made-up bytes, and by
 record the attempts that made the records up to it. With eager redo there is a replica, too, which is advanced when a
@@ -172,7 +173,7 @@ class Generation:
 
 
 class Taken:
-    """A copy of a unit's state, as a courier reads it; `plain` of the message says who made it."""
+    """A copy of a unit's state, as a replicator reads it; `plain` of the message says who made it."""
 
     def __init__(self, message: StateTaken, regions: list[Any]) -> None:
         self.message = message

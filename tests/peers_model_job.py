@@ -406,7 +406,7 @@ class Job:
         if unit not in self.staging:
             self.anew.add(unit)
 
-    def lose_courier(self, node: Node) -> None:
+    def lose_replicator(self, node: Node) -> None:
         """What it keeps for others stays with its agent, which starts another one."""
         self._restart(node)
         for unit, live in node.live.items():
@@ -414,7 +414,7 @@ class Job:
                 self._send_generation(node, unit)
 
     def lose_agent(self, node: Node) -> None:
-        """Its courier goes with it, and what that kept. Trainers find another one, and begin generations."""
+        """Its replicator goes with it, and what that kept. Trainers find another one, and begin generations."""
         self.emptied.add(node.name)
         node.holder.close()
         node.holder = Holder(node.name, Memory)
@@ -442,7 +442,7 @@ class Job:
         self.members[receiver].handle(sender, decode(body), payload, self.now)
 
     def work(self, name: str) -> None:
-        """A turn of a courier's loop."""
+        """A turn of a replicator's loop."""
         self.now += 1.0
         member = self.members[name]
         member.work(self.now)
@@ -464,7 +464,7 @@ class Job:
             for unit in self.setting.units:
                 while self.redo(unit):
                     pass
-        raise AssertionError("couriers do not come to rest")
+        raise AssertionError("replicators do not come to rest")
 
     # What is promised
 

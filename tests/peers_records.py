@@ -117,7 +117,7 @@ class Records:
         self.held[record] = (100 + record, meta, states if record >= self.base else {})
 
     def source(self) -> RegionSource:
-        """As a courier reads them: regions of its own on the same memory."""
+        """As a replicator reads them: regions of its own on the same memory."""
         spec = self.spec
         source = RegionSource(spec, 1, self.base, self.duplicates(), (), b"")
         for record, each in self.held.items():
@@ -199,7 +199,7 @@ class PartSource:
 
 @dataclass
 class Node:
-    """A courier, as far as it answers questions."""
+    """A replicator, as far as it answers questions."""
 
     name: str
     holder: Holder = field(init=False)
@@ -321,7 +321,7 @@ class Network:
 
 
 def deliver(reader: Reader, peer: str, answer: WireMessage, payload: bytes, now: float) -> None:
-    """As a courier does."""
+    """As a replicator does."""
 
     assert isinstance(answer, Manifest | Got | GotNone)
     if answer.request not in reader.requests:

@@ -177,7 +177,7 @@ class Rank:
             self.journal.note("killed", who="agent", step=self.step)
 
     def _kill_node(self) -> None:
-        """The node as a whole: all of its processes but this one. Its courier goes with its agent."""
+        """The node as a whole: all of its processes but this one. Its replicator goes with its agent."""
         assert self.session is not None
         if self.session.agent_pid is not None:
             os.kill(self.session.agent_pid, signal.SIGKILL)

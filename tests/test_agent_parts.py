@@ -34,7 +34,7 @@ from tests.test_layout import large_spec
 from tests.test_storage_runs import until
 
 Pair = tuple[Channel, Channel]
-Courier = tuple[HelperProcess, selectors.BaseSelector, list[Message], list[str]]
+Replicator = tuple[HelperProcess, selectors.BaseSelector, list[Message], list[str]]
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_a_newborn_writer_alone(number
 
 
 @pytest.fixture
-def courier() -> Iterator[Courier]:
+def replicator() -> Iterator[Replicator]:
     received: list[Message] = []
     ended: list[str] = []
     with selectors.DefaultSelector() as selector:
@@ -198,8 +198,8 @@ def courier() -> Iterator[Courier]:
             process.close()
 
 
-def test_what_a_process_that_stands_still_does_not_take_waits_for_it(courier: Courier) -> None:
-    process, selector, received, ended = courier
+def test_what_a_process_that_stands_still_does_not_take_waits_for_it(replicator: Replicator) -> None:
+    process, selector, received, ended = replicator
     process._process.send_signal(signal.SIGSTOP)
     before = len(os.listdir("/proc/self/fd"))
     page = PhasesPage.create(1)
@@ -222,8 +222,8 @@ def test_what_a_process_that_stands_still_does_not_take_waits_for_it(courier: Co
     assert ended == []
 
 
-def test_an_answer_comes_behind_what_waits(courier: Courier) -> None:
-    process, _, received, _ = courier
+def test_an_answer_comes_behind_what_waits(replicator: Replicator) -> None:
+    process, _, received, _ = replicator
     process._process.send_signal(signal.SIGSTOP)
     while not process._waiting:
         process.send(ListPieces({}), [])
@@ -233,8 +233,8 @@ def test_an_answer_comes_behind_what_waits(courier: Courier) -> None:
     assert not process._waiting
 
 
-def test_no_more_than_so_much_waits_for_a_process(courier: Courier, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = courier[0]
+def test_no_more_than_so_much_waits_for_a_process(replicator: Replicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = replicator[0]
     monkeypatch.setattr(helper_process, "_MOST_WAITING_BYTES", 10_000)
     process._process.send_signal(signal.SIGSTOP)
 

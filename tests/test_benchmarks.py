@@ -89,12 +89,12 @@ def test_peers_restore(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_peers_overhead(tmp_path: Path) -> None:
-    """Only a training with peers has couriers, and they take CPU time."""
+    """Only a training with peers has replicators, and they take CPU time."""
     report = _quick_run("peers_overhead", tmp_path)
     (rows,) = (table["rows"] for table in report["tables"])
-    couriers = {row["arm"]: row["courier_seconds"] for row in rows}
-    assert list(couriers) == ["memckpt, no peers", "memckpt, peers", "nothing (null pair)"]
-    assert [seconds is not None and seconds > 0 for seconds in couriers.values()] == [False, True, False]
+    replicators = {row["arm"]: row["replicator_seconds"] for row in rows}
+    assert list(replicators) == ["memckpt, no peers", "memckpt, peers", "nothing (null pair)"]
+    assert [seconds is not None and seconds > 0 for seconds in replicators.values()] == [False, True, False]
     assert [bool(row["stall_ms"]) for row in rows] == [True, True, False]
 
 

@@ -1,4 +1,6 @@
-"""Descriptors: those above 1,023 work like any other, and agents and couriers may have as many as the system allows."""
+"""Descriptors: those above 1,023 work like any other, and agents and replicators may have as many as the system
+allows.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def low_limit() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("low_limit")
-def test_a_courier_has_as_many_as_the_system_allows() -> None:
+def test_a_replicator_has_as_many_as_the_system_allows() -> None:
     with selectors.DefaultSelector() as selector:
         process = HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
         try:

@@ -112,7 +112,7 @@ def test_the_counter_comes_round(page: LifePage) -> None:
     assert page.beats == -1
 
 
-def test_a_courier_that_is_stopped_is_not_waited_for() -> None:
+def test_a_replicator_that_is_stopped_is_not_waited_for() -> None:
     before = set(os.listdir("/proc/self/fd"))
     own = LifePage.create()
     with selectors.DefaultSelector() as selector:

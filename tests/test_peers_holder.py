@@ -101,7 +101,7 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
 
 
 class Memory:
-    """What the agent has of a courier's memory: the bytes live on when the courier has unmapped them."""
+    """What the agent has of a replicator's memory: the bytes live on when the replicator has unmapped them."""
 
     def __init__(self) -> None:
         self.rooms: dict[int, MemoryRoom] = {}

@@ -1,4 +1,6 @@
-"""The links between couriers, without sockets: whatever connections lose, what arrives is what was sent, in order."""
+"""The links between replicators, without sockets: whatever connections lose, what arrives is what was sent, in
+order.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from tests.peers_lab import (
     finishes,
     goes_on,
     kill_agent,
-    kill_courier,
     kill_nodes,
+    kill_replicator,
     mirror_config,
     peers_job,
     recovers_with,
@@ -208,7 +208,7 @@ def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
     goes_on(last, *bounds(died))
 
 
-# Agents and couriers die, training goes on
+# Agents and replicators die, training goes on
 
 
 @slow
@@ -216,9 +216,9 @@ def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
     ("redo", "ack", "who", "dies"),
     [
         ("lazy", "wait", 0, kill_agent),
-        ("eager", "wait", 0, kill_courier),
-        pytest.param("lazy", "wait", 0, kill_courier, marks=slow),
-        pytest.param("lazy", "proceed", 1, kill_courier, marks=slow),
+        ("eager", "wait", 0, kill_replicator),
+        pytest.param("lazy", "wait", 0, kill_replicator, marks=slow),
+        pytest.param("lazy", "proceed", 1, kill_replicator, marks=slow),
         pytest.param("eager", "wait", 1, kill_agent, marks=slow),
         pytest.param("eager", "proceed", 0, kill_agent, marks=slow),
     ],

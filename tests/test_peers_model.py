@@ -1,4 +1,6 @@
-"""Couriers of several nodes against what they promise: any m nodes may be lost, at any point, with what they hold."""
+"""Replicators of several nodes against what they promise: any m nodes may be lost, at any point, with what they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -301,7 +303,7 @@ def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more(lo
     job, (ours, theirs) = _job_of_two()
     try:
         owner, holder = job.places[ours].name, job.places[theirs].name
-        job.lose_courier(job.places[theirs if lost == "holder" else ours])
+        job.lose_replicator(job.places[theirs if lost == "holder" else ours])
         job.deliver((holder, owner))
         job.deliver((owner, holder))
         message = None
@@ -333,7 +335,7 @@ def _job_of_two() -> tuple[Job, list[Unit]]:
 
 
 _HAPPENS = [
-    *["deliver"] * 6, *["work"] * 4, *["train"] * 6, *["step"] * 2, *["slow"] * 2, "settle", "generation", "courier",
+    *["deliver"] * 6, *["work"] * 4, *["train"] * 6, *["step"] * 2, *["slow"] * 2, "settle", "generation", "replicator",
     "agent",
 ]  # fmt: skip
 
@@ -374,7 +376,7 @@ def _let_happen(job: Job, choose: Choose, say: Say) -> None:
         case loss:
             node = choose(list(job.places.values()))
             say(f"{node.name} loses its {loss}")
-            (job.lose_courier if loss == "courier" else job.lose_agent)(node)
+            (job.lose_replicator if loss == "replicator" else job.lose_agent)(node)
     job.look()
 
 

@@ -1,4 +1,4 @@
-"""Trainings whose couriers speak over a network that is cut or slow, or with one that does not read: bit for bit."""
+"""Trainings whose replicators speak over a network that is cut or slow, or with one that does not read: bit for bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.peers_lab import (
     PeersJob,
     PeersRank,
     bounds,
-    courier_of,
     fail,
     finishes,
     goes_on,
     peers_config,
     peers_job,
     ranks_of,
+    replicator_of,
     revive_agents,
     told,
     train,
@@ -85,11 +85,11 @@ TROUBLES = [
     ),
     Trouble(
         "stopped",
-        lambda job: os.kill(courier_of(job, "node1"), signal.SIGSTOP),
-        lambda job: os.kill(courier_of(job, "node1"), signal.SIGCONT),
+        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGSTOP),
+        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGCONT),
     ),
 ]
-#: A courier that is stopped here is not to be replaced.
+#: A replicator that is stopped here is not to be replaced.
 PATIENT = AgentConfig(linger_seconds=60.0, liveness_seconds=600.0)
 troubles = pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
 
@@ -142,7 +142,7 @@ def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 175)), Death("node1", 177, "backward"))
     assert len(noted(died, "acted")[0]) == len(acts)
     assert max(lags(died)) > SLOTS
-    assert "the courier is gone" not in logs(lab)
+    assert "the replicator is gone" not in logs(lab)
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))

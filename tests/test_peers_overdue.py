@@ -13,7 +13,7 @@ from memckpt.protocol.replication import Deserted, Join, Passed, SendRecord
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
-from tests.courier_node import Node
+from tests.replicator_node import Node
 
 
 def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> None:
@@ -31,7 +31,7 @@ def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> N
     assert after(1, b=0, c=1) == {"b"}
     assert after(1, b=1, c=1) == {"c"}
     assert not after(1, b=1), "c owes nothing any more"
-    now += 3600.0  # the courier was stopped itself
+    now += 3600.0  # the replicator was stopped itself
     assert not after(1, b=1)
     assert after(9, b=1) == {"b"}
 
@@ -122,7 +122,7 @@ def test_what_waits_here_for_its_turn_is_not_blamed_on_its_holder(node: Node) ->
 
 def test_training_that_does_not_wait_for_peers_waits_for_none(node: Node) -> None:
     node.job = msgspec.structs.replace(node.job, wait=False)
-    node.courier._join(Join(node.job))
+    node.replicator._join(Join(node.job))
     node.send_own()
     assert not works(node, 3 * int(node.job.ack_timeout_seconds)).lost
 
@@ -153,26 +153,26 @@ def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: 
     for peer in others(node):
         store(node, peer, STATIC, *sorted(node.records["abc".index(node.name)].held))
     assert not works(node).lost
-    node.courier._handle(Deserted(), [])
+    node.replicator._handle(Deserted(), [])
     assert works(node).lost
     rank = ("abc".index(node.name),)
     record = node.records[rank[0]].held[2]
-    node.courier._handle(SendRecord(rank, "own", 3, *record), [])
+    node.replicator._handle(SendRecord(rank, "own", 3, *record), [])
     assert not works(node).lost, "the agent has records again"
 
 
-def test_an_agent_that_stands_still_is_noticed_by_its_courier() -> None:
+def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
     """Its page is moved by nobody, and there is no such process."""
     with closing(Node()) as node, closing(LifePage.create()) as page:
-        node.courier._agent = watch = LifeWatch(page, -1, 0.0, "all")
+        node.replicator._agent = watch = LifeWatch(page, -1, 0.0, "all")
         watch.look()
-        node.courier._look_at_agent()
+        node.replicator._look_at_agent()
         assert "stands still" in node.member.deserted
 
 
 def test_whoever_takes_part_again_has_strayed_as_far_as_it_knows() -> None:
     with closing(Node()) as node:
-        node.courier._join(Join(msgspec.structs.replace(node.job, record=None), rejoin=True))
+        node.replicator._join(Join(msgspec.structs.replace(node.job, record=None), rejoin=True))
         assert node.member._strayed
         assert works(node).lost
         node.says("a", Watermark(0, False))

@@ -195,7 +195,7 @@ def test_after_the_longest_hold_a_backward_holds_nothing_back() -> None:
 
 @pytest.mark.parametrize(("step_seconds", "asks"), [(0.05, 0.002), (1.0, 0.01), (30.0, 0.02)])
 def test_what_is_held_back_asks_seldom_where_steps_are_long(step_seconds: float, asks: float) -> None:
-    """Each look at the marks takes the courier's core: a probe must not slow down what it measures."""
+    """Each look at the marks takes the replicator's core: a probe must not slow down what it measures."""
     pacer, now = Pacer(None), 100.0
     for step in range(1, 6):
         pacer.mark(step, F, ns(now))
@@ -391,7 +391,7 @@ def test_a_probe_in_which_training_waited_longer_than_it_took_is_none() -> None:
         pacer.mark(step, F, ns(now))
         now += 0.1
         if pacer.delay(MIB, now - 0.09) > 0 and step % 11 == 0:
-            pacer.waited(0.04 if step < 50 else 0.2)  # a courier that was stopped for a while finds out late
+            pacer.waited(0.04 if step < 50 else 0.2)  # a replicator that was stopped for a while finds out late
         pacer.sent(MIB, now - 0.05)
     assert len(pacer._governor.baseline.samples) >= 3
     assert min(pacer._governor.baseline.samples) == pytest.approx(0.06)

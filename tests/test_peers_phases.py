@@ -55,7 +55,7 @@ def test_marks_are_read_once_in_their_order(page: PhasesPage) -> None:
 
 
 def test_whoever_comes_later_goes_on(page: PhasesPage) -> None:
-    """A courier that starts in the middle reads from the newest mark on; the next attempt's rank writes on."""
+    """A replicator that starts in the middle reads from the newest mark on; the next attempt's rank writes on."""
     PhaseWriter(page, 0).mark(7, F)
     again = PhaseWriter(page, 0)
     reader = PhaseReader(page)

@@ -1,4 +1,4 @@
-"""Recoveries that are given up, cut off or slow, from the agent's, the trainer's and the courier's side."""
+"""Recoveries that are given up, cut off or slow, from the agent's, the trainer's and the replicator's side."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from memckpt.replication.transport.wire import WindowIs
 from memckpt.session import peers as session_peers
 from memckpt.session.agent_client import AgentClient
 from memckpt.state.records import Timeline
-from tests.courier_node import Node
 from tests.recovery_lab import SPEC, Place, source
+from tests.replicator_node import Node
 
 
 class Fetching:
-    """A recovery of two units, and what it says to the courier and the trainer."""
+    """A recovery of two units, and what it says to the replicator and the trainer."""
 
     def __init__(self, number: int) -> None:
         self.places = {(0,): Place(), (1,): Place()}
@@ -56,7 +56,7 @@ class Fetching:
 # The agent's side
 
 
-def test_what_a_courier_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
+def test_what_a_replicator_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
     now = Fetching(2)
     assert [(one.source.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
     now.recovery.answered(Described((0,), SPEC, recovery=1))
@@ -89,15 +89,15 @@ def test_an_answer_to_what_was_not_asked_is_ignored(said: Described | Filled) ->
     assert not now.done[0].problem
 
 
-def test_a_courier_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
+def test_a_replicator_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
     done: list[Any] = []
 
     def send(message: object, fds: object) -> None:
-        recovery.fail("the courier is gone")
+        recovery.fail("the replicator is gone")
 
     recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
     recovery.start()
-    assert [one.problem for one in done] == ["the courier is gone"]
+    assert [one.problem for one in done] == ["the replicator is gone"]
 
 
 def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> None:
@@ -245,7 +245,7 @@ def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:
     assert asked == [set(), set()]
 
 
-# The courier's side
+# The replicator's side
 
 
 @pytest.fixture
@@ -255,33 +255,33 @@ def node() -> Iterator[Node]:
 
 
 def read_two(node: Node, recovery: int) -> list[Any]:
-    """Have the courier ask of one unit, and fill another; the regions that it fills."""
+    """Have the replicator ask of one unit, and fill another; the regions that it fills."""
     regions = node.records[0].duplicates()
-    node.courier._handle(Describe(source(2), recovery), [])
-    node.courier._fill(Fill(source(0), node.records[0].spec, recovery), regions)
+    node.replicator._handle(Describe(source(2), recovery), [])
+    node.replicator._fill(Fill(source(0), node.records[0].spec, recovery), regions)
     return regions
 
 
 def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None:
     first = read_two(node, 1)
-    [former] = node.courier._asking
+    [former] = node.replicator._asking
     second = read_two(node, 2)
     assert {region.fd for region in first} == {-1}
     assert all(region.fd >= 0 for region in second)
-    assert len(node.courier._readers) == len(node.courier._asking) == 1
-    [asking] = node.courier._asking
+    assert len(node.replicator._readers) == len(node.replicator._asking) == 1
+    [asking] = node.replicator._asking
     spec = msgspec.msgpack.encode(node.records[2].spec)
     for one in (former, asking):
         for peer in ("a", "c"):
             node.says(peer, WindowIs(min(one.requests), (2,), spec))
-    node.courier._finish_readers()
+    node.replicator._finish_readers()
     assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
 
 
 def test_a_plan_that_is_made_once_more_ends_what_is_read_by_the_former_code(node: Node) -> None:
     regions = read_two(node, 1)
-    node.courier._join(Join(node.job))
+    node.replicator._join(Join(node.job))
     assert {region.fd for region in regions} == {-1}
-    assert not node.courier._readers
-    assert not node.courier._asking
+    assert not node.replicator._readers
+    assert not node.replicator._asking
     assert not [one for one in node.wire.told if isinstance(one, (Filled, RecoveryProgress))]

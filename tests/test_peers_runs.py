@@ -19,26 +19,26 @@ from tests.peers_lab import (
     agent_of,
     bounds,
     continue_both,
-    continue_courier,
-    courier_of,
+    continue_replicator,
     damage,
     fail,
     falls_to_storage,
     finishes,
     goes_on,
     kill_agent,
-    kill_courier,
-    kill_couriers,
     kill_nodes,
     kill_once,
+    kill_replicator,
+    kill_replicators,
     peers_config,
     peers_job,
     recovers_with,
+    replicator_of,
     start,
     stop_agent,
     stop_both,
-    stop_courier,
     stop_here,
+    stop_replicator,
     survives,
     told,
 )
@@ -350,22 +350,22 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     attempt = died.again(lab)
     begin, _ = bounds(died)
-    goes = [Act(2, step, "forward", continue_courier) for step in (begin, begin + 1)]
+    goes = [Act(2, step, "forward", continue_replicator) for step in (begin, begin + 1)]
     attempt = replace(attempt, acts=goes)
-    silence = recovers_with([2], lambda rank: os.kill(courier_of(attempt, "node2"), signal.SIGSTOP))
+    silence = recovers_with([2], lambda rank: os.kill(replicator_of(attempt, "node2"), signal.SIGSTOP))
     finishes(lab, replace(attempt, prepare=silence), expected)
     goes_on(attempt, *bounds(died))
     assert "has not answered for" in told(lab)
 
 
 @pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
-def test_pieces_outlive_the_couriers_that_kept_them(lab: Lab, setup: Setup) -> None:
-    """A node is lost, then the couriers of all others die, one of them once more as it is asked for pieces."""
+def test_pieces_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
+    """A node is lost, then the replicators of all others die, one of them once more as it is asked for pieces."""
     job = peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     for name in ("node0", "node2", "node3"):
-        kill_and_wait(courier_of(died, name))
+        kill_and_wait(replicator_of(died, name))
     attempt = died.again(lab)
     dies = recovers_with([1], lambda rank: kill_once(attempt, "node2"))
     finishes(lab, replace(attempt, prepare=dies), expected)
@@ -375,11 +375,11 @@ def test_pieces_outlive_the_couriers_that_kept_them(lab: Lab, setup: Setup) -> N
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-def test_a_node_is_lost_as_the_couriers_of_others_die(lab: Lab, setup: Setup, redo: str) -> None:
+def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup, redo: str) -> None:
     """What was acknowledged is with those who take their place: (3, 1) needs the pieces of all three."""
     job = peers_job(lab, setup, peers_config(3, 1, redo))
     expected = reference(lab, job)
-    acts = [Act(rank, 6, "backward", kill_courier) for rank in (0, 2, 3)]
+    acts = [Act(rank, 6, "backward", kill_replicator) for rank in (0, 2, 3)]
     died = fail(lab, replace(job, protected_at=(5,), acts=acts), Death("node1", 6, "backward"))
     attempt = died.again(lab)
     finishes(lab, attempt, expected)
@@ -394,7 +394,7 @@ def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     attempt = died.again(lab)
     signals = iter([signal.SIGSTOP, signal.SIGSTOP])
-    silence = recovers_with([2], lambda rank: os.kill(courier_of(attempt, "node2"), next(signals, signal.SIGCONT)))
+    silence = recovers_with([2], lambda rank: os.kill(replicator_of(attempt, "node2"), next(signals, signal.SIGCONT)))
     finishes(lab, replace(attempt, prepare=silence), expected)
     goes_on(attempt, *bounds(died))
     assert "node2 did not answer, and step" in told(lab)
@@ -402,7 +402,7 @@ def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
 
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
-def test_a_courier_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
+def test_a_replicator_that_dies_while_it_fetches_is_replaced(lab: Lab, setup: Setup) -> None:
     job = peers_job(lab, setup, peers_config(2, 2))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
@@ -443,15 +443,15 @@ def test_nobody_fetches_before_the_others_hand_out(lab: Lab, setup: Setup) -> No
 def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     lab: Lab, setup: Setup, ack: str, lost: str
 ) -> None:
-    """The courier of node1 stands still for the last steps before it, or one that keeps its pieces, is lost."""
+    """The replicator of node1 stands still for the last steps before it, or one that keeps its pieces, is lost."""
     job = peers_job(lab, setup, peers_config(2, 2, ack=ack))
     expected = reference(lab, job)
-    stands = Act(1, 5, "forward", stop_courier)
+    stands = Act(1, 5, "forward", stop_replicator)
     # One step more, and a training that does not wait would have filled the slots of what is acknowledged anew.
     step = 7 if ack == "wait" else 6
     died = fail(lab, replace(job, protected_at=(4,), acts=[stands]), Death(lost, step, "stepped"))
     if lost != "node1":
-        os.kill(courier_of(died, "node1"), signal.SIGCONT)
+        os.kill(replicator_of(died, "node1"), signal.SIGCONT)
     low, high = bounds(died)
     assert low == 5
     last = died.again(lab)
@@ -459,31 +459,31 @@ def test_what_was_on_its_way_may_be_lost_and_nothing_that_was_acknowledged(
     goes_on(last, low, high)
 
 
-# Agents and couriers die, training goes on
+# Agents and replicators die, training goes on
 
 
 @pytest.mark.parametrize(
     ("setup", "ack", "redo", "who", "dies"),
     [
         (FSDP, "wait", "lazy", 1, kill_agent),
-        pytest.param(DDP, "proceed", "lazy", 0, kill_courier, marks=slow),
+        pytest.param(DDP, "proceed", "lazy", 0, kill_replicator, marks=slow),
         pytest.param(FSDP, "wait", "lazy", 0, kill_agent, marks=slow),
         pytest.param(FSDP, "proceed", "lazy", 1, kill_agent, marks=slow),
         pytest.param(FSDP, "wait", "eager", 1, kill_agent, marks=slow),
         pytest.param(DDP, "wait", "lazy", 0, kill_agent, marks=slow),
         pytest.param(DDP, "proceed", "eager", 2, kill_agent, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 0, kill_courier, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, kill_courier, marks=slow),
-        pytest.param(FSDP, "proceed", "lazy", 1, kill_courier, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 1, kill_courier, marks=slow),
-        pytest.param(DDP, "wait", "eager", 1, kill_courier, marks=slow),
-        pytest.param(FSDP, "wait", "lazy", 1, kill_couriers, marks=slow),
-        pytest.param(FSDP, "wait", "eager", 0, kill_couriers, marks=slow),
-        pytest.param(DDP, "proceed", "lazy", 1, kill_couriers, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 0, kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, kill_replicator, marks=slow),
+        pytest.param(FSDP, "proceed", "lazy", 1, kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 1, kill_replicator, marks=slow),
+        pytest.param(DDP, "wait", "eager", 1, kill_replicator, marks=slow),
+        pytest.param(FSDP, "wait", "lazy", 1, kill_replicators, marks=slow),
+        pytest.param(FSDP, "wait", "eager", 0, kill_replicators, marks=slow),
+        pytest.param(DDP, "proceed", "lazy", 1, kill_replicators, marks=slow),
     ],
     ids=named,
 )
-def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_courier(
+def test_protection_becomes_whole_again_after_the_death_of_an_agent_or_replicator(
     lab: Lab, setup: Setup, ack: str, redo: str, who: int, dies: Callable[[PeersRank], None]
 ) -> None:
     """A node that is lost after that, another one or the same, is recovered from peers."""
@@ -512,7 +512,7 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
     assert len(noted(last, "acted")[2]) == 2
 
 
-# Agents and couriers stand still, training goes on
+# Agents and replicators stand still, training goes on
 
 
 @slow
@@ -526,14 +526,14 @@ def test_nobody_waits_for_ranks_that_have_to_get_on_to_begin_anew(lab: Lab, setu
     ],
     ids=named,
 )
-def test_a_courier_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lost(
+def test_a_replicator_that_is_stopped_is_replaced_and_nothing_acknowledged_is_lost(
     lab: Lab, setup: Setup, redo: str, who: int
 ) -> None:
     """Nobody lets it go on. Protection becomes whole again, and a node that is lost after that is recovered."""
     settings = peers_config(3, 1, redo, agent=AgentConfig(linger_seconds=60.0, liveness_seconds=2.0))
     job = peers_job(lab, setup, settings)
     expected = reference(lab, job)
-    acts = [Act(who, 3, "forward", stop_courier)]
+    acts = [Act(who, 3, "forward", stop_replicator)]
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
     assert [[each["step"] for each in rank] for rank in noted(died, "protected")] == [[2, 7]] * 4
     assert told(lab).count("it shows no sign of life") == 1
@@ -582,7 +582,7 @@ def test_damaged_pieces_are_decoded_around(lab: Lab, setup: Setup, every: int) -
     job = peers_job(lab, setup, peers_config(2, 2))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
-    assert damage(courier_of(died, "node2"), every) > 0
+    assert damage(replicator_of(died, "node2"), every) > 0
     last = died.again(lab)
     finishes(lab, last, expected)
     goes_on(last, *bounds(died))
@@ -601,7 +601,7 @@ def test_more_damage_than_the_code_bears_names_the_ranks_and_falls_to_storage(
     job = stored_job(lab, setup, 3, 1) if stored else peers_job(lab, setup, peers_config(3, 1))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(6,)), Death("node1", 7, "backward"))
-    assert damage(courier_of(died, "node2")) > 0
+    assert damage(replicator_of(died, "node2")) > 0
     last = died.again(lab, **({} if stored else {"number": 0}))
     finishes(lab, last, expected)
     goes_on(last, 4 * stored, 4 * stored, "storage")
@@ -636,15 +636,15 @@ def test_a_state_that_every_node_still_has_is_proved_alike(lab: Lab, setup: Setu
 
 
 @slow
-def test_couriers_end_with_their_agents(lab: Lab) -> None:
+def test_replicators_end_with_their_agents(lab: Lab) -> None:
     """Both ways to end: the agent leaves, and the agent is killed."""
     job = peers_job(lab, FSDP, peers_config(1, 1))
     died = fail(lab, replace(job, protected_at=(1,)), Death("node1", 2, "backward"))
-    couriers = {name: os.pidfd_open(courier_of(died, name)) for name in ("node0", "node2", "node3")}
+    replicators = {name: os.pidfd_open(replicator_of(died, name)) for name in ("node0", "node2", "node3")}
     agent = agent_of(died, "node2")
     assert agent is not None
     kill_and_wait(agent)
     finishes(lab, died.again(lab), reference(lab, job))
-    for name, handle in couriers.items():
-        assert select.select([handle], [], [], 20)[0], f"the courier of {name} lives on"
+    for name, handle in replicators.items():
+        assert select.select([handle], [], [], 20)[0], f"the replicator of {name} lives on"
         os.close(handle)

@@ -1,4 +1,4 @@
-"""A courier among 1,000 peers, as far as its sockets go: all of them meet, and each message arrives once."""
+"""A replicator among 1,000 peers, as far as its sockets go: all of them meet, and each message arrives once."""
 
 from __future__ import annotations
 

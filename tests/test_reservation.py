@@ -15,12 +15,12 @@ from memckpt.memory import reservation
 from memckpt.memory.reservation import Reservation
 from memckpt.protocol.standby import CloseMirror, MirrorOpened, MirrorRefused, OpenMirror
 from memckpt.replication.keeping.fragment_store import Holder
-from memckpt.replication.process import replicator as courier
+from memckpt.replication.process import replicator as replicator
 from memckpt.replication.process.standby_feed import Mirroring
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
-from tests.courier_node import Node
 from tests.peers_harness import wait_for
 from tests.peers_records import MemoryRoom
+from tests.replicator_node import Node
 
 CHUNK = 4096
 
@@ -93,10 +93,10 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_courier_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "_AT_ONCE_BYTES", 0)
+def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.holder._reserve = node.courier._reserve
+        node.holder._reserve = node.replicator._reserve
         opened = Open(node.window("a"))
         [refused] = node.says("a", opened)
         assert isinstance(refused, NotStored)
@@ -105,25 +105,25 @@ def test_a_courier_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypat
         assert isinstance(answer, GotNone)
         [again] = node.says("a", opened)
         assert isinstance(again, NotStored)
-        assert len(node.courier._reserving) == 1
+        assert len(node.replicator._reserving) == 1
         kernel.go_on()
-        wait_for(lambda: node.courier._reserving[0].over, "it is there")
+        wait_for(lambda: node.replicator._reserving[0].over, "it is there")
         assert node.says("a", opened) == []
         assert node.keep("a", 3) == [Stored((0,), "ga", 3)]
-        assert not node.courier._reserving
+        assert not node.replicator._reserving
 
 
-def test_what_a_courier_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "_AT_ONCE_BYTES", 0)
+def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.holder._reserve = node.courier._reserve
+        node.holder._reserve = node.replicator._reserve
         node.says("a", Open(node.window("a")))
         kernel.go_on()
-        node.courier._leave()
-        assert not node.courier._reserving
+        node.replicator._leave()
+        assert not node.replicator._reserving
 
 
-def test_a_courier_does_not_wait_for_its_agent_to_make_a_replica() -> None:
+def test_a_replicator_does_not_wait_for_its_agent_to_make_a_replica() -> None:
     asked: list[OpenMirror] = []
     told: list[object] = []
     with closing(Node()) as node:

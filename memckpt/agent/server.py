@@ -28,7 +28,7 @@ from memckpt.node.attempt import Attempt, Member
 from memckpt.node.generation import Generation
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.replication import AskPhases, CourierLost, Join, Listen, Passed, Recover
+from memckpt.protocol.replication import AskPhases, Join, Listen, Passed, Recover, ReplicatorLost
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Advance,
@@ -140,7 +140,7 @@ class Agent:
             self._holdings.get,
             self._holdings.adopt,
             self._watermark_passed,
-            self._courier_lost,
+            self._replicator_lost,
             self._mirrors,
             self._life,
         )
@@ -307,10 +307,10 @@ class Agent:
             holding.open_gate()
         self._tell_members(passed)
 
-    def _courier_lost(self, reason: str) -> None:
+    def _replicator_lost(self, reason: str) -> None:
         for holding in self._holdings:
             holding.open_gate()  # some may have waited for its answer
-        self._tell_members(CourierLost(reason))
+        self._tell_members(ReplicatorLost(reason))
 
     # From redo threads and from signal handlers
 

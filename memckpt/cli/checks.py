@@ -256,10 +256,11 @@ def check_alarms(alarms: Sequence[str]) -> Check:
 def check_descriptors(
     soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | MirrorConfig | None
 ) -> Check:
-    """Whether the courier of rank 0's node, which speaks with all others, may have as many descriptors as that takes.
+    """Whether the replicator of rank 0's node, which speaks with all others, may have as many descriptors as that
+    takes.
 
     Args:
-        soft, hard: limits on open files; None: there is none. Agents and couriers raise theirs to the hard one.
+        soft, hard: limits on open files; None: there is none. Agents and replicators raise theirs to the hard one.
         nodes: of the job, as far as that is known; 1: it is not, or there is one.
         peers: those that the environment asks for.
     """

@@ -45,8 +45,8 @@ class AgentConfig:
         linger_seconds: how long it keeps the state with no trainer connected.
         memory_budget_bytes: the most it may hold; None means what the machine and its cgroup have left.
         start_seconds: time limit for its start and for each of its replies.
-        liveness_seconds: how long the agent, or its courier, may show no sign of life before it counts as standing
-            still (stopped, dead-locked). Training that waits for such an agent goes on without it; such a courier is
+        liveness_seconds: how long the agent, or its replicator, may show no sign of life before it counts as standing
+            still (stopped, dead-locked). Training that waits for such an agent goes on without it; such a replicator is
             killed and replaced.
         fence_seconds: how long killed trainers of an earlier attempt may take to end, before a new one is refused; what
             has used a GPU takes longest.

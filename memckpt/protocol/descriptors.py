@@ -8,7 +8,7 @@ import resource
 import select
 from typing import Protocol
 
-#: Descriptors that a courier has open for each peer: sockets to it and of it.
+#: Descriptors that a replicator has open for each peer: sockets to it and of it.
 PEER_DESCRIPTORS = 3
 _log = logging.getLogger("memckpt.agent")
 
@@ -18,7 +18,7 @@ class HasDescriptor(Protocol):
 
 
 def raise_limit() -> None:
-    """Let this process have as many descriptors as the system allows: a courier needs several for each peer."""
+    """Let this process have as many descriptors as the system allows: a replicator needs several for each peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return

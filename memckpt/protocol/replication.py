@@ -1,4 +1,4 @@
-"""What trainers, their agent and its courier say to each other about peers: typed, validated, no pickle."""
+"""What trainers, their agent and its replicator say to each other about peers: typed, validated, no pickle."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """A trainer's, and the agent's to its courier: be there for peers that have these keys, or the password.
+    """A trainer's, and the agent's to its replicator: be there for peers that have these keys, or the password.
 
     Answer: Listening. What an earlier attempt had opened is closed: who has only its keys is a stranger from now on.
-    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo. A courier that shows no sign
-    of life for `liveness_seconds` is killed and replaced.
+    `memory_budget_bytes` and `threads` are the configured limit and the threads for redo. A replicator that shows no
+    sign of life for `liveness_seconds` is killed and replaced.
     """
 
     attempt: str
@@ -41,14 +41,14 @@ class Listen(msgspec.Struct, frozen=True, tag="listen"):
 
 
 class Listening(msgspec.Struct, frozen=True, tag="listening"):
-    """Answer to Listen: where peers find this node's courier, and what it keeps of others' records."""
+    """Answer to Listen: where peers find this node's replicator, and what it keeps of others' records."""
 
     address: str
     pieces: tuple[HeldPieces, ...] = ()
 
 
 class PeerNode(msgspec.Struct, frozen=True, array_like=True):
-    """A node of the job: its name, where its courier listens, and its failure domain, the widest first."""
+    """A node of the job: its name, where its replicator listens, and its failure domain, the widest first."""
 
     name: str
     address: str
@@ -110,7 +110,9 @@ class AskPhases(msgspec.Struct, frozen=True, tag="phases?"):
 
 
 class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
-    """Answer to AskPhases, and to the courier: the page comes along as a descriptor; `position` is the rank's in it."""
+    """Answer to AskPhases, and to the replicator: the page comes along as a descriptor; `position` is the rank's in
+    it.
+    """
 
     position: int = 0
 
@@ -179,15 +181,15 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
 
 
 class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """From the courier, passed on to the trainers: bytes more of what is missing are here."""
+    """From the replicator, passed on to the trainers: bytes more of what is missing are here."""
 
     nbytes: int
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """To the courier: of which layout is that source? Answer: Described.
+    """To the replicator: of which layout is that source? Answer: Described.
 
-    `recovery` numbers those of an agent: once a new one has begun, what the courier reads for others is given up.
+    `recovery` numbers those of an agent: once a new one has begun, what the replicator reads for others is given up.
     """
 
     source: UnitSource
@@ -205,7 +207,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 
 
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
-    """To the courier: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
+    """To the replicator: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
 
     source: UnitSource
     spec: StateSpec
@@ -237,7 +239,8 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
 
 
 class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
-    """To the courier: a generation is complete; its regions come along: slots, then static and replica where present.
+    """To the replicator: a generation is complete; its regions come along: slots, then static and replica where
+    present.
 
     Attributes:
         ranks: the owner.
@@ -262,7 +265,7 @@ class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
 
 
 class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
-    """To the courier: a record is whole on this node."""
+    """To the replicator: a record is whole on this node."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -273,7 +276,7 @@ class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
 
 
 class TakeState(msgspec.Struct, frozen=True, tag="take state"):
-    """From the courier: have the state after a record, which lies a little ahead, copied for peers.
+    """From the replicator: have the state after a record, which lies a little ahead, copied for peers.
 
     Answer: StateTaken or StateMissed, for each set of ranks that share their shards.
     """
@@ -282,14 +285,14 @@ class TakeState(msgspec.Struct, frozen=True, tag="take state"):
 
 
 class StateMissed(msgspec.Struct, frozen=True, tag="state missed"):
-    """To the courier: the state after that record has not been copied, as the order came too late, or something else
+    """To the replicator: the state after that record has not been copied, as the order came too late, or something else
     is being copied."""
 
     record: int
 
 
 class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
-    """To the courier: the state after a record; its copy comes along, laid out as a snapshot, then the static region
+    """To the replicator: the state after a record; its copy comes along, laid out as a snapshot, then the static region
     where there is one.
 
     Attributes:
@@ -314,7 +317,7 @@ class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
 
 
 class GiveUp(msgspec.Struct, frozen=True, tag="give up"):
-    """To the courier: send no more of what the generation begins with, the replica has to go on. Answer: GivenUp."""
+    """To the replicator: send no more of what the generation begins with, the replica has to go on. Answer: GivenUp."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -328,24 +331,26 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
-    """To the courier: what base, log and mirrors take of this node's memory now, those that are being written too."""
+    """To the replicator: what base, log and mirrors take of this node's memory now, those that are being written
+    too.
+    """
 
     nbytes: int
 
 
 class Halt(msgspec.Struct, frozen=True, tag="halt"):
-    """To the courier: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
+    """To the replicator: the attempt is over; nothing is sent or taken until the next one. What is kept stays.
 
     Answer: Halted.
     """
 
 
 class Halted(msgspec.Struct, frozen=True, tag="halted"):
-    """Answer to Halt: of the attempt nothing more comes from the courier."""
+    """Answer to Halt: of the attempt nothing more comes from the replicator."""
 
 
 class ListPieces(msgspec.Struct, frozen=True, tag="pieces?"):
-    """To the courier. Answer: Pieces; what belongs to another model than this fingerprint's has a problem."""
+    """To the replicator. Answer: Pieces; what belongs to another model than this fingerprint's has a problem."""
 
     fingerprints: dict[int, tuple[str, ...]]
 
@@ -357,8 +362,8 @@ class Pieces(msgspec.Struct, frozen=True, tag="pieces"):
 
 
 class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
-    """From the courier: memory in which it keeps pieces; its descriptor comes along. The agent has it as long as the
-    courier does not let go of it, and hands it to the next courier with this very message, before Listen.
+    """From the replicator: memory in which it keeps pieces; its descriptor comes along. The agent has it as long as the
+    replicator does not let go of it, and hands it to the next replicator with this very message, before Listen.
 
     Attributes:
         owner, generation: of the window whose pieces lie there.
@@ -374,7 +379,7 @@ class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
 
 
 class LetGoOfRoom(msgspec.Struct, frozen=True, tag="let go of room"):
-    """From the courier: this memory is not needed any more."""
+    """From the replicator: this memory is not needed any more."""
 
     owner: tuple[int, ...]
     generation: str
@@ -382,11 +387,11 @@ class LetGoOfRoom(msgspec.Struct, frozen=True, tag="let go of room"):
 
 
 class Deserted(msgspec.Struct, frozen=True, tag="deserted"):
-    """To the courier: a trainer of this node goes on without its agent, so that no record becomes whole here."""
+    """To the replicator: a trainer of this node goes on without its agent, so that no record becomes whole here."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag="drain"):
-    """To the courier: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
+    """To the replicator: training is over here. What peers still wait for goes out, nothing else. Answer: Drained."""
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
@@ -394,7 +399,7 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
 
 
 class Passed(msgspec.Struct, frozen=True, tag="passed"):
-    """From the courier, and to trainers where they wait for it: the watermark has got to `record`.
+    """From the replicator, and to trainers where they wait for it: the watermark has got to `record`.
 
     `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
     some node has lost all that it had and can begin anew only if training goes on, or stands still for too long; or
@@ -406,8 +411,10 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     lifted: bool = False
 
 
-class CourierLost(msgspec.Struct, frozen=True, tag="courier lost"):
-    """To trainers: their node has no courier for a while, so that peers get nothing from it; why, and for how long."""
+class ReplicatorLost(msgspec.Struct, frozen=True, tag="courier lost"):
+    """To trainers: their node has no replicator for a while, so that peers get nothing from it; why, and for how
+    long.
+    """
 
     reason: str
 
@@ -475,6 +482,6 @@ class PeersStatus(msgspec.Struct, frozen=True):
 
 
 class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
-    """From the courier, every second or so while something happens."""
+    """From the replicator, every second or so while something happens."""
 
     status: PeersStatus

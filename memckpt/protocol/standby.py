@@ -1,4 +1,4 @@
-"""What an agent and its courier say to each other about mirrors: the courier receives, the agent redoes."""
+"""What an agent and its replicator say to each other about mirrors: the replicator receives, the agent redoes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memckpt.state.records import Branch
 
 
 class OpenMirror(msgspec.Struct, frozen=True, tag="mirror?"):
-    """From the courier: make room for a replica of an owner's, and slots. Answer: MirrorOpened or MirrorRefused.
+    """From the replicator: make room for a replica of an owner's, and slots. Answer: MirrorOpened or MirrorRefused.
 
     Attributes as in SendGeneration; `attempt` is the nonce of the one that writes it.
     """
@@ -43,7 +43,7 @@ class MirrorRefused(msgspec.Struct, frozen=True, tag="no mirror"):
 
 
 class MirrorRecord(msgspec.Struct, frozen=True, tag="mirror record"):
-    """From the courier: a record of an owner's is whole, in its slot; a virtual one is in the replica already."""
+    """From the replicator: a record of an owner's is whole, in its slot; a virtual one is in the replica already."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -54,7 +54,7 @@ class MirrorRecord(msgspec.Struct, frozen=True, tag="mirror record"):
 
 
 class MirrorSkip(msgspec.Struct, frozen=True, tag="mirror skip"):
-    """From the courier: what is missing up to `record` does not come any more, and its slots are needed."""
+    """From the replicator: what is missing up to `record` does not come any more, and its slots are needed."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -62,7 +62,7 @@ class MirrorSkip(msgspec.Struct, frozen=True, tag="mirror skip"):
 
 
 class MirrorApplied(msgspec.Struct, frozen=True, tag="mirror applied"):
-    """To the courier: a mirror's replica has got to record `applied`: the slots up to that one are free."""
+    """To the replicator: a mirror's replica has got to record `applied`: the slots up to that one are free."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -70,7 +70,7 @@ class MirrorApplied(msgspec.Struct, frozen=True, tag="mirror applied"):
 
 
 class MirrorFailed(msgspec.Struct, frozen=True, tag="mirror failed"):
-    """To the courier: a mirror is gone, as its redo has failed."""
+    """To the replicator: a mirror is gone, as its redo has failed."""
 
     ranks: tuple[int, ...]
     generation: str
@@ -78,7 +78,7 @@ class MirrorFailed(msgspec.Struct, frozen=True, tag="mirror failed"):
 
 
 class CloseMirror(msgspec.Struct, frozen=True, tag="close mirror"):
-    """From the courier: nobody needs this mirror any more."""
+    """From the replicator: nobody needs this mirror any more."""
 
     ranks: tuple[int, ...]
     generation: str

@@ -13,7 +13,6 @@ import msgspec
 from memckpt.config import StorageConfig
 from memckpt.protocol.replication import (
     AskPhases,
-    CourierLost,
     Describe,
     Described,
     Deserted,
@@ -40,6 +39,7 @@ from memckpt.protocol.replication import (
     Recover,
     Recovered,
     RecoveryProgress,
+    ReplicatorLost,
     SendGeneration,
     SendRecord,
     StateMissed,
@@ -628,7 +628,7 @@ Message = Union[  # noqa: UP007  msgspec reads the union at run time, on Python 
     ListPieces,
     Pieces,
     Passed,
-    CourierLost,
+    ReplicatorLost,
     PeersReport,
     AskPhases,
     PhasesAre,

@@ -22,7 +22,6 @@ from memckpt.protocol.channel import Channel, encode
 from memckpt.protocol.descriptors import readable, writable
 from memckpt.protocol.replication import (
     AskPhases,
-    CourierLost,
     Listen,
     Listening,
     Passed,
@@ -30,6 +29,7 @@ from memckpt.protocol.replication import (
     Recover,
     Recovered,
     RecoveryProgress,
+    ReplicatorLost,
 )
 from memckpt.protocol.trainer import (
     Advance,
@@ -208,7 +208,7 @@ class AgentClient:
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
-        elif isinstance(message, CourierLost):
+        elif isinstance(message, ReplicatorLost):
             # At once: where training waits for peers, nobody looks at notices.
             _log.warning("memckpt: peers get nothing from this node: %s", message.reason)
         elif isinstance(message, Passed):

@@ -201,7 +201,7 @@ class Peers:
                 words = "; ".join(answer.problem for answer in problems)
                 raise AgentError(f"expected to fetch from peers what nodes lack, found twice that they cannot: {words}")
             if not found:
-                tried_again = True  # no source is to blame: a courier that died has been replaced by now
+                tried_again = True  # no source is to blame: a replicator that died has been replaced by now
                 continue
             # Nothing to do without: whatever the fetches of this plan use is left alone.
             bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
@@ -337,7 +337,7 @@ class Peers:
     # During training
 
     def mark_phases(self, recorder: Recorder) -> None:
-        """Have phases marked for the courier, by which it keeps out of the way of reductions."""
+        """Have phases marked for the replicator, by which it keeps out of the way of reductions."""
         self.stop_marking(recorder)
         if self._config is not None:
             self._page, position = self._link.client.open_phases()

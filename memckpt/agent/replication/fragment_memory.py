@@ -1,4 +1,4 @@
-"""The memory in which couriers keep other nodes' pieces, as the agent has it: it outlives them."""
+"""The memory in which replicators keep other nodes' pieces, as the agent has it: it outlives them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Kept(NamedTuple):
 
 
 class PieceRooms:
-    """Owns the descriptors. What lies in the memory is the courier's business."""
+    """Owns the descriptors. What lies in the memory is the replicator's business."""
 
     def __init__(self) -> None:
         self._rooms: dict[_Key, _Kept] = {}
@@ -30,7 +30,7 @@ class PieceRooms:
         return sum(one.nbytes for one in self._rooms.values())
 
     def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
-        """The courier has reserved memory; the descriptors are ours from now on.
+        """The replicator has reserved memory; the descriptors are ours from now on.
 
         Raises:
             AgentError: not one descriptor came along.
@@ -53,7 +53,7 @@ class PieceRooms:
             os.close(kept.fd)
 
     def handover(self) -> Iterator[tuple[KeepRoom, int]]:
-        """What another courier is to be told, each with a descriptor that stays ours."""
+        """What another replicator is to be told, each with a descriptor that stays ours."""
         for kept in self._rooms.values():
             yield kept.message, kept.fd
 

@@ -1,4 +1,4 @@
-"""The agent's part in the peers tier: what it has its courier send, and the states it has it fetch."""
+"""The agent's part in the peers tier: what it has its replicator send, and the states it has it fetch."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ from memckpt.state.records import HeldPieces, HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
 _ANSWER_SECONDS = 20.0
-#: Seconds for a courier that lives and does not halt at once: what it has received and not written down dies with it.
-#: Less than the 60 s that trainers wait for the agent.
+#: Seconds for a replicator that lives and does not halt at once: what it has received and not written down dies with
+#: it. Less than the 60 s that trainers wait for the agent.
 _HALT_SECONDS = 50.0
 #: Between two attempts at starting one that does not come up, so many times as long as that took.
 _REST_FACTOR = 5.0
-#: So many couriers that stand still as they begin to listen are replaced at once.
+#: So many replicators that stand still as they begin to listen are replaced at once.
 _MOST_STANDING = 2
 #: It says every second how things are.
 _QUIET_SECONDS = 5.0
 
 
 class Peers:
-    """Belongs to the agent's event loop. Owns the courier.
+    """Belongs to the agent's event loop. Owns the replicator.
 
     Args:
         selector: of the loop.
         holding: of the ranks that share shards, or None.
         adopt: makes one for ranks that are not here.
         passed: called when the watermark has got further.
-        lost: called with the reason when there is no courier for a while, or for the rest of the attempt.
+        lost: called with the reason when there is no replicator for a while, or for the rest of the attempt.
         mirrors: of other nodes' ranks; belong to the caller.
         life: the page that the agent's loop moves; belongs to the caller.
 
@@ -106,13 +106,14 @@ class Peers:
         self._adopt = adopt
         self._told_passed = passed
         self._told_lost = lost
-        self._courier: HelperProcess | None = None
+        self._replicator: HelperProcess | None = None
         self._listening: tuple[Listen, Listening] | None = None
         self._job: PeerJob | None = None
         self._fingerprints: dict[int, tuple[str, ...]] = {}
         self._recovery: Recovery | None = None
         self._recoveries = 0
-        #: By unit: the name of the generation that is sent, and the newest record that has been given to the courier.
+        #: By unit: the name of the generation that is sent, and the newest record that has been given to the
+        #: replicator.
         self._sent: dict[tuple[int, ...], tuple[str, int]] = {}
         self._given_up: set[str] = set()
         self._report: PeersStatus | None = None
@@ -120,22 +121,22 @@ class Peers:
         self._reported: float | None = None
         self._phases: PhasesPage | None = None
         self._backoff = Backoff()
-        #: When another courier is started, where the last one died soon after those before it.
+        #: When another replicator is started, where the last one died soon after those before it.
         self._retry_at: float | None = None
         self._newest = Passed(0, False)
         #: What the last one that died has died of, and why there is none now.
         self._died_of = self._problem = ""
-        #: The courier knows of so many bytes; None: it has not been told.
+        #: The replicator knows of so many bytes; None: it has not been told.
         self._told_own: int | None = None
         self._token = secrets.token_hex(4)
         self.watermark: int | None = None
 
     def finish(self) -> None:
-        """Training has ended as it should: peers get what they still wait for, before the courier goes."""
-        if self._courier is None or self._job is None:
+        """Training has ended as it should: peers get what they still wait for, before the replicator goes."""
+        if self._replicator is None or self._job is None:
             return
         try:
-            self._courier.ask(Drain(), Drained, _ANSWER_SECONDS)
+            self._replicator.ask(Drain(), Drained, _ANSWER_SECONDS)
         except AgentGoneError as error:
             _log.warning("whether peers have got the last words is not known: %s", error)
 
@@ -143,9 +144,9 @@ class Peers:
         self._give_up_recovery("the agent leaves")
         self._listening = self._job = self.watermark = self._retry_at = None
         self._sent.clear()
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            courier.close()
+        replicator, self._replicator = self._replicator, None
+        if replicator is not None:
+            replicator.close()
         self._rooms.close()
         self._close_phases()
 
@@ -155,9 +156,11 @@ class Peers:
             phases.close()
 
     def tell_own(self, nbytes: int) -> None:
-        """Have the courier know what this node's memory holds beside what it keeps: base and log of its own ranks."""
+        """Have the replicator know what this node's memory holds beside what it keeps: base and log of its own
+        ranks.
+        """
         nbytes += self._mirrors.nbytes
-        if self._courier is not None and nbytes != self._told_own:
+        if self._replicator is not None and nbytes != self._told_own:
             self._told_own = nbytes
             self._send(Holds(nbytes))
 
@@ -168,15 +171,15 @@ class Peers:
 
     @property
     def kept_bytes(self) -> int:
-        """Of these, what the courier keeps."""
+        """Of these, what the replicator keeps."""
         return self._rooms.nbytes
 
     @property
     def status(self) -> PeersStatus | None:
-        """As the courier has said it last; if that was long ago, it stands still, and nothing is protected."""
+        """As the replicator has said it last; if that was long ago, it stands still, and nothing is protected."""
         if self._job is None or self._report is None or self._reported is None:
             return None
-        if self._courier is None:
+        if self._replicator is None:
             return msgspec.structs.replace(
                 self._report, protected=False, problem=self._problem, held_bytes=self.kept_bytes, links=()
             )
@@ -184,7 +187,7 @@ class Peers:
         if quiet < _QUIET_SECONDS:
             return self._report
         return msgspec.structs.replace(
-            self._report, protected=False, problem=f"the courier of this node has said nothing for {quiet:.0f} s"
+            self._report, protected=False, problem=f"the replicator of this node has said nothing for {quiet:.0f} s"
         )
 
     def tell_deserted(self) -> None:
@@ -212,18 +215,18 @@ class Peers:
         self._close_phases()
 
     def _halt(self) -> None:
-        """Have all that the courier has received, and nothing more: what was acknowledged has to be found here."""
-        courier = self._courier
-        if courier is not None:
+        """Have all that the replicator has received, and nothing more: what was acknowledged has to be found here."""
+        replicator = self._replicator
+        if replicator is not None:
             try:
-                courier.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
+                replicator.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
             except AgentError as error:
-                _log.error("the courier is gone: %s", error)
-                self._end_courier(courier)
+                _log.error("the replicator is gone: %s", error)
+                self._end_replicator(replicator)
                 # Had it died meanwhile, then another one is here, or none: nobody needs that one either.
-                replaced, self._courier = self._courier, None
+                replaced, self._replicator = self._replicator, None
                 if replaced is not None:
-                    self._end_courier(replaced)
+                    self._end_replicator(replaced)
         self._mirrors.halt()
 
     # Start of an attempt
@@ -232,63 +235,63 @@ class Peers:
         """Be there for peers; what is kept of others' records.
 
         Raises:
-            AgentError: the courier does not come up.
+            AgentError: the replicator does not come up.
         """
         if self._retry_at is not None:
             self._restart()  # a trainer that is back asks for it before its time
-            if self._courier is None:
-                raise AgentError(f"there is no courier: {self._problem}")
+            if self._replicator is None:
+                raise AgentError(f"there is no replicator: {self._problem}")
         for standing in range(_MOST_STANDING + 1):
             try:
                 return self._have_listen(message)
             except AgentGoneError as error:
                 if standing == _MOST_STANDING or not self._replaces_standing(message, str(error)):
-                    raise AgentError(f"the courier does not answer: {error}") from error
+                    raise AgentError(f"the replicator does not answer: {error}") from error
         raise AssertionError("the last one is an answer or an error")
 
     def _have_listen(self, message: Listen) -> Listening:
-        if self._listening is None or self._listening[0].attempt != message.attempt or self._courier is None:
-            if self._courier is None:
+        if self._listening is None or self._listening[0].attempt != message.attempt or self._replicator is None:
+            if self._replicator is None:
                 self._backoff.started()
                 self._told_own = None
-                self._courier = self._start_courier(message.liveness_seconds)
-            self._courier.watch_for(message.liveness_seconds)
-            self._listening = message, self._courier.ask(message, Listening, _ANSWER_SECONDS)
+                self._replicator = self._start_replicator(message.liveness_seconds)
+            self._replicator.watch_for(message.liveness_seconds)
+            self._listening = message, self._replicator.ask(message, Listening, _ANSWER_SECONDS)
         return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
 
     def _replaces_standing(self, message: Listen, reason: str) -> bool:
-        """Whether the courier has not answered because it stands still; then it is killed, and may be replaced."""
-        courier = self._courier
-        if courier is None or not courier.stands_still():
+        """Whether the replicator has not answered because it stands still; then it is killed, and may be replaced."""
+        replicator = self._replicator
+        if replicator is None or not replicator.stands_still():
             return False
         if self._listening is not None and self._listening[0].attempt == message.attempt:
             self._ended(reason)  # others may know where it listens
-            return self._courier is not None
-        _log.error("the courier stands still as it begins to listen, and is replaced: %s", reason)
-        self._lose_courier(reason)
+            return self._replicator is not None
+        _log.error("the replicator stands still as it begins to listen, and is replaced: %s", reason)
+        self._lose_replicator(reason)
         return True
 
-    def _start_courier(self, liveness_seconds: float) -> HelperProcess:
-        """Another courier; it goes on with what the last one kept."""
-        courier = HelperProcess(
+    def _start_replicator(self, liveness_seconds: float) -> HelperProcess:
+        """Another replicator; it goes on with what the last one kept."""
+        replicator = HelperProcess(
             "memckpt.replication.process", [], self._selector, self._received, self._ended, liveness_seconds, self._life
         )
         try:
             for message, fd in self._rooms.handover():
-                courier.send(message, [fd])
+                replicator.send(message, [fd])
         except AgentGoneError:
-            courier.close()
+            replicator.close()
             raise
-        return courier
+        return replicator
 
-    def _end_courier(self, courier: HelperProcess) -> None:
+    def _end_replicator(self, replicator: HelperProcess) -> None:
         """Have it end, if it has not yet; what it has said of its memory counts, and nothing else."""
 
         def note(message: Message) -> None:
             if isinstance(message, KeepRoom | LetGoOfRoom):
-                self._note_room(message, courier.take_descriptors())
+                self._note_room(message, replicator.take_descriptors())
 
-        courier.close(note)
+        replicator.close(note)
 
     def _note_room(self, message: KeepRoom | LetGoOfRoom, fds: list[int]) -> None:
         if isinstance(message, KeepRoom):
@@ -297,18 +300,18 @@ class Peers:
             self._rooms.let_go(message)
 
     def _pieces(self) -> tuple[HeldPieces, ...]:
-        assert self._courier is not None
-        return self._courier.ask(ListPieces(self._fingerprints), Pieces, _ANSWER_SECONDS).pieces
+        assert self._replicator is not None
+        return self._replicator.ask(ListPieces(self._fingerprints), Pieces, _ANSWER_SECONDS).pieces
 
     def join(self, message: Join) -> None:
         """The plan is made: take part.
 
         Raises:
-            PeerError: the courier is gone, and there is no other one where peers look for it.
+            PeerError: the replicator is gone, and there is no other one where peers look for it.
         """
-        if message.rejoin and (self._courier is None or self._listening is None or self._job is not None):
+        if message.rejoin and (self._replicator is None or self._listening is None or self._job is not None):
             return
-        self._check_courier()
+        self._check_replicator()
         self._give_up_recovery("the plan is made once more")
         self._take_part(message)
 
@@ -325,12 +328,12 @@ class Peers:
         self._sent.clear()
         self._send(message)
 
-    def _check_courier(self) -> None:
+    def _check_replicator(self) -> None:
         if self._retry_at is not None:
             self._restart()
-        if self._courier is None or self._listening is None:
+        if self._replicator is None or self._listening is None:
             raise PeerError(
-                "expected a courier through which this node reaches its peers, found that it is gone "
+                "expected a replicator through which this node reaches its peers, found that it is gone "
                 f"({self._problem or 'it was never started'}); see the agent's log, and start the attempt again"
             )
 
@@ -357,9 +360,9 @@ class Peers:
     # Records on their way to peers
 
     def sync(self, holding: Holding) -> None:
-        """Have the courier send what is whole of a holding and has not been given to it."""
-        held, courier = holding.held, self._courier
-        if self._job is None or courier is None or held is None or not held.complete:
+        """Have the replicator send what is whole of a holding and has not been given to it."""
+        held, replicator = holding.held, self._replicator
+        if self._job is None or replicator is None or held is None or not held.complete:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
@@ -370,7 +373,7 @@ class Peers:
         if sent_name != name:
             self._send_generation(holding, held, name)
             sent = whole
-        while sent < whole and self._courier is courier:
+        while sent < whole and self._replicator is replicator:
             sent += 1
             if held.spec.mode == "capture" and sent % held.spec.every:
                 continue  # it is not captured
@@ -379,7 +382,9 @@ class Peers:
                 _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, holding.ranks)
                 continue
             self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
-        if self._courier is courier:  # else it died meanwhile, and one that took its place has been given all of it
+        if (
+            self._replicator is replicator
+        ):  # else it died meanwhile, and one that took its place has been given all of it
             self._sent[holding.ranks] = name, sent
 
     def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
@@ -454,7 +459,7 @@ class Peers:
         name, _ = self._sent.get(holding.ranks, ("", 0))
         if self.watermark < held.base < needed and name and name not in self._given_up:
             self._send(GiveUp(holding.ranks, name))
-            if self._courier is not None:  # else nobody is there to answer, or to read the replica
+            if self._replicator is not None:  # else nobody is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
 
@@ -464,12 +469,12 @@ class Peers:
         """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before.
 
         Raises:
-            PeerError: the courier is gone for good.
+            PeerError: the replicator is gone for good.
         """
         if self._recovery is not None:
             raise AgentError("a recovery is under way")
-        self._check_courier()
-        courier = self._courier
+        self._check_replicator()
+        replicator = self._replicator
         for ranks in message.serve:
             problem = self._serve(ranks, message)
             if problem:
@@ -478,8 +483,8 @@ class Peers:
                 done(Recovered(problem, (bad,)))
                 return
         # One that has taken the place of another knows nothing of what that one was told to hand out.
-        if self._courier is not courier or (message.serve and not self._listens_to_us()):
-            done(Recovered("the courier is gone"))
+        if self._replicator is not replicator or (message.serve and not self._listens_to_us()):
+            done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
         holding = self._adopt if message.adopt else self._holding
@@ -488,12 +493,12 @@ class Peers:
         self._end_recovery()
 
     def _listens_to_us(self) -> bool:
-        """Whether the courier is alive, and has taken all that was sent to it until now."""
-        courier = self._courier
+        """Whether the replicator is alive, and has taken all that was sent to it until now."""
+        replicator = self._replicator
         try:
             self._pieces()
         except AgentGoneError as error:
-            if self._courier is courier:
+            if self._replicator is replicator:
                 self._ended(str(error))
             return False
         return True
@@ -508,20 +513,20 @@ class Peers:
         if self._recovery is not None and self._recovery.over:
             self._recovery = None
 
-    # The courier
+    # The replicator
 
     def _send(self, message: Message, fds: list[int] | None = None) -> None:
-        if self._courier is None:
+        if self._replicator is None:
             return
         try:
-            self._courier.send(message, fds or [])
+            self._replicator.send(message, fds or [])
         except AgentGoneError as error:
             self._ended(str(error))
 
     def _received(self, message: Message) -> None:
         match message:
             case KeepRoom() | LetGoOfRoom():
-                self._note_room(message, self._courier.take_descriptors() if self._courier is not None else [])
+                self._note_room(message, self._replicator.take_descriptors() if self._replicator is not None else [])
             case Passed():
                 self.watermark, self._newest = message.record, message
                 self._mirrors.passed(message.record, message.whole)
@@ -551,7 +556,7 @@ class Peers:
             case Listening() | Pieces() | Halted():
                 pass  # an answer for which nobody waits any more
             case _:
-                raise AgentError(f"unexpected {type(message).__name__} from the courier")
+                raise AgentError(f"unexpected {type(message).__name__} from the replicator")
 
     def mirror_said(self, key: MirrorKey, message: Message) -> None:
         """Hear the redo thread of a mirror."""
@@ -560,10 +565,10 @@ class Peers:
             self._send(news)
 
     def _ended(self, reason: str) -> None:
-        _log.error("the courier is gone: %s", reason)
+        _log.error("the replicator is gone: %s", reason)
         self._died_of = reason
-        self._lose_courier(reason)
-        self._give_up_recovery("the courier is gone")
+        self._lose_replicator(reason)
+        self._give_up_recovery("the replicator is gone")
         self._sent.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
             # One that takes its place begins with nothing, so that all others are told the same.
@@ -577,11 +582,11 @@ class Peers:
         else:
             self._restart()
 
-    def _lose_courier(self, reason: str) -> None:
+    def _lose_replicator(self, reason: str) -> None:
         self._problem = reason
-        courier, self._courier = self._courier, None
-        if courier is not None:
-            self._end_courier(courier)
+        replicator, self._replicator = self._replicator, None
+        if replicator is not None:
+            self._end_replicator(replicator)
 
     def _do_without(self, reason: str) -> None:
         """Peers look for one at an address where there is none any more: the start of the attempt fails."""
@@ -590,16 +595,16 @@ class Peers:
 
     def _wait_with_another(self, pause: float) -> None:
         self._retry_at = time.monotonic() + pause
-        self._told_lost(f"{self._problem}; another courier is started in {pause:.0f} s")
+        self._told_lost(f"{self._problem}; another replicator is started in {pause:.0f} s")
 
     def deadline(self) -> float | None:
         """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
-        looks = None if self._courier is None else self._courier.look_at
+        looks = None if self._replicator is None else self._replicator.look_at
         return min((at for at in (self._retry_at, looks) if at is not None), default=None)
 
     def look_at_clock(self) -> None:
         """Do what is due."""
-        if self._courier is not None and self._courier.stands_still():
+        if self._replicator is not None and self._replicator.stands_still():
             self._ended("it shows no sign of life (stopped, or dead-locked), and is killed")
         if self._retry_at is not None and time.monotonic() >= self._retry_at:
             self._restart()
@@ -613,7 +618,7 @@ class Peers:
         try:
             self._replace(listen, listening, planned=job is not None)
         except MemckptError as error:
-            self._lose_courier(f"{self._died_of}; no other one takes its place: {error}")
+            self._lose_replicator(f"{self._died_of}; no other one takes its place: {error}")
             if job is None:
                 self._do_without(self._problem)
             else:
@@ -632,7 +637,7 @@ class Peers:
                 self.sync(holding)
 
     def _replace(self, listen: Listen, listening: Listening, planned: bool) -> None:
-        """Start another courier; `planned`: peers know the job, and the new one tells them where it listens."""
+        """Start another replicator; `planned`: peers know the job, and the new one tells them where it listens."""
         where = listen
         if not planned:
             # All that others know of this node yet is the address that was told to the trainers: it has to stay.

@@ -32,10 +32,10 @@ class Recovery:
     """Fetches the states that this node lacks, all at once.
 
     Args:
-        number: no other recovery of this agent has it. What the courier answers to another one is ignored.
+        number: no other recovery of this agent has it. What the replicator answers to another one is ignored.
         message: what is asked for.
         holding: of the ranks that share shards. May raise MemckptError.
-        send: to the courier.
+        send: to the replicator.
         done: gets Recovered once all are here, or the first cannot be.
     """
 
@@ -60,7 +60,7 @@ class Recovery:
         self.over = False
 
     def start(self) -> None:
-        """Ask for all of them. The courier may turn out to be dead at that, which fails the recovery."""
+        """Ask for all of them. The replicator may turn out to be dead at that, which fails the recovery."""
         if not self._sources:
             self._finish()
         for source in list(self._sources.values()):
@@ -68,7 +68,7 @@ class Recovery:
                 self._send(Describe(source, self._number), [])
 
     def answered(self, message: Described | Filled | RecoveryProgress) -> None:
-        """What the courier says of one of them."""
+        """What the replicator says of one of them."""
         if isinstance(message, RecoveryProgress):
             self._done(message)
             return

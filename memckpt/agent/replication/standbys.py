@@ -2,9 +2,9 @@
 
 A mirror is an ordinary generation that is redone eagerly, with slots for R = D + 2 records (one more where it stays a
 record behind what it may apply, so that a resume can repeat the newest); it takes
-(12 + R (4 + 12/T)) bytes per parameter and copy (fp32, Adam). Its regions are filled by the courier, which is told how
-far redo has got: a record is acknowledged once the one two before it is applied, if it may be. So the owner, which is
-at most D records ahead of what is acknowledged, finds the slots free; one that is not is not overwritten.
+(12 + R (4 + 12/T)) bytes per parameter and copy (fp32, Adam). Its regions are filled by the replicator, which is told
+how far redo has got: a record is acknowledged once the one two before it is applied, if it may be. So the owner, which
+is at most D records ahead of what is acknowledged, finds the slots free; one that is not is not overwritten.
 
 Where an owner has not waited and has skipped records, its mirror skips them, too. It can produce nothing then until it
 has had T records in a row: their anchors overwrite all of its state by value, and it is exact again.
@@ -99,7 +99,7 @@ class Mirrors:
                 mirror.forget_beyond(record)
 
     def halt(self) -> None:
-        """The attempt is over; all that its courier had received is here."""
+        """The attempt is over; all that its replicator had received is here."""
         self.attempt = None
 
     def passed(self, watermark: int, whole: bool) -> None:
@@ -120,7 +120,7 @@ class Mirrors:
         newest = max(mirror.generation.committed.values(), default=0)
         return max(self._watermark, newest - mirror.opened.spec.slots)
 
-    # What the courier says
+    # What the replicator says
 
     def open(self, message: OpenMirror) -> tuple[MirrorOpened | MirrorRefused, list[int]]:
         """Make room for an owner's generation: the answer, and the descriptors of its regions."""
@@ -152,7 +152,7 @@ class Mirrors:
                 )
             resolve(optimizer.module, optimizer.qualname)
         key = message.ranks, message.generation
-        if key in self._all:  # of a courier that has died
+        if key in self._all:  # of a replicator that has died
             self._drop(key)
         try:
             return self._allocate(message)
@@ -181,7 +181,7 @@ class Mirrors:
         return Mirror(message, generation)
 
     def record(self, message: MirrorRecord) -> MirrorFailed | None:
-        """A record is whole in its slot; what the courier is to know if it is of no use."""
+        """A record is whole in its slot; what the replicator is to know if it is of no use."""
         key = message.ranks, message.generation
         mirror = self._all.get(key)
         if mirror is None or mirror.opened.attempt != self.attempt:
@@ -211,7 +211,7 @@ class Mirrors:
             self._drop(key)
 
     def told(self, key: MirrorKey, message: Message) -> MirrorApplied | MirrorFailed | None:
-        """What a redo thread has said: what the courier is to know of it."""
+        """What a redo thread has said: what the replicator is to know of it."""
         mirror = self._all.get(key)
         if mirror is None:
             return None  # it has been let go of since

@@ -12,7 +12,7 @@ from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, 
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldPieces
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: Generations of one owner that are kept while the watermark stands still.
 MOST_WINDOWS = 8
 

@@ -19,7 +19,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code, Piece
 from memckpt.replication.coding.fragments import Fragment, seal_stripe
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: Encoded stripes that are kept for streams that are a little behind the first.
 _CACHED_STRIPES = 32
 #: Records that wait for a holder, in windows.

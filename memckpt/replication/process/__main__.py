@@ -1,7 +1,8 @@
 """``python -m memckpt.replication.process``: what an agent reaches those of other nodes through. Not for people.
 
 A process of its own because the erasure code holds Python's lock while it works. The memory in which it keeps other
-nodes' records is the agent's, too: another courier goes on with it. With the agent it dies: a node is lost as a whole.
+nodes' records is the agent's, too: another replicator goes on with it. With the agent it dies: a node is lost as a
+whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.log import logging_to_stderr
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.descriptors import raise_limit
-from memckpt.replication.process.replicator import Courier
+from memckpt.replication.process.replicator import Replicator
 
 _PR_SET_PDEATHSIG = 1
 #: Without a sign of life of its agent, until that says for how long.
@@ -39,18 +40,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: others may need what is kept here
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
     channel = Channel(socket.socket(fileno=arguments.fd))
-    with logging_to_stderr("courier"):
+    with logging_to_stderr("replicator"):
         raise_limit()
         life = None if arguments.life is None else LifePage.open(arguments.life)
         agent = None if arguments.agent_life is None else LifePage.open(arguments.agent_life)
         watch = None if agent is None else LifeWatch(agent, arguments.agent, _AGENT_SECONDS, "all")
-        courier = Courier(channel, life, watch)
+        replicator = Replicator(channel, life, watch)
         try:
-            courier.run()
+            replicator.run()
         except AgentGoneError:
             pass  # the agent has let go of us
         finally:
-            courier.close()
+            replicator.close()
             channel.close()
             for page in (life, agent):
                 if page is not None:

@@ -28,7 +28,7 @@ from memckpt.replication.transport.wire import Window, WireMessage
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: Copied before the loop looks at what has arrived.
 _COPY_BYTES = 16 << 20
 #: In the name of what a node keeps of a state of its own.

@@ -51,7 +51,7 @@ from memckpt.replication.transport.wire import (
 _PUMP_BYTES = 1 << 20
 #: Of a reason in the log, in characters: peers write them.
 _MOST_WORDS = 500
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 
 
 class _OwnSource:
@@ -74,7 +74,7 @@ class _OwnSource:
 
 
 class Member:
-    """Belongs to the courier's loop.
+    """Belongs to the replicator's loop.
 
     Args:
         node: this one's name.

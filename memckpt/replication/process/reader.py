@@ -19,7 +19,7 @@ from memckpt.replication.process.source import rooms_for
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
 from memckpt.state.layout import Layout, StateSpec
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: Stripes that are asked for ahead of the one that is needed next.
 _AHEAD = 64
 #: A source that says nothing for so long is taken for lost.

@@ -1,4 +1,4 @@
-"""The courier: sends its node's records to those who keep their pieces, and keeps pieces of others' records.
+"""The replicator: sends its node's records to those who keep their pieces, and keeps pieces of others' records.
 
 One event loop owns everything here. Sending is a pipeline over stripes: some are encoded and handed over, then what has
 arrived is looked at, and so on; the network's own threads send meanwhile.
@@ -62,7 +62,7 @@ from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Delivery, Met, Transport
 from memckpt.state.records import HeldPieces
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: How often the agent is told how things are.
 _REPORT_SECONDS = 1.0
 #: How long peers may take to get the last words of a training that is over.
@@ -102,7 +102,7 @@ class _RegionRoom:
 
 
 class _AgentKeeps:
-    """The agent has each room, too, so that another courier finds what is there when this one dies."""
+    """The agent has each room, too, so that another replicator finds what is there when this one dies."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -117,7 +117,7 @@ class _AgentKeeps:
         self._channel.send(LetGoOfRoom(place.window.owner, place.window.generation, place.slot))
 
 
-class Courier:
+class Replicator:
     """Belongs to one thread.
 
     Args:
@@ -156,7 +156,7 @@ class Courier:
         #: Of the node's memory, what the agent holds.
         self._own_bytes = 0
         self._draining_until: float | None = None
-        #: What a courier before this one has kept, until it is known of which node this one is: by window and slot.
+        #: What a replicator before this one has kept, until it is known of which node this one is: by window and slot.
         self._adopted: dict[tuple[tuple[int, ...], str], dict[int, tuple[KeepRoom, Room]]] = {}
 
     def run(self) -> None:
@@ -339,7 +339,7 @@ class Courier:
         self._channel.send(Listening(self._transport.address))
 
     def _adopt(self) -> None:
-        """Take over what a courier that has died kept for other nodes."""
+        """Take over what a replicator that has died kept for other nodes."""
         assert self._holder is not None
         for key, rooms in list(self._adopted.items()):
             told, _ = next(iter(rooms.values()))

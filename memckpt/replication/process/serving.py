@@ -25,7 +25,7 @@ from memckpt.replication.transport.wire import (
 )
 
 Question = AskManifest | Get | AskWindow
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 
 
 class Serving:

@@ -14,7 +14,7 @@ from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Ro
 from memckpt.state.layout import ITEM_BYTES, Layout, StateSpec
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 #: Which bytes of a record: all of them; what is its ranks' own; or what every replica has.
 Part = Literal["all", "private", "shared"]
 

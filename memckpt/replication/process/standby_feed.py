@@ -1,4 +1,4 @@
-"""The courier's part in mirrors: an owner's records go from the network into their slots, and the agent redoes them.
+"""The replicator's part in mirrors: an owner's records go from the network into their slots, and the agent redoes them.
 
 What is not for a mirror goes to the holder of pieces. So does what there is no replica for: it is kept as plain copies.
 """
@@ -27,14 +27,14 @@ from memckpt.replication.process.standby_window import Key, MirrorWindow
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 _BEING_MADE = "memory for its replica is being reserved"
 
 
 class Mirroring:
     """Keeps what owners send: on mirrors where it is for these and the agent makes them, else with the holder.
 
-    Belongs to the courier's loop.
+    Belongs to the replicator's loop.
 
     Args:
         holder: of pieces and plain copies; left with it.

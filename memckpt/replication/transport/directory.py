@@ -1,4 +1,4 @@
-"""The peers of a courier: where they are, and who of those that announce themselves is taken for one."""
+"""The peers of a replicator: where they are, and who of those that announce themselves is taken for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before each message between couriers: from whom, for whom, and which one it is."""
+"""What stands before each message between replicators: from whom, for whom, and which one it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 WIRE_VERSION = 2
-"""Of all that couriers say to each other. Those of different versions do not speak with each other."""
+"""Of all that replicators say to each other. Those of different versions do not speak with each other."""
 ENVELOPE_BYTES = 2048
 """More than any envelope takes."""
 FRAME_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""One pair of couriers: numbering, acknowledging, sending again. No sockets, no clock.
+"""One pair of replicators: numbering, acknowledging, sending again. No sockets, no clock.
 
 Messages go out in the order of their numbers, and a connection keeps it; only what is on its way when a connection ends
 is lost. So whoever receives sees each loss as a gap, at the latest in the next state, and asks for all from there on;

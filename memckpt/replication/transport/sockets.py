@@ -1,4 +1,4 @@
-"""How the sockets between couriers are set."""
+"""How the sockets between replicators are set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between couriers: in order, exactly once, bounded, and between those who have the attempt's keys only.
+"""Messages between replicators: in order, exactly once, bounded, and between those who have the attempt's keys only.
 
 Each side has one socket on which it receives (ROUTER, bound) and one for each peer on which it sends (DEALER). ZeroMQ
 connects again by itself but loses what was on its way; :mod:`memckpt.replication.transport.links` sends that again. Two
@@ -26,7 +26,7 @@ from memckpt.replication.transport.links import Link, Payload
 from memckpt.replication.transport.sockets import Context, receiving_socket, sending_socket
 from memckpt.replication.transport.zap import Doorkeeper
 
-_log = logging.getLogger("memckpt.courier")
+_log = logging.getLogger("memckpt.replicator")
 _MAX_SOCKETS = 4096
 _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -52,7 +52,7 @@ class Met(NamedTuple):
 
 
 class Transport:
-    """One courier's sockets; :meth:`close` it. Not for use by several threads.
+    """One replicator's sockets; :meth:`close` it. Not for use by several threads.
 
     Calls never block. A loop polls the sockets (:meth:`register`), calls :meth:`receive` until it returns None, and
     calls :meth:`tend` before it waits again, at most as long as that says.
@@ -305,13 +305,13 @@ class Transport:
         return reason
 
     def _refuse_version(self, state: State) -> str:
-        """A courier whose messages mean something else: nothing of it is taken, whatever it says of us."""
+        """A replicator whose messages mean something else: nothing of it is taken, whatever it says of us."""
         known = self._directory.peers.get(state.node)
         if known is not None and state.incarnation not in known.link.retired:
             known.link.retired.append(state.incarnation)
             _log.error(
-                "%s speaks version %d of what couriers say to each other, and this node version %d: install the same "
-                "memckpt on all nodes",
+                "%s speaks version %d of the replicators' protocol, and this node version %d: install the same memckpt "
+                "on all nodes",
                 state.node,
                 state.version,
                 envelopes.WIRE_VERSION,

@@ -1,4 +1,6 @@
-"""What couriers say to each other: typed, validated, no pickle. Bytes of pieces travel beside a message, not in it."""
+"""What replicators say to each other: typed, validated, no pickle. Bytes of pieces travel beside a message, not in
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A courier and peers of which one is broken: what cannot be is refused and counted, and all else goes on."""
+"""A replicator and peers of which one is broken: what cannot be is refused and counted, and all else goes on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from memckpt.protocol.replication import (
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
-from memckpt.replication.process import replicator as courier
+from memckpt.replication.process import replicator as replicator
 from memckpt.replication.process.member import _PUMP_BYTES
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.transport.transport import Delivery, Met
@@ -47,8 +47,8 @@ from memckpt.replication.transport.wire import (
     WindowIs,
     encode,
 )
-from tests.courier_node import FAR, Node
 from tests.peers_records import Records
+from tests.replicator_node import FAR, Node
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_the_watermark_is_the_leaders_and_not_beyond_what_this_node_has(node: No
 
 
 def test_the_watermark_may_come_before_the_records_that_it_speaks_of(node: Node) -> None:
-    """To a courier that is new here. The leader says it once, and trainers that wait would wait for ever."""
+    """To a replicator that is new here. The leader says it once, and trainers that wait would wait for ever."""
     node.says("a", Watermark(5, False))
     assert (node.refused, node.member.watermark.record) == (0, 0)
     node.send_own()
@@ -171,7 +171,7 @@ def test_strangers_are_not_spoken_with(node: Node) -> None:
 def test_what_is_no_message_is_counted(node: Node) -> None:
     for body in (b"", b"\xff", b"\x81\xa4type\xa3put", encode(Watermark(1, True))[:-1], b"\xd9\xff", bytes(1000)):
         node.line.come.append(Delivery("a", body, b""))
-        node.courier._take_deliveries()
+        node.replicator._take_deliveries()
     assert node.refused == 6
 
 
@@ -182,7 +182,7 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
     bare = msgspec.structs.replace(live.spec, static=())
     with closing(Records(bare)) as records:
         serving = records.serve(5)
-        node.courier._send_generation(serving, records.duplicates())
+        node.replicator._send_generation(serving, records.duplicates())
         for owner, generation in (((0,), "ga"), ((1,), LIVE_ALL), ((1,), LIVE_SHARED), ((9,), "x"), ((), LIVE_ALL)):
             for record in (3, 5, STATIC, 0, -FAR, FAR):
                 for number in (0, -1, 1, FAR, -FAR):
@@ -196,43 +196,43 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
 
 
 def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "_MOST_QUESTIONS", 3)
+    monkeypatch.setattr(replicator, "_MOST_QUESTIONS", 3)
     node.line.rooms["c"] = 0
     questions = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
     assert node.says("c", *questions) == []
     assert node.refused == 2
     assert len(node.says("a", questions[0])) == 1, "others are answered"
     node.line.rooms["c"] = 1
-    node.courier._answer_waiting("c")
+    node.replicator._answer_waiting("c")
     assert [one.request for one in node.line.sent["c"]] == [0, 1, 2]  # type: ignore[union-attr]
     node.line.rooms["c"] = 0
     node.says("c", questions[0])
     node.line.come.append(Met("c", "anew"))
-    node.courier._take_deliveries()
-    assert node.courier._questions_of == {}
+    node.replicator._take_deliveries()
+    assert node.replicator._questions_of == {}
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
     source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
     regions = node.records[0].duplicates()
-    node.courier._handle(Describe(source), [])
-    node.courier._fill(Fill(source, node.records[0].spec), regions)
+    node.replicator._handle(Describe(source), [])
+    node.replicator._fill(Fill(source, node.records[0].spec), regions)
     serving = node.records[1].duplicates()
     again = node.records[1].duplicates()
-    node.courier._send_generation(node.records[1].serve(5), serving)
-    node.courier._send_generation(node.records[1].serve(4), again)
+    node.replicator._send_generation(node.records[1].serve(5), serving)
+    node.replicator._send_generation(node.records[1].serve(4), again)
     assert {region.fd for region in serving} == {-1}
-    node.courier._leave()
+    node.replicator._leave()
     assert {region.fd for region in (*regions, *again)} == {-1}
 
 
 def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: Node) -> None:
-    node.courier._budget = 1 << 20
-    node.courier._handle(Holds((1 << 20) - 4096), [])
+    node.replicator._budget = 1 << 20
+    node.replicator._handle(Holds((1 << 20) - 4096), [])
     with pytest.raises(MemoryBudgetError):
-        node.courier._reserve(8192)
-    node.courier._handle(Holds(0), [])
-    node.courier._reserve(8192).close()
+        node.replicator._reserve(8192)
+    node.replicator._handle(Holds(0), [])
+    node.replicator._reserve(8192).close()
 
 
 # Whatever is said
@@ -275,15 +275,15 @@ CHANGES = st.dictionaries(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any], payload: bytes) -> None:
-    """The courier of b goes on; what it keeps of a, what it has sent, and what it reads from a are as they were."""
+    """The replicator of b goes on; what it keeps of a, what it has sent, and what it reads from a are as they were."""
     with closing(Node()) as node:
         node.says("a", Open(node.window("a")))
         node.keep("a", 3)
         node.send_own()
-        node.courier._send_generation(node.records[1].serve(5), node.records[1].duplicates())
+        node.replicator._send_generation(node.records[1].serve(5), node.records[1].duplicates())
         source = UnitSource((0,), 5, "ga", None, (("a", 0),), False, None, 2, 2)
-        node.courier._describe(Describe(source))
-        node.courier._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+        node.replicator._describe(Describe(source))
+        node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
         for message in messages:
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
@@ -295,13 +295,13 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
                 message = Open(node.window("c", **message))
             node.says("c", message, payload=payload)
             node.member.work(0.0)
-            node.courier._finish_readers()
+            node.replicator._finish_readers()
         window = node.holder.window((0,), "ga")
         assert window is not None
         assert window.records() == [3]
         assert node.member.watermark == Watermark(0, False)
         assert node.member.owners[0].acknowledged == 0
-        assert len(node.courier._readers) == len(node.courier._asking) == 1
+        assert len(node.replicator._readers) == len(node.replicator._asking) == 1
         node.all_store(1, 2, 3, 4, 5)
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
 
@@ -309,7 +309,7 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
 def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
     """Or they would wait for a node that loses its memory while this one is not whole, and all others for them."""
     with closing(Node("a")) as node:
-        node.courier._join(Join(node.job, rejoin=True))
+        node.replicator._join(Join(node.job, rejoin=True))
         assert [one.lifted for one in node.wire.told if isinstance(one, Passed)] == [True]
 
 
@@ -340,22 +340,22 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
 
 def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
     source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
-    node.courier._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
-    [reader] = node.courier._readers
+    node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+    [reader] = node.replicator._readers
     reader.taken_bytes = reader.expected_bytes // 4
     megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
-    assert node.courier._recovering() == f"ranks 0 from peers after record 5, 25% of {megabytes}"
+    assert node.replicator._recovering() == f"ranks 0 from peers after record 5, 25% of {megabytes}"
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
     source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
-    node.courier._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+    node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
     asked = [one for one in node.line.sent["a"] if isinstance(one, AskManifest)]
     assert len(asked) == 3
     node.says("a", *(GotNone(one.request, "gone") for one in asked))
     node.says("c", *(GotNone(one.request, "gone") for one in asked))
-    node.courier._finish_readers()
+    node.replicator._finish_readers()
     [filled] = [one for one in node.wire.told if isinstance(one, Filled)]
     assert "of ranks [0] cannot be had" in filled.problem
     assert set(filled.bad) == {BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
-    assert node.courier._readers == []
+    assert node.replicator._readers == []

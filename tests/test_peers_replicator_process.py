@@ -1,4 +1,4 @@
-"""The agent and its couriers: what they are told, how they die, and what takes their place."""
+"""The agent and its replicators: what they are told, how they die, and what takes their place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.recovery_lab import SPEC, Place, source
 
 
 class Desk:
-    """An agent's part in the tier. Its couriers are what a test makes of them.
+    """An agent's part in the tier. Its replicators are what a test makes of them.
 
     Attributes:
         started: those that it has started, all of them.
@@ -54,8 +54,8 @@ class Desk:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started: list[FakeCourier] = []
-        self.make: Callable[[Desk, Callable[[str], None]], FakeCourier] = FakeCourier
+        self.started: list[FakeReplicator] = []
+        self.make: Callable[[Desk, Callable[[str], None]], FakeReplicator] = FakeReplicator
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
         monkeypatch.setattr(peers, "HelperProcess", self._start)
@@ -66,16 +66,16 @@ class Desk:
 
     def _start(
         self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object
-    ) -> FakeCourier:
-        courier = self.make(self, ended)
-        self.started.append(courier)
-        return courier
+    ) -> FakeReplicator:
+        replicator = self.make(self, ended)
+        self.started.append(replicator)
+        return replicator
 
     def join(self, **other: Any) -> None:
         self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
 
 
-class FakeCourier:
+class FakeReplicator:
     """Stands for the process."""
 
     address = "tcp://127.0.0.1:4321"
@@ -113,7 +113,7 @@ class FakeCourier:
 
 
 LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
-JOB = PeerJob("a1", (PeerNode("a", FakeCourier.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
+JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
 
 
 @pytest.fixture
@@ -141,13 +141,13 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
     assert not room.filled
 
 
-# Couriers that die
+# Replicators that die
 
 
-def dies_of(kind: type) -> type[FakeCourier]:
-    """A courier that dies as it is sent a message of this type."""
+def dies_of(kind: type) -> type[FakeReplicator]:
+    """A replicator that dies as it is sent a message of this type."""
 
-    class Dies(FakeCourier):
+    class Dies(FakeReplicator):
         def send(self, message: object, fds: object) -> None:
             if isinstance(message, kind):
                 raise AgentGoneError("killed")
@@ -166,17 +166,17 @@ def eager_holding(base: int, newest: int, slots: int) -> Any:
     return SimpleNamespace(held=held, ranks=(0,), history=())
 
 
-def broken(desk: Desk, ended: Callable[[str], None]) -> FakeCourier:
+def broken(desk: Desk, ended: Callable[[str], None]) -> FakeReplicator:
     """One that dies as it is asked."""
 
-    class Broken(FakeCourier):
+    class Broken(FakeReplicator):
         def ask(self, message: object, *arguments: object) -> Any:
             raise AgentGoneError("the port is taken")
 
     return Broken(desk, ended)
 
 
-def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
+def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
     before = desk.peers.listen(LISTEN)
     desk.started[0].ended("killed")
     assert desk.started[0].closed
@@ -192,7 +192,7 @@ def test_a_courier_that_dies_before_the_plan_is_made_is_replaced_where_it_listen
     assert not desk.lost
 
 
-def test_a_courier_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
+def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.join()
     desk.peers.look_at_clock()
@@ -203,27 +203,27 @@ def test_a_courier_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
     assert [type(one) for one in desk.started[1].sent] == [Join]
 
 
-def test_a_courier_that_stands_still_as_it_begins_to_listen_is_replaced(desk: Desk) -> None:
-    class Stopped(FakeCourier):
+def test_a_replicator_that_stands_still_as_it_begins_to_listen_is_replaced(desk: Desk) -> None:
+    class Stopped(FakeReplicator):
         def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
             super().__init__(desk, ended)
             self.stopped = True
             if len(desk.started) == 1:
-                desk.make = FakeCourier
+                desk.make = FakeReplicator
 
     desk.make = Stopped
-    assert desk.peers.listen(LISTEN).address == FakeCourier.address
+    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
     assert [one.closed for one in desk.started] == [True, True, False]
     desk.peers.begin_attempt()
     desk.peers.close()
     desk.make = Stopped
     desk.started.clear()
-    desk.started.extend([FakeCourier(desk, lambda reason: None)] * 2)
+    desk.started.extend([FakeReplicator(desk, lambda reason: None)] * 2)
     with pytest.raises(AgentError, match="no sign of life"):
         desk.peers.listen(LISTEN)
 
 
-def test_a_courier_that_stands_still_where_others_know_it_is_replaced_at_its_address(desk: Desk) -> None:
+def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_address(desk: Desk) -> None:
     before = desk.peers.listen(LISTEN)
     desk.started[0].stopped = True
     assert desk.peers.listen(LISTEN) == before
@@ -231,7 +231,7 @@ def test_a_courier_that_stands_still_where_others_know_it_is_replaced_at_its_add
     assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
 
 
-def test_couriers_that_die_again_and_again_are_started_ever_more_seldom(
+def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -247,7 +247,7 @@ def test_couriers_that_die_again_and_again_are_started_ever_more_seldom(
         pauses.append(0.0 if deadline is None else deadline - now)
         if deadline is not None:
             assert len(desk.started) == living
-            assert desk.lost[-1] == f"killed; another courier is started in {pauses[-1]:.0f} s"
+            assert desk.lost[-1] == f"killed; another replicator is started in {pauses[-1]:.0f} s"
             now = deadline - 0.1
             desk.peers.look_at_clock()
             assert len(desk.started) == living
@@ -276,7 +276,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk.started[0].ended("killed")
     for _ in range(3):
         assert all(one.closed for one in desk.started)
-        assert "killed; no other one takes its place: the courier does not answer" in desk.lost[-1]
+        assert "killed; no other one takes its place: the replicator does not answer" in desk.lost[-1]
         assert desk.lost[-1].count("the port is taken") == 1
         assert desk.peers.gate(holding) == 7
         now = desk.peers.deadline() or 0.0
@@ -285,9 +285,9 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     with pytest.raises(AgentError, match="the port is taken"):
         desk.peers.listen(LISTEN)
     assert len(desk.started) == tried + 1
-    desk.make = FakeCourier
+    desk.make = FakeReplicator
     # A trainer that is back does not wait for the clock.
-    assert desk.peers.listen(LISTEN).address == FakeCourier.address
+    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
     desk.peers.join(Join(JOB, rejoin=True))
     assert [type(one) for one in desk.started[-1].sent] == [Join]
     assert desk.peers.deadline() is None
@@ -296,7 +296,7 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     assert desk.peers.deadline() is None
 
 
-def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
+def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
     holding = eager_holding(base=4, newest=9, slots=3)
     desk.make = dies_of(SendGeneration)
     desk.peers.listen(LISTEN)
@@ -307,7 +307,7 @@ def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk
     assert desk.peers.deadline() is not None
     # Nobody is there who could answer: redo goes on as far as the slots ask for.
     assert desk.peers.gate(holding) == 9 - (3 - 2)
-    desk.make = FakeCourier
+    desk.make = FakeReplicator
     desk.peers.recover(Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
     desk.peers.sync(holding)
     assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
@@ -315,7 +315,7 @@ def test_what_is_given_to_a_courier_as_it_dies_does_not_count_as_sent(desk: Desk
     assert isinstance(desk.started[-1].sent[-1], GiveUp)
 
 
-def test_redo_goes_on_when_the_courier_dies_of_what_it_is_asked(desk: Desk) -> None:
+def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
     holding = eager_holding(base=4, newest=9, slots=3)
     desk.make = dies_of(GiveUp)
     desk.peers.listen(LISTEN)
@@ -325,8 +325,8 @@ def test_redo_goes_on_when_the_courier_dies_of_what_it_is_asked(desk: Desk) -> N
     assert desk.peers.gate(holding) == 9 - (3 - 2)
 
 
-def test_a_courier_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Dies(FakeCourier):
+def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(FakeReplicator):
         def ask(self, message: object, *arguments: Any) -> Any:
             if isinstance(message, ListPieces) and not isinstance(self.asked[-1], Listen):
                 self.ended("it was not in its right mind")
@@ -339,11 +339,11 @@ def test_a_courier_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: p
     monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: "")
     answers: list[Any] = []
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
-    assert [one.problem for one in answers] == ["the courier is gone"]
+    assert [one.problem for one in answers] == ["the replicator is gone"]
     assert [one.closed for one in desk.started] == [True, False]
 
 
-def test_a_courier_knows_what_else_is_held_here(desk: Desk) -> None:
+def test_a_replicator_knows_what_else_is_held_here(desk: Desk) -> None:
     def told() -> list[int]:
         return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
 
@@ -358,7 +358,7 @@ def test_a_courier_knows_what_else_is_held_here(desk: Desk) -> None:
     assert told() == [8]
 
 
-def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
+def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
     desk.peers.listen(LISTEN)
     desk.make = broken
     desk.started[0].ended("killed")
@@ -368,14 +368,14 @@ def test_without_a_courier_where_peers_look_for_it_the_start_ends(desk: Desk) ->
         with pytest.raises(PeerError, match=r"killed.*the port is taken"):
             ask()
     desk.peers.join(Join(JOB, rejoin=True))
-    desk.make = FakeCourier
+    desk.make = FakeReplicator
     desk.peers.begin_attempt()
     desk.peers.listen(LISTEN)
     desk.join()
     assert [type(one) for one in desk.started[-1].sent] == [Join]
 
 
-def test_what_was_handed_out_to_a_courier_that_has_died_is_not_taken_for_handed_out(
+def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_handed_out(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[Any] = []
@@ -383,11 +383,11 @@ def test_what_was_handed_out_to_a_courier_that_has_died_is_not_taken_for_handed_
     desk.join()
     monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: desk.started[0].ended("killed") or "")
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
-    assert [one.problem for one in answers] == ["the courier is gone"]
+    assert [one.problem for one in answers] == ["the replicator is gone"]
 
 
-def test_a_courier_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
-    class Dies(FakeCourier):
+def test_a_replicator_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
+    class Dies(FakeReplicator):
         def ask(self, message: Any, *arguments: Any) -> Any:
             if isinstance(message, Halt):
                 self.ended("it was not in its right mind")

@@ -1,4 +1,4 @@
-"""A courier of one of three nodes, its transport and its agent replaced by what a test says."""
+"""A replicator of one of three nodes, its transport and its agent replaced by what a test says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
 from memckpt.replication.keeping.fragment_store import Holder
 from memckpt.replication.process.member import Member
-from memckpt.replication.process.replicator import Courier
+from memckpt.replication.process.replicator import Replicator
 from memckpt.replication.process.standby_feed import Mirroring
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
@@ -111,17 +111,19 @@ def refuse_mirror(message: OpenMirror) -> MirrorRefused:
 
 
 class Node:
-    """The courier of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both others."""
+    """The replicator of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both
+    others.
+    """
 
     def __init__(self, name: str = "b") -> None:
         self.name = name
         self.now = 0.0
         self.line, self.wire = Line(), Wire()
-        self.courier = Courier(self.wire)  # type: ignore[arg-type]
+        self.replicator = Replicator(self.wire)  # type: ignore[arg-type]
         self.holder = Holder(name, MemoryRoom)
-        self.courier._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
-        self.courier._node = name
-        self.courier._transport = self.line  # type: ignore[assignment]
+        self.replicator._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
+        self.replicator._node = name
+        self.replicator._transport = self.line  # type: ignore[assignment]
         self.job = PeerJob(
             attempt="a1",
             nodes=tuple(PeerNode(one, "tcp://127.0.0.1:1", (one,)) for one in NODES),
@@ -135,14 +137,14 @@ class Node:
             overhead=0.01,
             record=0,
         )
-        self.courier._join(Join(self.job))
+        self.replicator._join(Join(self.job))
         self.records = {rank: Records(layout_spec((rank,), elements=64), seed=rank) for rank in range(3)}
         self.code = Code(2, 1)
 
     @property
     def member(self) -> Member:
-        assert self.courier._member is not None
-        return self.courier._member
+        assert self.replicator._member is not None
+        return self.replicator._member
 
     @property
     def refused(self) -> int:
@@ -154,7 +156,7 @@ class Node:
         for message in messages:
             self.line.come.append(Delivery(peer, encode(message), payload))
         while self.line.come or self.member.loopback:
-            self.courier._take_deliveries()
+            self.replicator._take_deliveries()
         return self.line.sent[peer][before:]
 
     def piece(self, owner: str) -> int:
@@ -205,8 +207,8 @@ class Node:
         self.member.work(0.0)
 
     def close(self) -> None:
-        self.courier._leave()
-        self.courier.close()
+        self.replicator._leave()
+        self.replicator.close()
         self.wire.close()
         for records in self.records.values():
             records.close()
