@@ -236,7 +236,7 @@ class _Rank:
     def _wait_acknowledged(self) -> None:
         session = self._session
         if session is not None and self._task.config is not None and self._task.config.peers is not None:
-            session._link.client.wait_passed(int(session.metrics()["step"]))
+            session._link.client.wait_for_watermark(int(session.metrics()["step"]))
 
     def close(self) -> None:
         if self._session is not None:

@@ -21,7 +21,7 @@ from memckpt.state import codec
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.optimizers import hyperparameters, rebuild_like
 from memckpt.state.records import RecordMeta, SubStep
-from memckpt.state.redo import Member, RedoGroup
+from memckpt.state.redo import RedoGroup, RedoTarget
 
 TITLE = "Redo rate, and memory per parameter"
 METHOD = """\
@@ -57,15 +57,15 @@ def redo_case(size: str, optimizer: str) -> RedoCase:
     layout = Layout(spec_of(trainee, "eager"))
     live = dict(trainee.model.named_parameters())
     gradients: list[Tensor] = []
-    members: list[Member] = []
+    redo_targets: list[RedoTarget] = []
     for index, spec in enumerate(layout.spec.params):
         param = live[spec.tensor.name]
         gradients.append(torch.randn_like(param) * 1e-3)
         state = {key: value.clone() for key, value in trainee.optimizer.state[param].items()}
         copied = nn.Parameter(param.detach().clone())
-        members.append(Member(index, 0, param.numel(), copied, {0: state}))
+        redo_targets.append(RedoTarget(index, 0, param.numel(), copied, {0: state}))
         param.grad = gradients[-1]
-    group = RedoGroup(layout, members, lambda _, groups: rebuild_like(trainee.optimizer, groups))
+    group = RedoGroup(layout, redo_targets, lambda _, groups: rebuild_like(trainee.optimizer, groups))
     groups: list[dict[str, Any]] = hyperparameters(trainee.optimizer)
     meta = RecordMeta(1, 0, False, (SubStep(0, 0, codec.encode(groups)),))
     return RedoCase(

@@ -101,7 +101,7 @@ def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) 
     return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
 
 
-def mirror_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+def standby_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
     """Replicas on other nodes of the loopback."""
     ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
     return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
@@ -132,7 +132,7 @@ class PeersRank(Rank):
     def acknowledged(self) -> int:
         """The newest record that this rank knows to be with the peers of every node."""
         if self.session is not None and self.session._link.up:
-            self._known = max(self._known, self.session._link.client.passed)
+            self._known = max(self._known, self.session._link.client.watermark)
         return self._known
 
     def at(self, place: str) -> None:
@@ -157,9 +157,9 @@ class PeersRank(Rank):
         """Wait until all that was committed is with the peers of every node."""
         assert self.session is not None
         client = self.session._link.client
-        while not client.whole or client.passed < self.step + 1:
+        while not client.whole or client.watermark < self.step + 1:
             assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
-        self.journal.note("protected", step=self.step, acknowledged=client.passed)
+        self.journal.note("protected", step=self.step, acknowledged=client.watermark)
 
     def listen(self, seconds: float) -> bool:
         """Wait until the agent says something, and hear it; whether it has."""
@@ -362,8 +362,8 @@ def damage(pid: int, every: int = 1) -> int:
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
     """Run the attempt; the exit codes of its ranks."""
-    mirrors = job.config is not None and isinstance(job.config.peers, MirrorConfig)
-    if job.config is not None and (job.config.redo == "eager" or mirrors or job.network is not None):
+    standbys = job.config is not None and isinstance(job.config.peers, MirrorConfig)
+    if job.config is not None and (job.config.redo == "eager" or standbys or job.network is not None):
         revive_agents(lab, job)
     return run(lab, job, train)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from memckpt.protocol.replication import StateTaken
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldRecords
 from tests.storage_node import spec_of
@@ -253,7 +253,7 @@ class Node:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.holder = Holder(name, Memory)
+        self.fragment_store = FragmentStore(name, Memory)
         self.live: dict[Unit, Live] = {}
 
 

@@ -14,11 +14,11 @@ from memckpt.recovery.plan import RestoreRecord, make_plan
 from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import decode_stripe
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.sender import Outgoing
 from memckpt.replication.keeping.windows import sizes_of
-from memckpt.replication.process.member import Member
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.process.node import ReplicationNode
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Window, decode
 from memckpt.state.records import Branch, HeldPieces
 from tests.peers_model import MOST_BYTES, Chain, Generation, Live, Memory, Network, Node, Port, Setting, Unit, bytes_of
@@ -61,7 +61,7 @@ class Job:
         self.attempts: dict[str, tuple[Any, Chain]] = {}
         self.bases: dict[str, int] = {}
         self.places: dict[Unit, Node] = {}
-        self.members: dict[str, Member] = {}
+        self.members: dict[str, ReplicationNode] = {}
         self.attempt = ""
         self.now = 0.0
         self._names = 0
@@ -90,7 +90,7 @@ class Job:
         return self.history in held or any(piece.history == self.history for piece in self.pieces(nodes))
 
     def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
-        return [piece for node in nodes for piece in node.holder.held(lambda window: None)]
+        return [piece for node in nodes for piece in node.fragment_store.held(lambda window: None)]
 
     def right(self, history: tuple[Branch, ...], record: int) -> Chain:
         """Who made the records up to one, in the latest attempt of a history."""
@@ -153,7 +153,7 @@ class Job:
         )
 
     def _decode(self, fetch: Fetch, record: int, nodes: dict[str, Node]) -> bytes:
-        windows = {name: nodes[name].holder.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
+        windows = {name: nodes[name].fragment_store.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
         manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
         [manifest] = {one for one in manifests.values() if one is not None}
         nbytes, digests = manifest
@@ -199,7 +199,7 @@ class Job:
         self.emptied = set()
         self.seen = dict.fromkeys(names, record or 0)
         #: By node: whether nobody is to wait there.
-        self.lifted: dict[str, bool] = {}
+        self.waits_suspended: dict[str, bool] = {}
         self.made = dict.fromkeys(places, record or 0)
         self.staging, self.anew = set(), set(places)
         self.ordered = {}
@@ -220,7 +220,7 @@ class Job:
         )
         self.close_members()
         for unit, node in places.items():
-            node.holder.halt()
+            node.fragment_store.halt()
             if node.name not in hear:
                 continue
             if record is None:
@@ -240,8 +240,9 @@ class Job:
 
         def passed(message: Any) -> None:
             self.seen[node.name] = max(self.seen[node.name], message.record)
-            self.lifted[node.name] = message.lifted
-            if message.lifted:  # nobody waits for what a node has lost, so that others may get too far ahead of it
+            self.waits_suspended[node.name] = message.waits_suspended
+            # Nobody waits for what a node has lost, so that others may get too far ahead of it.
+            if message.waits_suspended:
                 self.whole, self.strayed = False, True
             for live in node.live.values():
                 live.let_go(message.record)
@@ -250,14 +251,14 @@ class Job:
                     self._allow(unit)
 
         job = msgspec.structs.replace(self.job, record=record)
-        unused: Any = None  # nothing is mirrored
-        holder = Mirroring(node.holder, unused, unused)
+        unused: Any = None  # nothing is kept as standby replicas
+        feed = StandbyFeed(node.fragment_store, unused, unused)
         self.ordered.pop(node.name, None)
 
         def ask(message: TakeState) -> None:
             self.ordered[node.name] = message.record
 
-        self.members[node.name] = Member(node.name, job, holder, port, passed, rejoined, ask)
+        self.members[node.name] = ReplicationNode(node.name, job, feed, port, passed, rejoined, ask)
 
     def close_members(self) -> None:
         for member in self.members.values():
@@ -270,10 +271,10 @@ class Job:
         """Whether a unit's trainers may begin to fill the slot of their next record."""
         old = self.made[unit] + 1 - self.setting.slots
         acknowledged = self.seen[self.places[unit].name] >= old + self.setting.standing
-        lifted = self.lifted.get(self.places[unit].name, False)
+        waits_suspended = self.waits_suspended.get(self.places[unit].name, False)
         generation = self._written(unit)
         applied = not self.setting.eager or generation is None or generation.applied >= old
-        return unit not in self.staging and applied and (acknowledged or lifted or not self.setting.wait)
+        return unit not in self.staging and applied and (acknowledged or waits_suspended or not self.setting.wait)
 
     def _written(self, unit: Unit) -> Generation | None:
         """The generation whose slots a unit fills; None where another one begins."""
@@ -286,14 +287,14 @@ class Job:
         if not self.setting.eager or generation is None or generation.name == "resumed":
             return
         name = self.places[unit].name
-        gate, slots = self.seen[name], self.setting.slots
-        if not self.setting.wait or self.lifted.get(name, False):
+        redo_limit, slots = self.seen[name], self.setting.slots
+        if not self.setting.wait or self.waits_suspended.get(name, False):
             needed = generation.newest - (slots - 2 - self.setting.trails)
-            if gate < generation.base < needed and not generation.given_up:
+            if redo_limit < generation.base < needed and not generation.given_up:
                 generation.given_up = True
                 self.members[name].give_up(GiveUp(unit, generation.name))
-            gate = max(gate, needed)
-        limit = min(generation.newest - 1, gate) - self.setting.trails
+            redo_limit = max(redo_limit, needed)
+        limit = min(generation.newest - 1, redo_limit) - self.setting.trails
         generation.limit = max(generation.limit, limit)
 
     def redo(self, unit: Unit) -> bool:
@@ -369,7 +370,7 @@ class Job:
         self._send_generation(node, unit)
 
     def _owner(self, node: Node, unit: Unit) -> Any:
-        return next(one for one in self.members[node.name].owners if one.ranks == unit)
+        return next(one for one in self.members[node.name].senders if one.ranks == unit)
 
     def _send_generation(self, node: Node, unit: Unit) -> None:
         setting, generation = self.setting, node.live[unit].generations[-1]
@@ -416,8 +417,8 @@ class Job:
     def lose_agent(self, node: Node) -> None:
         """Its replicator goes with it, and what that kept. Trainers find another one, and begin generations."""
         self.emptied.add(node.name)
-        node.holder.close()
-        node.holder = Holder(node.name, Memory)
+        node.fragment_store.close()
+        node.fragment_store = FragmentStore(node.name, Memory)
         self._restart(node)
         mine = [unit for unit, other in self.places.items() if other is node]
         node.live = {unit: Live(unit, self.history) for unit in mine}
@@ -470,7 +471,7 @@ class Job:
 
     def look(self) -> None:
         """Note whether the loss of any m nodes can be borne."""
-        owners = [owner for member in self.members.values() for owner in member.owners]
+        owners = [owner for member in self.members.values() for owner in member.senders]
         everywhere = min(owner.acknowledged for owner in owners)
         noticed = all(None not in queue for queue in self.network.queues.values())
         whole = all(

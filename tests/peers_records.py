@@ -16,8 +16,8 @@ from memckpt.memory.slots import SlotRing
 from memckpt.protocol.replication import Filled, SendGeneration, UnitSource
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
-from memckpt.replication.keeping.fragment_store import Holder
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
 from memckpt.replication.process.serving import Serving
@@ -202,29 +202,29 @@ class Node:
     """A replicator, as far as it answers questions."""
 
     name: str
-    holder: Holder = field(init=False)
+    fragment_store: FragmentStore = field(init=False)
     serving: Serving = field(default_factory=Serving)
 
     def __post_init__(self) -> None:
-        self.holder = Holder(self.name, MemoryRoom)
+        self.fragment_store = FragmentStore(self.name, MemoryRoom)
 
     def take(self, message: WireMessage, payload: Bytes) -> Stored | NotStored | None:
         """What an owner sends."""
         match message:
             case Open(window):
-                return self.holder.open(window)
+                return self.fragment_store.open(window)
             case Put(fragment, step):
-                return self.holder.put(fragment, step, payload)
+                return self.fragment_store.put(fragment, step, payload)
         raise AssertionError(message)
 
     def answer(self, question: WireMessage) -> tuple[WireMessage, Bytes]:
         assert isinstance(question, AskManifest | Get | AskWindow)
         answer, payload = self.serving.answer(question)
-        return (answer, payload) if answer is not None else self.serving.answer_from(self.holder, question)
+        return (answer, payload) if answer is not None else self.serving.answer_from(self.fragment_store, question)
 
     def close(self) -> None:
         self.serving.close()
-        self.holder.close()
+        self.fragment_store.close()
 
 
 def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool = False) -> None:
@@ -232,12 +232,12 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     told: deque[tuple[str, WireMessage | None]] = deque()
     by_name = {node.name: node for node in nodes}
     for node in nodes:
-        node.holder.begin("a1", 0, code)
+        node.fragment_store.begin("a1", 0, code)
 
     def send(peer: str, message: WireMessage, payload: Bytes) -> None:
         told.append((peer, by_name[peer].take(message, payload)))
 
-    owner = Owner(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
+    owner = Sender(records.spec.local_ranks, code, list(by_name), send, lambda peer: 1, 0)
     window = records.window("g", code, private=private)
     source = PartSource(records.source(), "private" if private else "all")
     first = records.base if private else records.base - records.spec.period + 1

@@ -15,14 +15,14 @@ from memckpt.protocol.replication import (
     PeerUnit,
     SendGeneration,
 )
-from memckpt.protocol.standby import MirrorRefused, OpenMirror
+from memckpt.protocol.standby import OpenStandby, StandbyRefused
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
-from memckpt.replication.keeping.fragment_store import Holder
-from memckpt.replication.process.member import Member
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.replicator import Replicator
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
     Put,
@@ -106,8 +106,8 @@ class Wire:
             os.close(end)
 
 
-def refuse_mirror(message: OpenMirror) -> MirrorRefused:
-    raise AssertionError("no mirror was planned")
+def refuse_standby(message: OpenStandby) -> StandbyRefused:
+    raise AssertionError("no standby replica was planned")
 
 
 class Node:
@@ -120,8 +120,8 @@ class Node:
         self.now = 0.0
         self.line, self.wire = Line(), Wire()
         self.replicator = Replicator(self.wire)  # type: ignore[arg-type]
-        self.holder = Holder(name, MemoryRoom)
-        self.replicator._holder = Mirroring(self.holder, refuse_mirror, self.wire.send)
+        self.fragment_store = FragmentStore(name, MemoryRoom)
+        self.replicator._feed = StandbyFeed(self.fragment_store, refuse_standby, self.wire.send)
         self.replicator._node = name
         self.replicator._transport = self.line  # type: ignore[assignment]
         self.job = PeerJob(
@@ -142,7 +142,7 @@ class Node:
         self.code = Code(2, 1)
 
     @property
-    def member(self) -> Member:
+    def member(self) -> ReplicationNode:
         assert self.replicator._member is not None
         return self.replicator._member
 
@@ -193,7 +193,7 @@ class Node:
             records=records.held, missing=(), plain=b"", history=(),
         )  # fmt: skip
         self.member.begin(message, records.duplicates())
-        for owner in self.member.owners:
+        for owner in self.member.senders:
             for peer in NODES:
                 owner.met(peer)
             while owner.pump(1 << 30):

@@ -11,7 +11,7 @@ import pytest
 
 from memckpt.agent.fencing import Fence
 from memckpt.errors import RunBusyError
-from memckpt.node.attempt import Attempt, Member
+from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
@@ -28,8 +28,8 @@ class Victim:
             os._exit(0)
         self.handle = ProcessHandle(self.pid, os.pidfd_open(self.pid))
 
-    def member(self, launcher: Launcher, left: bool = False) -> Member:
-        return Member(0, (0,), self.handle, Channel(None), launcher, 5, left=left)  # type: ignore[arg-type]
+    def trainer(self, launcher: Launcher, left: bool = False) -> TrainerHandle:
+        return TrainerHandle(0, (0,), self.handle, Channel(None), launcher, 5, left=left)  # type: ignore[arg-type]
 
     def end(self) -> None:
         """Kill it and leave its zombie, whose handle says that it is dead."""
@@ -62,8 +62,8 @@ def hello(launcher: Launcher = BY_HAND) -> Hello:
     return Hello(PROTOCOL_VERSION, "new", 0, 1, (0,), (0,), launcher, ())
 
 
-def attempt(member: Member) -> Attempt:
-    return Attempt("old", 1, (0,), {0: member})
+def attempt(trainer: TrainerHandle) -> Attempt:
+    return Attempt("old", 1, (0,), {0: trainer})
 
 
 def test_one_that_was_killed_and_has_not_ended_is_waited_for_whoever_has_started_it(
@@ -71,22 +71,22 @@ def test_one_that_was_killed_and_has_not_ended_is_waited_for_whoever_has_started
 ) -> None:
     """Its connection may be closed already: descriptors go one after the other."""
     for left in (False, True):
-        member = victim.member(BY_HAND, left)
+        trainer = victim.trainer(BY_HAND, left)
         with monkeypatch.context() as patch:
             patch.setattr(ProcessHandle, "dying", lambda process: True)
-            assert attempt(member).fence(hello(), os.getpid()) == [member]
-    assert attempt(victim.member(BY_HAND, left=True)).fence(hello(), os.getpid()) == [], "it has let go of the run"
+            assert attempt(trainer).fence(hello(), os.getpid()) == [trainer]
+    assert attempt(victim.trainer(BY_HAND, left=True)).fence(hello(), os.getpid()) == [], "it has let go of the run"
     with pytest.raises(RunBusyError, match=f"held by a live trainer \\(pid {victim.pid}\\)"):
-        attempt(victim.member(BY_HAND)).fence(hello(), os.getpid())
+        attempt(victim.trainer(BY_HAND)).fence(hello(), os.getpid())
     assert not victim.handle.dying()
 
 
 def test_an_orphan_is_killed(victim: Victim) -> None:
-    member = victim.member(GONE)
-    assert attempt(member).fence(hello(), os.getpid()) == [member]
+    trainer = victim.trainer(GONE)
+    assert attempt(trainer).fence(hello(), os.getpid()) == [trainer]
     assert victim.handle.wait(20)
     assert victim.handle.dying()
-    assert attempt(member).fence(hello(), os.getpid()) == []
+    assert attempt(trainer).fence(hello(), os.getpid()) == []
 
 
 def test_a_stopped_process_that_was_killed_is_dying(victim: Victim) -> None:
@@ -108,7 +108,7 @@ class Clock:
 
 def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selector: selectors.BaseSelector) -> None:
     clock = Clock()
-    fence = Fence([victim.member(BY_HAND)], 60.0, selector, clock)
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector, clock)
     assert fence.report() is None
     assert fence.deadline == 5.0
     clock.now = 5.0
@@ -129,7 +129,7 @@ def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selecto
 
 def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, selector: selectors.BaseSelector) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    fence = Fence([victim.member(BY_HAND)], 60.0, selector)
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector)
     assert not selector.select(0)
     victim.end()
     (event,) = selector.select(20)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.capture import digests
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.digests import Digests
@@ -223,17 +223,17 @@ def ring() -> Iterator[SlotRing]:
 
 def test_a_generation_at_whose_start_ranks_disagree_replaces_none() -> None:
     unit = Unit(ring_spec(2, 1, 3, ("average",)))
-    with closing(unit.holding):
+    with closing(unit.group):
         for number, base, values in [(1, 4, (7, 7)), (2, 5, (7, 8)), (3, 6, (9, 9))]:
             for rank in (0, 1):
-                held = unit.holding.prepare(rank, Prepare(unit.spec, Timeline(1, "a"), 1, None, False, base))
+                held = unit.group.prepare(rank, Prepare(unit.spec, Timeline(1, "a"), 1, None, False, base))
                 held.ring.note_digests(base, rank, bytes([values[rank]]) * DIGEST_BYTES)
                 held.ring.seal(base, rank)
                 metas = () if rank else (encode_meta(RecordMeta(base, base, True)),)
-                unit.holding.generation_committed(rank, GenerationCommit(number, base, base, b"", metas))
-            assert unit.holding.held is not None
-            assert unit.holding.held.number == (1 if number == 2 else number)
-            assert list(unit.holding.standing_still()) == ([4] if number < 3 else [6])
+                unit.group.generation_committed(rank, GenerationCommit(number, base, base, b"", metas))
+            assert unit.group.held is not None
+            assert unit.group.held.number == (1 if number == 2 else number)
+            assert list(unit.group.standing_still()) == ([4] if number < 3 else [6])
 
 
 @pytest.mark.parametrize("agree", [True, False])
@@ -243,20 +243,20 @@ def test_a_start_that_is_read_when_its_by_value_tensors_are_written_over(agree: 
     unit = Unit(spec)
     base, last = 4, 4 + spec.by_value_slots
     meta = encode_meta(RecordMeta(base, base, True))
-    with closing(unit.holding):
+    with closing(unit.group):
         for rank in (0, 1):
             prepare = Prepare(spec, Timeline(1, "a"), 1, None, False, base, whole=True)
-            held = unit.holding.prepare(rank, prepare)
+            held = unit.group.prepare(rank, prepare)
             for record in range(base, last + 1):
                 held.ring.note_digests(record, rank, bytes([record if agree else rank]) * DIGEST_BYTES)
                 held.ring.seal(record, rank)
         for rank in (0, 1):
             metas = () if rank else (meta,)
-            unit.holding.generation_committed(rank, GenerationCommit(1, base, base, b"", metas))
+            unit.group.generation_committed(rank, GenerationCommit(1, base, base, b"", metas))
         for record in range(base + 1, last + 1):
             for rank in (0, 1):
-                unit.holding.commit(rank, Commit(1, record, record, b"", b"" if rank else meta), unit.attempt)
-        assert list(unit.holding.standing_still())[-1:] == ([last] if agree else [])
+                unit.group.commit(rank, Commit(1, record, record, b"", b"" if rank else meta), unit.attempt)
+        assert list(unit.group.standing_still())[-1:] == ([last] if agree else [])
 
 
 def note(ring: SlotRing, rank: int, *found: int) -> None:
@@ -329,13 +329,13 @@ class Unit:
     """Ranks that share slots, as their agent sees them."""
 
     spec: StateSpec
-    holding: Holding = field(init=False)
+    group: GroupState = field(init=False)
     attempt: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
         self.attempt = Attempt("n", self.spec.world_size, tuple(range(self.spec.world_size)))
         nothing: Any = lambda *args, **kwargs: None  # noqa: E731
-        self.holding = Holding(
+        self.group = GroupState(
             "n", self.spec.local_ranks, "n", tell=nothing, notify=nothing, start_writer=nothing,
             save_failed=nothing, announce=nothing,
         )  # fmt: skip
@@ -393,7 +393,7 @@ class Trainer:
         names = tuple(one.name for one in spec.by_value if one.name not in {"count", *self.apart})
         shared = names if len(spec.local_ranks) > 1 else ()
         spec = msgspec.structs.replace(spec, shared=shared, apart=tuple(sorted(self.apart)))
-        generation = self.unit.holding.prepare(self.rank, Prepare(spec, Timeline(1, "a"), 1, None, False, record))
+        generation = self.unit.group.prepare(self.rank, Prepare(spec, Timeline(1, "a"), 1, None, False, record))
         self.close()
         self.region, self.layout, self.number = (
             Region.open(os.dup(generation.slots.fd)),
@@ -407,7 +407,7 @@ class Trainer:
         self.stage(record)
         self.seal(record, window[0])
         metas = tuple(encode_meta(RecordMeta(number, record, True)) for number in window) if self.leads else ()
-        self.unit.holding.generation_committed(self.rank, GenerationCommit(self.number, record, record, b"", metas))
+        self.unit.group.generation_committed(self.rank, GenerationCommit(self.number, record, record, b"", metas))
         self.ended = self.sent = record
         self.ring.open_for_writing(record + 1, self.rank)
 
@@ -428,7 +428,7 @@ class Trainer:
         record = self.sent = self.ended
         self.seal(record, record)
         meta = encode_meta(RecordMeta(record, record - 1, False)) if self.leads else b""
-        self.unit.holding.commit(self.rank, Commit(self.number, record, record, b"", meta), self.unit.attempt)
+        self.unit.group.commit(self.rank, Commit(self.number, record, record, b"", meta), self.unit.attempt)
 
 
 class Job:
@@ -459,7 +459,7 @@ class Job:
         for trainer in self.trainers:
             trainer.close()
         for unit in self.units:
-            unit.holding.close()
+            unit.group.close()
 
     def through(self, record: int) -> bool:
         """Whether the reduction of a record is done: every rank has entered it behind its commit of the one before."""
@@ -481,10 +481,10 @@ class Job:
 
     def check(self) -> dict[int, int]:
         """What all can go back to is what they had, and goes as far as it ever went."""
-        found = common_records([unit.holding.inventory(None) for unit in self.units])
+        found = common_records([unit.group.inventory(None) for unit in self.units])
         for record in found:
             for trainer in self.trainers:
-                held = trainer.unit.holding.standing_still()[record]
+                held = trainer.unit.group.standing_still()[record]
                 for number in range(record - held.spec.period + 1, record + 1):
                     held.ring.check(number, held.spec.local_ranks)
                 for tensor in held.spec.by_value:

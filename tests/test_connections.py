@@ -11,7 +11,7 @@ import pytest
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.errors import AgentError, AgentGoneError
-from memckpt.node.attempt import Member
+from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import Commit, Goodbye, Launcher, Leaving, Message, Protected, StatusRequest
@@ -50,8 +50,8 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
     def handle(connection: Connection, message: Message) -> None:
         handled.append((connection, message))
-        if connection.member is None:
-            connection.member = Member(0, (0,), connection.process, connection.channel, Launcher(0, 0, 0), 1)
+        if connection.trainer is None:
+            connection.trainer = TrainerHandle(0, (0,), connection.process, connection.channel, Launcher(0, 0, 0), 1)
         if desk.refuses:
             raise AgentError("no")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from memckpt.agent.connections import Connection
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.agent.server import Agent
 from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
 from tests.ddp_cases import Death, Job, fresh_directory
@@ -71,22 +71,22 @@ def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both ask at the same record; the agent comes to the second one's question when all is done already."""
-    order, committed = Agent._order_generation, Holding.generation_committed
+    order, committed = Agent._order_generation, GroupState.generation_committed
     asked: list[Any] = []
 
-    def order_later(agent: Agent, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
-        asked.append((agent, holding, message, asker))
+    def order_later(agent: Agent, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
+        asked.append((agent, group, message, asker))
         if len(asked) == 2:
             order(*asked[0])
 
-    def commit_and_order(holding: Holding, rank: int, message: GenerationCommit) -> None:
-        committed(holding, rank, message)
-        if len(asked) == 2 and holding._building.generation is None:
+    def commit_and_order(group: GroupState, rank: int, message: GenerationCommit) -> None:
+        committed(group, rank, message)
+        if len(asked) == 2 and group._pending.generation is None:
             order(*asked.pop())
             print("the late order is given")
 
     monkeypatch.setattr(Agent, "_order_generation", order_later)
-    monkeypatch.setattr(Holding, "generation_committed", commit_and_order)
+    monkeypatch.setattr(GroupState, "generation_committed", commit_and_order)
     agent = lab.start_agent()
     survives(lab, job_of(lab, "lazy", False, (0, 1)), [Death("all", 9, "forward")], [9])
     log = agent.log.read_text()

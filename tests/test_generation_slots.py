@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.group_states import Holdings
+from memckpt.agent.group_states import GroupStates
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
-from memckpt.node.attempt import Attempt, Member
+from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import (
     Commit,
@@ -49,13 +49,13 @@ class Node:
         self.budget = budget
         self.waiting: set[int] = set()
         self.told: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
-        self.holdings = Holdings("n", self._teller, nothing, nothing, nothing)  # type: ignore[arg-type]
+        self.groups = GroupStates("n", self._teller, nothing, nothing, nothing)  # type: ignore[arg-type]
         self.attempt = Attempt("a", self.world_size, ranks)
         for rank, unit in self.units.items():
             hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())
-            self.holdings.introduce(hello)
-            member = Member(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
-            self.attempt.members[rank] = member
+            self.groups.introduce(hello)
+            trainer = TrainerHandle(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
+            self.attempt.trainers[rank] = trainer
 
     def _teller(self, ranks: tuple[int, ...]) -> Callable[..., None]:
         def tell(message: Message, **settings: Any) -> None:
@@ -76,8 +76,8 @@ class Node:
 
     def prepares(self, rank: int, record: int) -> Generation:
         """A rank asks for a generation and is through the record."""
-        holding = self.holdings[self.units[rank]]
-        return holding.prepare(rank, Prepare(self.spec(rank), Timeline(1, "a"), 1, self.budget, False, record))
+        group = self.groups[self.units[rank]]
+        return group.prepare(rank, Prepare(self.spec(rank), Timeline(1, "a"), 1, self.budget, False, record))
 
     def begins(self, rank: int, record: int) -> None:
         """A rank writes its part of a generation that begins after a record, and asks for the slots."""
@@ -88,47 +88,47 @@ class Node:
             generation.ring.seal(number, rank)
         metas = tuple(encode_meta(RecordMeta(number, record, True)) for number in virtual)
         start = GenerationCommit(generation.number, record, record, b"state", metas if rank == unit[0] else ())
-        self.attempt.members[rank].next_record = record + 1
-        self.holdings[unit].generation_committed(rank, start)
-        self.holdings.make_slots(self.attempt)
+        self.attempt.trainers[rank].next_record = record + 1
+        self.groups[unit].generation_committed(rank, start)
+        self.groups.make_slots(self.attempt)
         self.waiting.add(rank)
         self.asks(rank, generation.number)
 
     def asks(self, rank: int, generation: int, now: bool = False) -> None:
         unit = self.units[rank]
-        self.holdings[unit].want_slots(rank, NeedSlots(generation, now))
-        self.holdings.make_slots(self.attempt, now=unit if now else ())
+        self.groups[unit].want_slots(rank, NeedSlots(generation, now))
+        self.groups.make_slots(self.attempt, now=unit if now else ())
 
     def commits(self, rank: int, record: int) -> None:
         unit = self.units[rank]
-        holding = self.holdings[unit]
-        building = holding._building.generation
-        held = building if building is not None and building.started_by(rank) else holding.held
+        group = self.groups[unit]
+        building = group._pending.generation
+        held = building if building is not None and building.started_by(rank) else group.held
         assert held is not None
         assert held.whole, "a record is staged in slots that are not there"
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
         held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == unit[0] else b"")
-        self.attempt.members[rank].next_record = record + 1
-        holding.commit(rank, message, self.attempt)
-        self.holdings.make_slots(self.attempt)
+        self.attempt.trainers[rank].next_record = record + 1
+        group.commit(rank, message, self.attempt)
+        self.groups.make_slots(self.attempt)
 
     def goes_through(self, rank: int, record: int) -> None:
         """A rank could not stage a record."""
-        self.attempt.members[rank].next_record = record + 1
-        self.holdings.make_slots(self.attempt)
+        self.attempt.trainers[rank].next_record = record + 1
+        self.groups.make_slots(self.attempt)
 
     def leaves(self, rank: int) -> None:
-        self.attempt.members[rank].left = True
-        self.holdings.make_slots(self.attempt)
+        self.attempt.trainers[rank].left = True
+        self.groups.make_slots(self.attempt)
 
     def held(self, rank: int) -> list[int]:
         """Records that its unit can produce."""
-        return list(self.holdings[self.units[rank]].standing_still())
+        return list(self.groups[self.units[rank]].standing_still())
 
     def generations(self, rank: int) -> int:
-        holding = self.holdings[self.units[rank]]
-        return len(holding.before) + (holding.held is not None)
+        group = self.groups[self.units[rank]]
+        return len(group.before) + (group.held is not None)
 
 
 def nothing(*arguments: Any, **settings: Any) -> None:
@@ -145,7 +145,7 @@ def node() -> Iterator[Callable[..., Node]]:
 
     yield make
     for one in made:
-        one.holdings.close()
+        one.groups.close()
 
 
 def test_ranks_that_share_slots_wait_for_each_other(node: Callable[..., Node]) -> None:
@@ -170,11 +170,11 @@ def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_recor
     assert one.held(0) == [1, 2]
     size = Layout(one.spec(0)).total_bytes
     state = sum(length for _, length in Layout(one.spec(0)).start_ranges(2))
-    assert one.holdings[(0,)].nbytes == size + state < 2 * size
+    assert one.groups[(0,)].nbytes == size + state < 2 * size
     one.commits(1, 2)
     assert not one.waiting
     assert (one.held(0), one.generations(0)) == ([2], 1)
-    assert one.holdings[(0,)].nbytes == size
+    assert one.groups[(0,)].nbytes == size
 
 
 def test_where_another_rank_could_not_stage_the_record_both_are_held(node: Callable[..., Node]) -> None:
@@ -201,7 +201,7 @@ def test_a_rank_that_does_not_come_holds_nobody_up_for_ever(node: Callable[..., 
         one.asks(0, 2, now=True)
     assert not one.waiting
     assert one.held(0) == [1]
-    assert one.holdings[(0, 1)].nbytes == 2 * Layout(one.spec(0)).total_bytes
+    assert one.groups[(0, 1)].nbytes == 2 * Layout(one.spec(0)).total_bytes
 
 
 def test_a_rank_that_is_through_the_record_without_a_start_is_not_waited_for(node: Callable[..., Node]) -> None:
@@ -235,7 +235,7 @@ def test_ranks_of_other_nodes_are_not_waited_for(node: Callable[..., Node]) -> N
     one.begins(0, 2)
     assert not one.waiting
     assert one.held(0) == [1, 2]
-    assert one.holdings[(0,)].nbytes == 2 * Layout(one.spec(0)).total_bytes
+    assert one.groups[(0,)].nbytes == 2 * Layout(one.spec(0)).total_bytes
 
 
 def test_where_both_do_not_fit_the_old_one_goes_and_that_is_said(node: Callable[..., Node]) -> None:
@@ -331,7 +331,7 @@ def test_whenever_a_node_s_job_dies_all_ranks_can_go_back_to_the_newest_record_o
         if min(done.values()) == max(done.values()):
             assert not one.waiting
         expected = max(set.intersection(*kept.values()), default=None)
-        found = common_records([holding.inventory(None) for holding in one.holdings])
+        found = common_records([group.inventory(None) for group in one.groups])
         assert max(found, default=None) == expected, (fates, done)
     finally:
-        one.holdings.close()
+        one.groups.close()

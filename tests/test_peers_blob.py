@@ -162,11 +162,12 @@ def test_every_node_has_what_the_watermark_says(said: list[tuple[str, int, bool]
 def test_nobody_waits_while_a_node_has_lost_all_that_it_had() -> None:
     leader = Leader(["a", "b"], 10)
     assert leader.acknowledged(Acknowledged("a", 12, 0, True)) is None
-    assert leader.acknowledged(Acknowledged("b", 10, 10, False, lost=True)) == Watermark(10, False, lifted=True)
+    suspended = Watermark(10, False, waits_suspended=True)
+    assert leader.acknowledged(Acknowledged("b", 10, 10, False, lost=True)) == suspended
     assert leader.acknowledged(Acknowledged("b", 13, 13, False)) == Watermark(10, False)
     assert leader.acknowledged(Acknowledged("a", 13, 0, True)) == Watermark(13, False)
 
 
 def test_a_leader_that_has_lost_all_lets_nobody_wait_before_it_has_heard_of_all() -> None:
     leader = Leader(["a", "b"], 0)
-    assert leader.acknowledged(Acknowledged("a", 0, 0, False, lost=True)) == Watermark(0, False, lifted=True)
+    assert leader.acknowledged(Acknowledged("a", 0, 0, False, lost=True)) == Watermark(0, False, waits_suspended=True)

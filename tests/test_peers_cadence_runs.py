@@ -22,7 +22,7 @@ def until_states_are_sent(rank: PeersRank) -> None:
     """Wait until records are not sent any more."""
     assert rank.session is not None
     client = rank.session._link.client
-    while not client.lifted:
+    while not client.waits_suspended:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "records are sent for long"
 
 
@@ -30,9 +30,9 @@ def until_one_is_there(rank: PeersRank) -> None:
     """Wait until a state that was sent by value is with the peers of every node."""
     assert rank.session is not None
     client = rank.session._link.client
-    while not client.whole or client.passed < _SPACED:
+    while not client.whole or client.watermark < _SPACED:
         assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
-    rank.journal.note("protected", step=rank.step, acknowledged=client.passed)
+    rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
 
 
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])

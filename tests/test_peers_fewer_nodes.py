@@ -21,7 +21,7 @@ slow = pytest.mark.slow
 AT = 6
 
 
-def mirrored(redo: str) -> MemckptConfig:
+def as_standby(redo: str) -> MemckptConfig:
     return config(redo, peers=MirrorConfig(copies=2, host="127.0.0.1"), storage=StorageConfig(every_steps=1000))
 
 
@@ -41,7 +41,7 @@ def coded(data: int, tolerate: int, redo: str) -> MemckptConfig:
         pytest.param(DDP4, DDP3, ("node1", "node2", "node3"), coded(2, 1, "lazy"), marks=slow),
         pytest.param(FSDP4, DDP3, ("node1", "node2", "node3"), coded(2, 1, "eager"), marks=slow),
         pytest.param(FSDP4, DDP3, ("node3", "node2", "node0"), coded(2, 1, "lazy"), marks=slow),
-        pytest.param(FSDP4, FSDP2, ("node0", "node3"), mirrored("eager"), marks=slow),
+        pytest.param(FSDP4, FSDP2, ("node0", "node3"), as_standby("eager"), marks=slow),
     ],
     ids=named,
 )

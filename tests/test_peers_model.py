@@ -21,7 +21,8 @@ from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import windows
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD
-from memckpt.replication.process import cuts, member
+from memckpt.replication.process import cuts
+from memckpt.replication.process import node as replication_node
 from memckpt.replication.transport.wire import Put
 from tests.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.peers_model_job import Job
@@ -62,7 +63,7 @@ def _short_stripes() -> Iterator[None]:
         for module in (blob, fragments, holder, windows):
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
-        patch.setattr(member, "_PUMP_BYTES", 200)
+        patch.setattr(replication_node, "_PUMP_BYTES", 200)
         patch.setattr(cuts, "_Taken", Taken)
         yield
 
@@ -207,7 +208,7 @@ def test_a_state_waits_for_memory_that_is_being_reserved() -> None:
             if step == 3:
                 job.slow_down(setting.units[-1])
                 for node in places.values():
-                    node.holder._reserve = reserving(node)
+                    node.fragment_store._reserve = reserving(node)
             _step(job, said.append)
             for _ in range(40):  # who does not get memory asks again after some seconds
                 job.settle()
@@ -233,7 +234,7 @@ def test_where_no_state_can_be_kept_there_are_records(setting: Setting) -> None:
     try:
         places = {unit: Node(f"node{index}") for index, unit in enumerate(setting.units)}
         for node in places.values():
-            node.holder.keep_own = no_memory  # type: ignore[assignment,method-assign]
+            node.fragment_store.keep_own = no_memory  # type: ignore[assignment,method-assign]
         job.begin(job.plan(places, "first"), places, "first", hear={node.name for node in places.values()})
         for step in range(600):
             if step == 3:
@@ -311,12 +312,12 @@ def test_what_is_still_coming_is_acknowledged_though_nobody_needs_it_any_more(lo
             job.work(owner)
             message = job.deliver((owner, holder))
         assert message.fragment.stripe == 0
-        job.places[theirs].holder.passed(message.fragment.record + job.setting.period, False)
+        job.places[theirs].fragment_store.watermark_advanced(message.fragment.record + job.setting.period, False)
         job.settle()
         _step(job, lambda words: None)
         job.settle()
         assert set(job.seen.values()) == {4}
-        assert all(one.whole for member in job.members.values() for one in member.owners)
+        assert all(one.whole for member in job.members.values() for one in member.senders)
     finally:
         job.close()
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.protocol.replication import Deserted, Join, Passed, SendRecord
+from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
@@ -81,8 +81,8 @@ def store(node: Node, holder: str, *records: int) -> None:
     node.says(holder, *(Stored(rank, "own", record) for record in records))
 
 
-def passed(node: Node) -> Passed:
-    return next(one for one in reversed(node.wire.told) if isinstance(one, Passed))
+def passed(node: Node) -> WatermarkAdvanced:
+    return next(one for one in reversed(node.wire.told) if isinstance(one, WatermarkAdvanced))
 
 
 def test_training_does_not_wait_for_a_holder_that_acknowledges_nothing(node: Node) -> None:
@@ -114,7 +114,7 @@ def test_a_holder_that_only_refuses_acknowledges_nothing(node: Node) -> None:
 
 def test_what_waits_here_for_its_turn_is_not_blamed_on_its_holder(node: Node) -> None:
     for peer in others(node):
-        for owner in node.member.owners:
+        for owner in node.member.senders:
             owner.met(peer)  # all of it is to be sent, and nothing is on its way
     node.member.pacer.delay = lambda *_: 3600.0  # type: ignore[method-assign]
     assert not works(node, 3 * int(node.job.ack_timeout_seconds)).lost
@@ -133,20 +133,20 @@ def test_a_silent_node_is_given_up_by_the_leader_and_a_silent_leader_by_all(node
     node.member.unheard = frozenset([silent])
     node.line.heard_at = {silent: 0.0}
     works(node)
-    own = node.member.owners[0]
+    own = node.member.senders[0]
     newest = own.newest or 0
     for record in (newest + 1, newest + 2):
         own.committed(record)
     own.pump(1 << 30)
     store(node, others(node)[1], newest + 1, newest + 2)
     works(node, limit + 1)
-    assert node.member.watermark.lifted
-    assert passed(node).lifted
+    assert node.member.watermark.waits_suspended
+    assert passed(node).waits_suspended
     assert not node.member.watermark.whole
     node.member.unheard = frozenset()
     node.line.heard_at = {silent: node.now}
     works(node)
-    assert not node.member.watermark.lifted
+    assert not node.member.watermark.waits_suspended
 
 
 def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: Node) -> None:
@@ -173,8 +173,8 @@ def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
 def test_whoever_takes_part_again_has_strayed_as_far_as_it_knows() -> None:
     with closing(Node()) as node:
         node.replicator._join(Join(msgspec.structs.replace(node.job, record=None), rejoin=True))
-        assert node.member._strayed
+        assert node.member._out_of_reach
         assert works(node).lost
         node.says("a", Watermark(0, False))
         works(node)
-        assert not node.member._strayed, "nothing is committed yet"
+        assert not node.member._out_of_reach, "nothing is committed yet"

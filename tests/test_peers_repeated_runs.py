@@ -20,9 +20,9 @@ from tests.peers_lab import (
     fail,
     finishes,
     goes_on,
-    mirror_config,
     peers_config,
     peers_job,
+    standby_config,
     told,
 )
 from tests.sharded_cases import Setup
@@ -51,18 +51,18 @@ def dies(lab: Lab, job: PeersJob, who: str, step: int) -> PeersJob:
 @pytest.mark.parametrize(
     ("setup", "config"),
     [
-        (FSDP, mirror_config(2, "lazy")),
+        (FSDP, standby_config(2, "lazy")),
         pytest.param(DDP, peers_config(2, 2, "eager"), marks=slow),
-        pytest.param(FSDP, mirror_config(2, "eager"), marks=slow),
-        pytest.param(FSDP, mirror_config(3, "lazy"), marks=slow),
-        pytest.param(DDP, mirror_config(2, "lazy"), marks=slow),
+        pytest.param(FSDP, standby_config(2, "eager"), marks=slow),
+        pytest.param(FSDP, standby_config(3, "lazy"), marks=slow),
+        pytest.param(DDP, standby_config(2, "lazy"), marks=slow),
         pytest.param(DDP, peers_config(3, 1, "lazy"), marks=slow),
         pytest.param(HSDP, peers_config(2, 2, "lazy"), marks=slow),
-        pytest.param(HSDP, mirror_config(2, "eager"), marks=slow),
+        pytest.param(HSDP, standby_config(2, "eager"), marks=slow),
         pytest.param(FSDP, peers_config(2, 2, "eager"), marks=slow),
     ],
-    ids=["mirrors", "private pieces, eager", "mirrors, eager", "three copies", "mirrors of ddp", "private pieces",
-         "hsdp", "mirrors of hsdp, eager", "pieces, eager"],
+    ids=["standby replicas", "private pieces, eager", "standby replicas, eager", "three copies", "standby, ddp",
+         "private pieces", "hsdp", "standby replicas, hsdp, eager", "pieces, eager"],
 )  # fmt: skip
 def test_a_step_is_repeated_and_whatever_becomes_of_it_nothing_is_lost(
     lab: Lab, setup: Setup, config: MemckptConfig

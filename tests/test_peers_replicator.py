@@ -20,14 +20,14 @@ from memckpt.protocol.replication import (
     Filled,
     Holds,
     Join,
-    Passed,
     UnitSource,
+    WatermarkAdvanced,
 )
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
-from memckpt.replication.process import replicator as replicator
-from memckpt.replication.process.member import _PUMP_BYTES
+from memckpt.replication.process import replicator
+from memckpt.replication.process.node import _PUMP_BYTES
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
@@ -82,16 +82,16 @@ WRONG_WINDOWS: dict[str, dict[str, Any]] = {
     "no tolerance": {"tolerate": 0},
     "much tolerance": {"tolerate": FAR},
     "private": {"private": True},
-    "for a mirror": {"mirror": True},
+    "for a standby replica": {"standby": True},
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_WINDOWS)
 def test_a_window_that_is_not_as_planned_is_refused(node: Node, wrong: str) -> None:
     assert node.says("a", Open(node.window("a", **WRONG_WINDOWS[wrong]))) == []
-    assert (node.holder.windows(), node.refused) == ([], 1)
+    assert (node.fragment_store.windows(), node.refused) == ([], 1)
     assert node.says("a", Open(node.window("a"))) == []
-    assert len(node.holder.windows()) == 1
+    assert len(node.fragment_store.windows()) == 1
 
 
 def test_a_peer_does_nothing_to_what_is_kept_of_another(node: Node) -> None:
@@ -101,7 +101,7 @@ def test_a_peer_does_nothing_to_what_is_kept_of_another(node: Node) -> None:
     node.says("c", put, payload=payload)
     node.says("c", Abandon((0,), "ga", 3), Open(node.window("a")), Open(node.window("a", node="c")))
     assert node.refused == 4
-    window = node.holder.window((0,), "ga")
+    window = node.fragment_store.window((0,), "ga")
     assert window is not None
     assert window.records() == [3]
 
@@ -111,7 +111,7 @@ def test_what_nobody_has_sent_nobody_has_stored(node: Node) -> None:
     node.says("a", Stored((1,), "own", FAR), Stored((1,), "other", 3), NotStored((1,), "other", 3, "no"))
     node.says("c", Stored((0,), "own", 3), NotStored((7,), "own", 3, "no"))
     node.member.work(0.0)
-    [owner] = node.member.owners
+    [owner] = node.member.senders
     assert (owner.acknowledged, owner.problems, node.refused) == (0, {}, 2)
 
 
@@ -126,7 +126,7 @@ def test_the_watermark_is_the_leaders_and_not_beyond_what_this_node_has(node: No
     assert (node.refused, node.member.watermark.record) == (1, 0)
     node.says("a", Watermark(FAR, False))
     assert (node.refused, node.member.watermark.record) == (1, 3)
-    assert node.holder.windows()[0].records() == [1, 2, 3, 4, 5]
+    assert node.fragment_store.windows()[0].records() == [1, 2, 3, 4, 5]
     node.says("a", Watermark(-FAR, True))
     assert node.member.watermark.record == 3
     node.says("a", Acknowledged("a", 9, 0, True))
@@ -262,7 +262,7 @@ MESSAGES: st.SearchStrategy[Any] = st.one_of(
 )
 CHANGES = st.dictionaries(
     st.sampled_from(
-        ["owner", "node", "piece", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "mirror"]
+        ["owner", "node", "piece", "data", "tolerate", "base", "period", "kept", "every", "record_bytes", "standby"]
     ),
     NUMBERS,
     min_size=1,
@@ -288,19 +288,19 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
                     message["owner"] = (message["owner"],)
-                if "mirror" in message:
-                    message["mirror"] = True
+                if "standby" in message:
+                    message["standby"] = True
                 if "node" in message:
                     message["node"] = str(message["node"])
                 message = Open(node.window("c", **message))
             node.says("c", message, payload=payload)
             node.member.work(0.0)
             node.replicator._finish_readers()
-        window = node.holder.window((0,), "ga")
+        window = node.fragment_store.window((0,), "ga")
         assert window is not None
         assert window.records() == [3]
         assert node.member.watermark == Watermark(0, False)
-        assert node.member.owners[0].acknowledged == 0
+        assert node.member.senders[0].acknowledged == 0
         assert len(node.replicator._readers) == len(node.replicator._asking) == 1
         node.all_store(1, 2, 3, 4, 5)
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
@@ -310,7 +310,7 @@ def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
     """Or they would wait for a node that loses its memory while this one is not whole, and all others for them."""
     with closing(Node("a")) as node:
         node.replicator._join(Join(node.job, rejoin=True))
-        assert [one.lifted for one in node.wire.told if isinstance(one, Passed)] == [True]
+        assert [one.waits_suspended for one in node.wire.told if isinstance(one, WatermarkAdvanced)] == [True]
 
 
 def test_owners_send_in_turns(node: Node) -> None:
@@ -331,7 +331,7 @@ def test_owners_send_in_turns(node: Node) -> None:
 
 def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
     node.send_own()
-    [owner] = node.member.owners
+    [owner] = node.member.senders
     assert owner.bytes_per_step == owner.record_bytes > 0
     outgoing = owner._generations[-1]
     outgoing.window = msgspec.structs.replace(outgoing.window, every=10)

@@ -17,7 +17,7 @@ import pytest
 
 from memckpt.agent.replication import peers
 from memckpt.agent.replication.peers import Peers
-from memckpt.agent.replication.standbys import Mirrors
+from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.errors import AgentError, AgentGoneError, PeerError
 from memckpt.processes import helper_process
 from memckpt.processes.backoff import Backoff
@@ -34,13 +34,13 @@ from memckpt.protocol.replication import (
     Listen,
     Listening,
     ListPieces,
-    Passed,
     PeerJob,
     PeerNode,
     Pieces,
     Recover,
     RecoveryProgress,
     SendGeneration,
+    WatermarkAdvanced,
 )
 from tests.recovery_lab import SPEC, Place, source
 
@@ -59,10 +59,10 @@ class Desk:
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
         monkeypatch.setattr(peers, "HelperProcess", self._start)
-        mirrors = Mirrors("a", lambda key, message: None, lambda: 0)
+        standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
         nothing: Any = None
-        self.peers = Peers(nothing, find, find, lambda passed: None, self.lost.append, mirrors)
+        self.peers = Peers(nothing, find, find, lambda passed: None, self.lost.append, standbys)
 
     def _start(
         self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object
@@ -157,7 +157,7 @@ def dies_of(kind: type) -> type[FakeReplicator]:
 
 
 def eager_holding(base: int, newest: int, slots: int) -> Any:
-    """Stands for a holding with a generation that is complete."""
+    """Stands for a group with a generation that is complete."""
     held = SimpleNamespace(
         complete=True, base=base, committed={0: newest}, number=1, replica=None, regions=(), sendable=dict,
         spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
@@ -268,17 +268,17 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 ) -> None:
     now = 100.0
     monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
-    holding: Any = SimpleNamespace(held=None, ranks=(0,))
+    group: Any = SimpleNamespace(held=None, ranks=(0,))
     desk.peers.listen(LISTEN)
     desk.join()
-    desk.peers._received(Passed(7, True))
+    desk.peers._received(WatermarkAdvanced(7, True))
     desk.make = broken
     desk.started[0].ended("killed")
     for _ in range(3):
         assert all(one.closed for one in desk.started)
         assert "killed; no other one takes its place: the replicator does not answer" in desk.lost[-1]
         assert desk.lost[-1].count("the port is taken") == 1
-        assert desk.peers.gate(holding) == 7
+        assert desk.peers.redo_limit(group) == 7
         now = desk.peers.deadline() or 0.0
         desk.peers.look_at_clock()
     tried = len(desk.started)
@@ -297,32 +297,32 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
 
 
 def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
-    holding = eager_holding(base=4, newest=9, slots=3)
+    group = eager_holding(base=4, newest=9, slots=3)
     desk.make = dies_of(SendGeneration)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
     for _ in range(3):
-        desk.peers.sync(holding)
+        desk.peers.sync(group)
     assert len(desk.started) == 3
     assert desk.peers.deadline() is not None
     # Nobody is there who could answer: redo goes on as far as the slots ask for.
-    assert desk.peers.gate(holding) == 9 - (3 - 2)
+    assert desk.peers.redo_limit(group) == 9 - (3 - 2)
     desk.make = FakeReplicator
     desk.peers.recover(Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
-    desk.peers.sync(holding)
+    desk.peers.sync(group)
     assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
-    assert desk.peers.gate(holding) == 0
+    assert desk.peers.redo_limit(group) == 0
     assert isinstance(desk.started[-1].sent[-1], GiveUp)
 
 
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
-    holding = eager_holding(base=4, newest=9, slots=3)
+    group = eager_holding(base=4, newest=9, slots=3)
     desk.make = dies_of(GiveUp)
     desk.peers.listen(LISTEN)
     desk.join(wait=False)
-    desk.peers.sync(holding)
+    desk.peers.sync(group)
     desk.make = broken
-    assert desk.peers.gate(holding) == 9 - (3 - 2)
+    assert desk.peers.redo_limit(group) == 9 - (3 - 2)
 
 
 def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,7 +427,7 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
 
     def take(message: Any) -> None:
         received.append(message)
-        if isinstance(message, Passed):
+        if isinstance(message, WatermarkAdvanced):
             process.close()
 
     with selectors.DefaultSelector() as selector:
@@ -439,10 +439,10 @@ def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any
 def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: Any) -> None:
     process, started, received = helper
     started.channel.send(RecoveryProgress(1))
-    started.channel.send(Passed(1, True))
+    started.channel.send(WatermarkAdvanced(1, True))
     with pytest.raises(AgentGoneError):
         process.ask(Halt(), Halted, 10.0)
-    assert [type(one) for one in received] == [RecoveryProgress, Passed]
+    assert [type(one) for one in received] == [RecoveryProgress, WatermarkAdvanced]
     with pytest.raises(AgentGoneError):
         process.ask(Halt(), Halted, 10.0)
 

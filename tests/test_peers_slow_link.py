@@ -6,7 +6,7 @@ import pytest
 
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.transport.wire import Abandon, Put, Stored, Window, WireMessage
 
 RANKS = (0,)
@@ -46,7 +46,7 @@ class Link:
         self._parts: dict[int, int] = {}
         self._credit = 0.0
         self._said: list[Stored] = []
-        self.owner = Owner(RANKS, Code(1, 1), ["h"], self._take, lambda name: 1, 0, proceeds=True)
+        self.owner = Sender(RANKS, Code(1, 1), ["h"], self._take, lambda name: 1, 0, proceeds=True)
         self.ring = Ring()
         window = Window(RANKS, "n", "g", "a", 0, 1, 1, PERIOD, PERIOD, KEPT, 1, False, (), len(DATA), False, (), b"")
         self.owner.begin(Outgoing(window, self.ring, range(1, PERIOD + 1)))

@@ -179,15 +179,15 @@ def test_the_record_before_is_fetched_where_all_units_can_get_it() -> None:
     survivors = [live("a", 0, range(8, 9)), *SURVIVORS[1:]]
     assert fetched_before(survivors, ITS_PIECES) == [False]
     # Another one is handed out where it is, by its own agent or as a replica.
-    for moved in (live("x", 0), live("b", 0, mirror=True)):
+    for moved in (live("x", 0), live("b", 0, standby=True)):
         assert fetched_before([moved, *SURVIVORS[1:]], ITS_PIECES) == [True, True]
-    stands = live("b", 0, range(8, 9), mirror=True)
+    stands = live("b", 0, range(8, 9), standby=True)
     assert fetched_before([stands, *SURVIVORS[1:]], ITS_PIECES) == [False, False]
 
 
 def test_the_record_before_decides_who_hands_out() -> None:
     """A replica that has gone past it is done without."""
-    past, behind = live("b", 0, range(8, 9), mirror=True), live("d", 0, range(7, 9), mirror=True)
+    past, behind = live("b", 0, range(8, 9), standby=True), live("d", 0, range(7, 9), standby=True)
     found = plan([past, behind, *SURVIVORS[1:]], ITS_PIECES, before=True)
     assert [(one.ranks, one.live, one.before) for one in found.fetches] == [((0,), "d", True), ((2,), None, True)]
     found = plan([past, *SURVIVORS[1:]], [*ITS_PIECES, pieces("b", 0, 0), pieces("d", 0, 1)], before=True)
@@ -197,7 +197,7 @@ def test_the_record_before_decides_who_hands_out() -> None:
 def test_the_record_before_of_private_pieces_comes_with_a_replica_that_has_it() -> None:
     both = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, both) == [True]
-    [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0, mirror=True)], both, before=True).fetches
+    [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0, standby=True)], both, before=True).fetches
     assert (found.before, found.replica) == (False, ("a", (0,)))  # rank 0 itself has none
     newest = [pieces("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, newest) == [False]

@@ -13,10 +13,10 @@ import pytest
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory import reservation
 from memckpt.memory.reservation import Reservation
-from memckpt.protocol.standby import CloseMirror, MirrorOpened, MirrorRefused, OpenMirror
-from memckpt.replication.keeping.fragment_store import Holder
-from memckpt.replication.process import replicator as replicator
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyOpened, StandbyRefused
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.process import replicator
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.peers_harness import wait_for
 from tests.peers_records import MemoryRoom
@@ -96,7 +96,7 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.holder._reserve = node.replicator._reserve
+        node.fragment_store._reserve = node.replicator._reserve
         opened = Open(node.window("a"))
         [refused] = node.says("a", opened)
         assert isinstance(refused, NotStored)
@@ -116,7 +116,7 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.holder._reserve = node.replicator._reserve
+        node.fragment_store._reserve = node.replicator._reserve
         node.says("a", Open(node.window("a")))
         kernel.go_on()
         node.replicator._leave()
@@ -124,19 +124,19 @@ def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkey
 
 
 def test_a_replicator_does_not_wait_for_its_agent_to_make_a_replica() -> None:
-    asked: list[OpenMirror] = []
+    asked: list[OpenStandby] = []
     told: list[object] = []
     with closing(Node()) as node:
-        mirroring = Mirroring(Holder("b", MemoryRoom), asked.append, told.append)
-        mirroring.begin("a1", 0, node.code)
-        window = node.window("a", mirror=True, data=1, tolerate=2, piece=0)
+        standby_feed = StandbyFeed(FragmentStore("b", MemoryRoom), asked.append, told.append)
+        standby_feed.begin("a1", 0, node.code)
+        window = node.window("a", standby=True, data=1, tolerate=2, piece=0)
         for _ in range(2):
-            answer = mirroring.open(window)
+            answer = standby_feed.open(window)
             assert isinstance(answer, NotStored)
             assert "being reserved" in answer.reason
         assert len(asked) == 1
-        mirroring.answered(MirrorRefused((0,), "ga", "no memory"), [])
-        assert "no memory" in mirroring.problem
-        mirroring.halt()
-        mirroring.answered(MirrorOpened((0,), "ga", 1, node.records[0].spec), [])
-        assert told == [CloseMirror((0,), "ga")]
+        standby_feed.answered(StandbyRefused((0,), "ga", "no memory"), [])
+        assert "no memory" in standby_feed.problem
+        standby_feed.halt()
+        standby_feed.answered(StandbyOpened((0,), "ga", 1, node.records[0].spec), [])
+        assert told == [CloseStandby((0,), "ga")]

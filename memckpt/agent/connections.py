@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from memckpt.errors import AgentError, AgentGoneError, MemckptError
-from memckpt.node.attempt import Member
+from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress, Listener, peer
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.channel import Channel
@@ -27,7 +27,7 @@ class Connection:
     def __init__(self, channel: Channel, process: ProcessHandle) -> None:
         self.channel = channel
         self.process = process
-        self.member: Member | None = None
+        self.trainer: TrainerHandle | None = None
         self.nonce = ""
 
 
@@ -91,7 +91,7 @@ class Connections:
     def of_attempt(self, nonce: str) -> Iterator[Connection]:
         """The trainers of an attempt; they may be dropped meanwhile."""
         for connection in list(self._open.values()):
-            if connection.member is not None and connection.nonce == nonce:
+            if connection.trainer is not None and connection.nonce == nonce:
                 yield connection
 
     def _accept(self, listening: socket.socket) -> None:
@@ -127,7 +127,7 @@ class Connections:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(source)
         connection.channel.close()
-        if connection.member is None:
+        if connection.trainer is None:
             connection.process.close()
         else:
             self._left(connection)

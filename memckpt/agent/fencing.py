@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from memckpt.agent.connections import Connection
 from memckpt.errors import RunBusyError
-from memckpt.node.attempt import Member
+from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.handles import ProcessHandle
 from memckpt.protocol.trainer import Hello
 
@@ -27,7 +27,7 @@ class Fence:
     """Owns duplicates of the processes' handles, registered with the loop so that it wakes up; :meth:`close` it.
 
     Args:
-        members: that must end.
+        trainers: that must end.
         seconds: how long they may take.
         selector: of the agent's loop; its data are functions without arguments.
         clock: in seconds.
@@ -35,7 +35,7 @@ class Fence:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        trainers: Sequence[TrainerHandle],
         seconds: float,
         selector: selectors.BaseSelector,
         clock: Callable[[], float] = time.monotonic,
@@ -45,7 +45,7 @@ class Fence:
         self._seconds = seconds
         self._began = clock()
         self._report_at = self._began + _REPORT_SECONDS
-        self._dying = [(member.rank, member.process.duplicate()) for member in members]
+        self._dying = [(trainer.rank, trainer.process.duplicate()) for trainer in trainers]
         #: Ranks of later attempts, each with its first message.
         self.waiting: list[tuple[Connection, Hello]] = []
         for _, process in self._dying:

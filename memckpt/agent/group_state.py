@@ -1,6 +1,6 @@
 """One set of shards on a node: base and log, and their way to storage.
 
-The ranks of a node that hold the same shards share a holding. With replicated training these are all ranks of the node,
+The ranks of a node that hold the same shards share a group. With replicated training these are all ranks of the node,
 with fully sharded training each rank has one of its own.
 """
 
@@ -15,7 +15,7 @@ from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
-from memckpt.node.pending_generation import Building, Difference
+from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.trainer import (
     Advance,
     Advanced,
@@ -45,7 +45,7 @@ class Tell(Protocol):
     def __call__(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None: ...
 
 
-class Holding:
+class GroupState:
     """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
 
     Args:
@@ -56,10 +56,10 @@ class Holding:
         notify: takes what a redo thread says, from that thread.
         start_writer: as for a saver.
         save_failed: called when a checkpoint could not be written.
-        announce: tells the other holdings of the node that a checkpoint is taken after a record.
+        announce: tells the other groups of the node that a checkpoint is taken after a record.
         hurry: tells them how many records ahead an order for a snapshot has to be given.
-        beside: bytes that the other holdings of the node have.
-        gate: up to which record peers let this one's redo go on; None: as far as it likes.
+        beside: bytes that the other groups of the node have.
+        redo_limit: up to which record peers let this one's redo go on; None: as far as it likes.
 
     Attributes:
         held: the newest complete generation; None while nothing is held.
@@ -80,14 +80,14 @@ class Holding:
         announce: Callable[[int], None],
         hurry: Callable[[int], None] = lambda lead: None,
         beside: Callable[[], int] = lambda: 0,
-        gate: Callable[[Holding], int | None] = lambda holding: None,
+        redo_limit: Callable[[GroupState], int | None] = lambda group: None,
     ) -> None:
         self._node = node
         self.ranks = ranks
         self._tell = tell
         self.held: Generation | None = None
         self.before: list[Generation] = []
-        self._building = Building(notify, self._make_room)
+        self._pending = PendingGeneration(notify, self._make_room)
         self._resumed_to: int | None = None
         #: The state for ranks that repeat the step of that record; None where none does. Why not, in words.
         self._before: Before | None = None
@@ -108,7 +108,7 @@ class Holding:
             hurry,
         )
         self._beside = beside
-        self._gate = gate
+        self._redo_limit = redo_limit
 
     @property
     def history(self) -> tuple[Branch, ...]:
@@ -118,12 +118,12 @@ class Holding:
     @property
     def nbytes(self) -> int:
         """Shared memory of all its generations."""
-        return sum(one.nbytes for one in (*self.before, self.held, self._building.generation) if one is not None)
+        return sum(one.nbytes for one in (*self.before, self.held, self._pending.generation) if one is not None)
 
     def close(self) -> None:
         self.saver.close()
         self.let_go()
-        self._building.drop()
+        self._pending.drop()
 
     def let_go(self) -> None:
         """Hold nothing any more; what is being written goes on."""
@@ -141,9 +141,9 @@ class Holding:
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
         self.saver.abort()
-        if self._building.generation is not None:
+        if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
-        self._building.forget()
+        self._pending.forget()
         self._resumed_to = self._wanted = None
 
     # What it can produce
@@ -188,11 +188,11 @@ class Holding:
 
     def prepare(self, rank: int, message: Prepare) -> Generation:
         """The generation that a rank is to write."""
-        differing = self._building.ask(rank, message)
+        differing = self._pending.ask(rank, message)
         if differing is not None:
             self._bring_together(message.record, differing)
         held = sum(one.nbytes for one in (*self.before, self.held) if one is not None)
-        generation, fresh = self._building.allocate(rank, message, held, self._beside())
+        generation, fresh = self._pending.allocate(rank, message, held, self._beside())
         generation.reason = message.reason
         if fresh and (not self._history or self._history[-1].timeline != message.timeline):
             self._history = (Branch(message.timeline, None),) if self.held is None else self._history
@@ -312,7 +312,7 @@ class Holding:
         Raises:
             MemoryBudgetError: there is none.
         """
-        number = self._building.next_number()
+        number = self._pending.next_number()
 
         def make() -> Generation:
             held = self._beside() + sum(one.nbytes for one in (*self.before, self.held) if one is not None)
@@ -331,11 +331,11 @@ class Holding:
         self.let_go()
         self.held, self._history = generation, history
 
-    def open_gate(self) -> None:
+    def raise_redo_limit(self) -> None:
         """Peers have got further: let redo go on, let go of what they make needless."""
-        gate = self._gate(self)
+        redo_limit = self._redo_limit(self)
         if self.held is not None and self.held.complete:
-            self.held.open_gate(gate)
+            self.held.raise_redo_limit(redo_limit)
             if self.before:
                 self._let_go_up_to(max(self.held.committed.values()))
 
@@ -344,15 +344,15 @@ class Holding:
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.gate = self._gate(self)
+        generation.redo_limit = self._redo_limit(self)
         if not generation.start(rank, message):
             return
-        if generation is self._building.generation:
+        if generation is self._pending.generation:
             self._take_built(generation, message.record)
 
     def _take_built(self, generation: Generation, record: int) -> None:
         """A new generation is complete after a record: it is what is held."""
-        self._building.take()
+        self._pending.take()
         old, self.held = self.held, generation
         if old is not None:
             self.saver.forget(old)
@@ -368,7 +368,7 @@ class Holding:
         where it could not stage it and begins a generation with the next; then the job goes back to the one before.
         """
         assert self.held is not None
-        gate = self._gate(self)
+        redo_limit = self._redo_limit(self)
         # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
         later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
         if len(self.ranks) == self.held.spec.world_size:
@@ -376,7 +376,7 @@ class Holding:
             self._let_go_of_before()
             return
         bases = [one.base or 0 for one in (*self.before[1:], self.held)]
-        while self.before and record > bases[0] + 1 + later and (gate is None or gate >= bases[0]):
+        while self.before and record > bases[0] + 1 + later and (redo_limit is None or redo_limit >= bases[0]):
             bases.pop(0)
             self.before.pop(0).close()
 
@@ -396,7 +396,7 @@ class Holding:
 
         Args:
             attempt: whose ranks wait. One that has gone, or is through the record without a start, is not waited for.
-            elsewhere: whether all ranks that do not share this holding can go back to a record; None while a moment's
+            elsewhere: whether all ranks that do not share this group can go back to a record; None while a moment's
                 patience will tell.
             now: do not wait.
         """
@@ -456,9 +456,9 @@ class Holding:
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.gate = self._gate(self)
+        generation.redo_limit = self._redo_limit(self)
         generation.commit(rank, message)
-        if generation is self._building.generation and generation.complete:
+        if generation is self._pending.generation and generation.complete:
             self._take_built(generation, message.record)
         if generation is self.held:
             if self.before:
@@ -466,7 +466,7 @@ class Holding:
             self.saver.after_commit(generation, attempt)
 
     def _generation(self, number: int) -> Generation | None:
-        for generation in (self.held, self._building.generation):
+        for generation in (self.held, self._pending.generation):
             if generation is not None and generation.number == number:
                 return generation
         return None

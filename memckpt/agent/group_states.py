@@ -1,4 +1,4 @@
-"""All that a node holds: one holding for each set of shards, and what is done with all of them together."""
+"""All that a node holds: one group for each set of shards, and what is done with all of them together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from memckpt.agent.group_state import Holding, Tell
+from memckpt.agent.group_state import GroupState, Tell
 from memckpt.checkpointing.saver import StartWriter
 from memckpt.checkpointing.writer_jobs import Done
 from memckpt.errors import AgentError
@@ -47,16 +47,16 @@ class _Answers:
             self._done(whole)
 
 
-class Holdings:
+class GroupStates:
     """Belongs to the agent's event loop.
 
     Args:
         node: the node's name.
         tell: sends a message to the trainers of the given ranks.
-        notify: takes what a redo thread of the given ranks' holding says, from that thread.
+        notify: takes what a redo thread of the given ranks' group says, from that thread.
         start_writer: as for a saver.
         save_failed: called when a checkpoint could not be written.
-        gate: as for a holding.
+        redo_limit: as for a group.
         others: bytes that the node holds of other nodes' records.
     """
 
@@ -67,38 +67,38 @@ class Holdings:
         notify: Callable[[tuple[int, ...], Message], None],
         start_writer: StartWriter,
         save_failed: Callable[[], None],
-        gate: Callable[[Holding], int | None] = lambda holding: None,
+        redo_limit: Callable[[GroupState], int | None] = lambda group: None,
         others: Callable[[], int] = lambda: 0,
     ) -> None:
         self._others = others
         self._node = node
-        self._gate = gate
+        self._redo_limit = redo_limit
         self._tell = tell
         self._notify = notify
         self._start_writer = start_writer
         self._save_failed = save_failed
-        self._all: dict[tuple[int, ...], Holding] = {}
+        self._all: dict[tuple[int, ...], GroupState] = {}
         #: What the parts of this attempt's units are called.
         self._names: dict[tuple[int, ...], str] = {}
 
-    def __iter__(self) -> Iterator[Holding]:
+    def __iter__(self) -> Iterator[GroupState]:
         return iter(list(self._all.values()))
 
-    def __getitem__(self, ranks: tuple[int, ...]) -> Holding:
+    def __getitem__(self, ranks: tuple[int, ...]) -> GroupState:
         return self._all[ranks]
 
-    def get(self, ranks: tuple[int, ...]) -> Holding | None:
+    def get(self, ranks: tuple[int, ...]) -> GroupState | None:
         return self._all.get(ranks)
 
     def introduce(self, hello: Hello) -> None:
-        """Ranks that share a holding have come."""
+        """Ranks that share a group have come."""
         alone = hello.unit == hello.local_ranks
         self._names[hello.unit] = self._node if alone else self._name_beside_others(hello.unit)
         if hello.unit not in self._all:
             self._add(hello.unit, self._names[hello.unit])
 
-    def adopt(self, ranks: tuple[int, ...]) -> Holding:
-        """A holding of ranks of the run's last attempt that were on another node.
+    def adopt(self, ranks: tuple[int, ...]) -> GroupState:
+        """A group of ranks of the run's last attempt that were on another node.
 
         What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
         node's own unit may have the bare name among these, so no adopted one gets it. Trainers that have just come may
@@ -122,7 +122,7 @@ class Holdings:
         return f"{self._node}.rank{ranks[0]}"
 
     def _add(self, ranks: tuple[int, ...], name: str) -> None:
-        self._all[ranks] = Holding(
+        self._all[ranks] = GroupState(
             self._node,
             ranks,
             name,
@@ -133,7 +133,7 @@ class Holdings:
             announce=lambda record: self._announce(ranks, record),
             hurry=self._hurry,
             beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != ranks),
-            gate=self._gate,
+            redo_limit=self._redo_limit,
         )
 
     def make_slots(self, attempt: Attempt, now: tuple[int, ...] = ()) -> None:
@@ -141,34 +141,34 @@ class Holdings:
 
         Args:
             attempt: whose ranks they are.
-            now: the ranks of a holding that waits no longer.
+            now: the ranks of a group that waits no longer.
         """
-        for holding in self:
-            holding.make_slots(
+        for group in self:
+            group.make_slots(
                 attempt,
-                lambda record, holding=holding: self._others_reach(holding, record, attempt),  # type: ignore[misc]
-                now=holding.ranks == now,
+                lambda record, group=group: self._others_reach(group, record, attempt),  # type: ignore[misc]
+                now=group.ranks == now,
             )
 
-    def _others_reach(self, holding: Holding, record: int, attempt: Attempt) -> bool | None:
-        """Whether all ranks that do not share a holding can go back to a record; None while some are not through it."""
-        others = [one for one in self if one is not holding and one.ranks in attempt.units]
+    def _others_reach(self, group: GroupState, record: int, attempt: Attempt) -> bool | None:
+        """Whether all ranks that do not share a group can go back to a record; None while some are not through it."""
+        others = [one for one in self if one is not group and one.ranks in attempt.units]
         ranks = [rank for one in others for rank in one.ranks]
-        if len(ranks) + len(holding.ranks) < attempt.world_size:
+        if len(ranks) + len(group.ranks) < attempt.world_size:
             return False  # other nodes have some of them
         if any(attempt.is_here(rank) and not attempt.is_through(rank, record) for rank in ranks):
             return None
         return all(one.can_go_back_to(record) for one in others)
 
     def _announce(self, by: tuple[int, ...], record: int) -> None:
-        for holding in self:
-            if holding.ranks != by:
-                holding.saver.announced(record)
+        for group in self:
+            if group.ranks != by:
+                group.saver.announced(record)
 
     def _hurry(self, lead: int) -> None:
         """An order for a snapshot was too late for some ranks: all are told as early from now on."""
-        for holding in self:
-            holding.saver.hurry(lead)
+        for group in self:
+            group.saver.hurry(lead)
 
     def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""
@@ -186,45 +186,45 @@ class Holdings:
     def discard(self, attempt: Attempt) -> None:
         """What is held is not wanted any more."""
         units = attempt.units
-        for holding in self:
-            holding.let_go()
-            if holding.ranks not in units:
-                del self._all[holding.ranks]
-                holding.close()
+        for group in self:
+            group.let_go()
+            if group.ranks not in units:
+                del self._all[group.ranks]
+                group.close()
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead, and all that they had sent is read."""
         self._names.clear()
-        for holding in self:
-            holding.begin_attempt()
-            if holding.held is None:  # of ranks that have got nowhere, and may never come again
-                del self._all[holding.ranks]
-                holding.close()
+        for group in self:
+            group.begin_attempt()
+            if group.held is None:  # of ranks that have got nowhere, and may never come again
+                del self._all[group.ranks]
+                group.close()
 
     def close(self) -> None:
-        for holding in self:
-            holding.close()
+        for group in self:
+            group.close()
         self._all.clear()
 
     # What is held
 
     @property
-    def holding(self) -> list[Generation]:
+    def complete_generations(self) -> list[Generation]:
         """What is held, by the first rank of each."""
         return [one.held for _, one in sorted(self._all.items()) if one.held is not None]
 
     def inventory(self, hello: Hello) -> tuple[HeldRecords, ...]:
         """What the node can produce. A rank's own model is compared with what is held of such a rank."""
         found = []
-        for holding in self:
-            other = holding.held is not None and holding.held.spec.world_size != hello.world_size
-            comparable = other or hello.rank in holding.ranks
-            found.append(holding.inventory(hello.fingerprint if comparable else None))
+        for group in self:
+            other = group.held is not None and group.held.spec.world_size != hello.world_size
+            comparable = other or hello.rank in group.ranks
+            found.append(group.inventory(hello.fingerprint if comparable else None))
         return tuple(found)
 
     def common(self) -> int | None:
         """The newest record that can be produced of all ranks; None if there is none, or if some run elsewhere."""
-        held = self.holding
+        held = self.complete_generations
         ranks = {rank for one in held for rank in one.spec.local_ranks}
         if not held or ranks < set(range(held[0].spec.world_size)):
             return None
@@ -247,9 +247,9 @@ class Holdings:
         limits = [limit for one in self if (limit := one.saver.deadline()) is not None]
         return min(limits, default=None)
 
-    def patience(self, lonely_since: float) -> float:
+    def patience(self, idle_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
-        return max((one.saver.patience(lonely_since) for one in self), default=0.0)
+        return max((one.saver.patience(idle_since) for one in self), default=0.0)
 
     def look_at_clock(self) -> None:
         for one in self:
@@ -270,7 +270,7 @@ class Holdings:
 
     def save_held(self, as_checkpoint: bool) -> None:
         """No trainer runs: what is held goes to storage, too. Of all ranks the same record, where all are here."""
-        record = self.common() if len(self.holding) > 1 else None
+        record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
                 generation = one.held if record is None else one.standing_still()[record]
@@ -278,7 +278,7 @@ class Holdings:
 
     def save_asked(self) -> None:
         """No trainer runs: whoever has asked for the state gets what stands still."""
-        record = self.common() if len(self.holding) > 1 else None
+        record = self.common() if len(self.complete_generations) > 1 else None
         for one in self:
             if one.held is not None:
                 one.saver.save_asked(one.held if record is None else one.standing_still()[record], record)
@@ -321,7 +321,7 @@ class Holdings:
             )
             done(SaveFailed(record, problem))
         else:
-            self._save_record(record, url, _Answers(len(self.holding), done))
+            self._save_record(record, url, _Answers(len(self.complete_generations), done))
 
     def _save_record(self, record: int, url: str, answers: _Answers) -> None:
         for one in self:

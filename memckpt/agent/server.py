@@ -17,18 +17,18 @@ from collections.abc import Callable
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
-from memckpt.agent.group_state import Holding, Tell
-from memckpt.agent.group_states import Holdings
+from memckpt.agent.group_state import GroupState, Tell
+from memckpt.agent.group_states import GroupStates
 from memckpt.agent.replication.peers import Peers
-from memckpt.agent.replication.standbys import MirrorKey, Mirrors
+from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
 from memckpt.agent.status import add_holdings
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.memory.life import LifePage, look_seconds
-from memckpt.node.attempt import Attempt, Member
+from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.replication import AskPhases, Join, Listen, Passed, Recover, ReplicatorLost
+from memckpt.protocol.replication import AskPhases, Join, Listen, Recover, ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Advance,
@@ -114,12 +114,12 @@ class Agent:
         self._liveness_seconds = 15.0
         self._committed_at: float | None = None
         self._stall_ms: float | None = None
-        self._lonely_since: float | None = self._started
-        #: Messages from other threads, with the ranks whose holding they are of; from signal handlers without.
+        self._idle_since: float | None = self._started
+        #: Messages from other threads, with the ranks whose group they are of; from signal handlers without.
         self._inbox: collections.deque[tuple[tuple[int, ...], Message]] = collections.deque()
-        self._mirrors_inbox: collections.deque[tuple[MirrorKey, Message]] = collections.deque()
+        self._standbys_inbox: collections.deque[tuple[StandbyKey, Message]] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._holdings = Holdings(
+        self._groups = GroupStates(
             address.node,
             self._teller,
             self._notify,
@@ -127,21 +127,21 @@ class Agent:
                 "memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended
             ),
             self._checkpoint_failed,
-            lambda holding: self._peers.gate(holding),
+            lambda group: self._peers.redo_limit(group),
             lambda: self._peers.held_bytes,
         )
-        self._mirrors = Mirrors(
+        self._standbys = StandbyReplicas(
             address.node,
-            self._notify_of_mirror,
-            lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._holdings),
+            self._notify_of_standby,
+            lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._groups),
         )
         self._peers = Peers(
             self._selector,
-            self._holdings.get,
-            self._holdings.adopt,
-            self._watermark_passed,
+            self._groups.get,
+            self._groups.adopt,
+            self._watermark_advanced,
             self._replicator_lost,
-            self._mirrors,
+            self._standbys,
             self._life,
         )
         #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
@@ -177,18 +177,18 @@ class Agent:
 
     def _linger_left(self) -> float | None:
         """Seconds until lingering ends; None while a trainer is here."""
-        if self._lonely_since is None or (self._by_operator and self._attempt is None):
+        if self._idle_since is None or (self._by_operator and self._attempt is None):
             return None
-        holds = bool(self._holdings.holding) or self._peers.held_bytes > 0
+        holds = bool(self._groups.complete_generations) or self._peers.held_bytes > 0
         limit = self._linger_seconds if holds else min(self._linger_seconds, _ORPHAN_SECONDS)
-        return max(0.0, self._lonely_since + limit - time.monotonic())
+        return max(0.0, self._idle_since + limit - time.monotonic())
 
     def _patience(self) -> float | None:
         """How long to wait for events: until something is due by the clock, or for ever."""
         limits = [self._linger_left(), self._beat_seconds if self._attempt is not None else None]
         if self._must_save_alone:
-            limits.append(self._holdings.patience(self._lonely_since or 0.0))
-        for deadline in (self._holdings.deadline(), self._peers.deadline()):
+            limits.append(self._groups.patience(self._idle_since or 0.0))
+        for deadline in (self._groups.deadline(), self._peers.deadline()):
             if deadline is not None:
                 limits.append(deadline - time.monotonic())
         if self._fence is not None:
@@ -199,44 +199,44 @@ class Agent:
     @property
     def _must_save_alone(self) -> bool:
         """Whether no trainer is here and what they left is not on its way to storage yet."""
-        alone = self._lonely_since is not None and bool(self._holdings.holding)
-        return alone and not self._saved_alone and self._holdings.enabled
+        alone = self._idle_since is not None and bool(self._groups.complete_generations)
+        return alone and not self._saved_alone and self._groups.enabled
 
     def _look_at_clock(self) -> None:
         self._look_at_fence()
-        self._holdings.look_at_clock()
+        self._groups.look_at_clock()
         self._peers.look_at_clock()
-        self._peers.tell_own(sum(one.nbytes for one in self._holdings))
+        self._peers.tell_own(sum(one.nbytes for one in self._groups))
         self._look_for_deserters()
-        if self._lonely_since is not None:
-            self._holdings.save_asked()
-        if self._must_save_alone and self._holdings.patience(self._lonely_since or 0.0) <= 0:
+        if self._idle_since is not None:
+            self._groups.save_asked()
+        if self._must_save_alone and self._groups.patience(self._idle_since or 0.0) <= 0:
             self._save_held(as_checkpoint=self._finishing)
         owed = self._finishing and not self._saved_alone
-        if self._leaving_when_saved is not None and not self._holdings.saving and not owed:
+        if self._leaving_when_saved is not None and not self._groups.saving and not owed:
             self._leaving = self._leaving_when_saved
-        if self._linger_left() == 0.0 and not self._holdings.saving:
+        if self._linger_left() == 0.0 and not self._groups.saving:
             self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
 
     def _save_held(self, as_checkpoint: bool = False) -> None:
         """No trainer runs: what is held goes to storage, too."""
         self._saved_alone = True
-        self._holdings.save_held(as_checkpoint)
+        self._groups.save_held(as_checkpoint)
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
-        training = self._attempt if self._lonely_since is None else None
+        training = self._attempt if self._idle_since is None else None
         ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
-        self._holdings.save_to(
+        self._groups.save_to(
             url, lambda answer: self._connections.answer(connection, answer), training is not None, ahead
         )
 
     def _checkpoint_failed(self) -> None:
         if self._saved_alone:
             self._saved_alone = False
-            self._holdings.retry_later()
+            self._groups.retry_later()
             if self._finishing:
-                self._tell_members(HoldingOn(self._holdings.alarm, self._linger_seconds))
+                self._tell_trainers(HoldingOn(self._groups.alarm, self._linger_seconds))
 
     def _leave_when_saved(self, reason: str, finishing: bool = False) -> None:
         self._leaving_when_saved, self._finishing = reason, finishing
@@ -257,8 +257,8 @@ class Agent:
             self._peers.finish()
         self._peers.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
-        self._holdings.close()
-        self._mirrors.close()
+        self._groups.close()
+        self._standbys.close()
         self._connections.close(Leaving())
         self._life.close()
         self._selector.close()
@@ -268,23 +268,23 @@ class Agent:
     # Trainers
 
     def _trainer_left(self, connection: Connection) -> None:
-        assert connection.member is not None
+        assert connection.trainer is not None
         if self._attempt is not None and self._attempt.nonce == connection.nonce:
-            connection.member.left, connection.member.left_at = True, time.monotonic()
-            self._holdings.make_slots(self._attempt)
+            connection.trainer.left, connection.trainer.left_at = True, time.monotonic()
+            self._groups.make_slots(self._attempt)
             if not self._attempt.living() and self._fence is None:
-                self._lonely_since = time.monotonic()
+                self._idle_since = time.monotonic()
 
     def _look_for_deserters(self) -> None:
         """Where a trainer goes on without us, others are not to wait for this node's records."""
         if self._attempt is None or self._fence is not None:
             return
-        for member in self._attempt.deserters(time.monotonic() - self._liveness_seconds):
-            member.left_at = math.inf  # told once
-            _log.warning("rank %d goes on without protection: peers do not wait for this node", member.rank)
+        for trainer in self._attempt.deserters(time.monotonic() - self._liveness_seconds):
+            trainer.left_at = math.inf  # told once
+            _log.warning("rank %d goes on without protection: peers do not wait for this node", trainer.rank)
             self._peers.tell_deserted()
 
-    def _tell_members(self, message: Message) -> None:
+    def _tell_trainers(self, message: Message) -> None:
         """To all trainers of the attempt."""
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
             self._connections.answer(connection, message)
@@ -294,23 +294,23 @@ class Agent:
 
         def tell(message: Message, *, besides: int | None = None, fd: int | None = None) -> None:
             for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
-                member = connection.member
-                if member is not None and member.unit == ranks and member.rank != besides:
+                trainer = connection.trainer
+                if trainer is not None and trainer.unit == ranks and trainer.rank != besides:
                     self._connections.answer(connection, message, [fd] if fd is not None else None)
 
         return tell
 
     # Peers
 
-    def _watermark_passed(self, passed: Passed) -> None:
-        for holding in self._holdings:
-            holding.open_gate()
-        self._tell_members(passed)
+    def _watermark_advanced(self, advanced: WatermarkAdvanced) -> None:
+        for group in self._groups:
+            group.raise_redo_limit()
+        self._tell_trainers(advanced)
 
     def _replicator_lost(self, reason: str) -> None:
-        for holding in self._holdings:
-            holding.open_gate()  # some may have waited for its answer
-        self._tell_members(ReplicatorLost(reason))
+        for group in self._groups:
+            group.raise_redo_limit()  # some may have waited for its answer
+        self._tell_trainers(ReplicatorLost(reason))
 
     # From redo threads and from signal handlers
 
@@ -319,9 +319,9 @@ class Agent:
         self._inbox.append((ranks, message))
         self._wake()
 
-    def _notify_of_mirror(self, key: MirrorKey, message: Message) -> None:
-        """The same, of a mirror."""
-        self._mirrors_inbox.append((key, message))
+    def _notify_of_standby(self, key: StandbyKey, message: Message) -> None:
+        """The same, of a standby replica."""
+        self._standbys_inbox.append((key, message))
         self._wake()
 
     def _wake(self) -> None:
@@ -332,28 +332,28 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
-        while self._mirrors_inbox:
-            self._peers.mirror_said(*self._mirrors_inbox.popleft())
+        while self._standbys_inbox:
+            self._peers.standby_said(*self._standbys_inbox.popleft())
         while self._inbox:
             ranks, message = self._inbox.popleft()
             if isinstance(message, StopRequest):
                 self._stop_answering()
-                self._holdings.preempt()
-                self._tell_members(Leaving())
+                self._groups.preempt()
+                self._tell_trainers(Leaving())
                 self._leave_when_saved(message.reason)
                 continue
-            holding = self._holdings.get(ranks)
-            if holding is None:
+            group = self._groups.get(ranks)
+            if group is None:
                 continue  # it has been let go of since
             if isinstance(message, ReplicaCopied):
-                holding.saver.replica_copied(message)
+                group.saver.replica_copied(message)
                 continue
             if isinstance(message, Drift):
                 self._max_drift = max(self._max_drift, message.max_ulp)
                 _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
             if isinstance(message, Alarm):
                 _log.error("%s", message.reason)
-                holding.let_go()
+                group.let_go()
             self._teller(ranks)(message)
 
     # Messages
@@ -372,28 +372,28 @@ class Agent:
             case StopRequest():
                 self._leaving = f"stopped by pid {connection.process.pid}"
                 return
-        member = connection.member
-        if member is None or self._attempt is None or connection.nonce != self._attempt.nonce:
+        trainer = connection.trainer
+        if trainer is None or self._attempt is None or connection.nonce != self._attempt.nonce:
             _log.info(
                 "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
             )
             return
-        holding = self._holdings[member.unit]
+        group = self._groups[trainer.unit]
         match message:
             case Prepare():
                 if message.discard:
-                    self._holdings.discard(self._attempt)
-                generation = holding.prepare(member.rank, message)
+                    self._groups.discard(self._attempt)
+                generation = group.prepare(trainer.rank, message)
                 prepared = Prepared(generation.number, generation.spec, whole=generation.whole)
                 self._send_regions(connection, prepared, generation)
             case NeedSlots():
-                holding.want_slots(member.rank, message)
-                self._holdings.make_slots(self._attempt, now=member.unit if message.now else ())
+                group.want_slots(trainer.rank, message)
+                self._groups.make_slots(self._attempt, now=trainer.unit if message.now else ())
             case Resume():
-                generation, prepared = holding.resume(message)
+                generation, prepared = group.resume(message)
                 self._send_regions(connection, prepared, generation)
             case Advance():
-                self._advance(holding, member, message)
+                self._advance(group, trainer, message)
             case Checked():
                 self._check = message.line
                 level = logging.WARNING if message.verdict == "different" else logging.INFO
@@ -404,44 +404,44 @@ class Agent:
                 if not self._by_operator:
                     self._linger_seconds = message.linger_seconds
                 extend_search_path(message.search_path)
-                self._holdings.configure(member.unit, message, self._connections.address.run_dir)
+                self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
             case GenerationCommit():
-                member.next_record = message.record + 1
+                trainer.next_record = message.record + 1
                 self._committed_at = time.monotonic()
-                holding.generation_committed(member.rank, message)
-                self._peers.sync(holding)
-                self._holdings.make_slots(self._attempt)
+                group.generation_committed(trainer.rank, message)
+                self._peers.sync(group)
+                self._groups.make_slots(self._attempt)
             case Commit():
-                member.next_record = message.record + 1
+                trainer.next_record = message.record + 1
                 self._committed_at = time.monotonic()
                 before = message.stall_ms if self._stall_ms is None else self._stall_ms
                 self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
-                holding.commit(member.rank, message, self._attempt)
-                self._peers.sync(holding)
-                self._holdings.make_slots(self._attempt)
+                group.commit(trainer.rank, message, self._attempt)
+                self._peers.sync(group)
+                self._groups.make_slots(self._attempt)
             case Listen():
                 self._connections.answer(connection, self._peers.listen(message))
             case Join():
                 self._peers.join(message)
             case AskPhases():
                 ranks = self._attempt.local_ranks
-                answer, fd = self._peers.phases(ranks.index(member.rank), len(ranks))
+                answer, fd = self._peers.phases(ranks.index(trainer.rank), len(ranks))
                 self._connections.answer(connection, answer, [fd])
             case Recover():
                 self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():
-                holding.saver.snapshot_taken(member.rank, message)
+                group.saver.snapshot_taken(trainer.rank, message)
             case Void():
-                _log.warning("rank %d could not stage record %d: %s", member.rank, message.record, message.reason)
-                member.next_record = message.record + 1
-                self._holdings.make_slots(self._attempt)
+                _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
+                trainer.next_record = message.record + 1
+                self._groups.make_slots(self._attempt)
             case NeedGeneration():
-                self._order_generation(holding, message, connection)
+                self._order_generation(group, message, connection)
             case Preempted():
-                _log.warning("rank %d got SIGTERM: what is held goes to storage now", member.rank)
-                self._holdings.preempt()
+                _log.warning("rank %d got SIGTERM: what is held goes to storage now", trainer.rank)
+                self._groups.preempt()
             case Goodbye():
-                member.finished = message.finished
+                trainer.finished = message.finished
                 if self._attempt.all_finished:
                     # Its connection ends when everything is gone.
                     self._leave_when_saved("training finished", finishing=True)
@@ -451,15 +451,15 @@ class Agent:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from a trainer")
 
-    def _advance(self, holding: Holding, member: Member, message: Advance) -> None:
+    def _advance(self, group: GroupState, trainer: TrainerHandle, message: Advance) -> None:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""
-        answer = holding.advance(member.rank, message)
+        answer = group.advance(trainer.rank, message)
         if answer is not None:
-            self._teller(member.unit)(answer)
+            self._teller(trainer.unit)(answer)
 
-    def _order_generation(self, holding: Holding, message: NeedGeneration, asker: Connection) -> None:
-        assert asker.member is not None
-        order = holding.order_generation(message, asker.member.rank)
+    def _order_generation(self, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
+        assert asker.trainer is not None
+        order = group.order_generation(message, asker.trainer.rank)
         # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
         # pass the record without a backward that needs the asker.
         self._connections.answer(asker, order)
@@ -481,19 +481,19 @@ class Agent:
             self._new_attempt(hello)
         assert self._attempt is not None
         connection.nonce = hello.nonce
-        connection.member = Member(
+        connection.trainer = TrainerHandle(
             hello.rank, hello.unit, connection.process, connection.channel, hello.launcher, hello.next_record
         )
-        self._attempt.members[hello.rank] = connection.member
-        self._lonely_since = None
-        self._holdings.introduce(hello)
+        self._attempt.trainers[hello.rank] = connection.trainer
+        self._idle_since = None
+        self._groups.introduce(hello)
         self._peers.introduce(hello.rank, hello.fingerprint)
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
-        held = () if hello.rejoining else (*self._holdings.inventory(hello), *self._peers.inventory_of_mirrors())
+        held = () if hello.rejoining else (*self._groups.inventory(hello), *self._peers.inventory_of_standbys())
         self._liveness_seconds = hello.liveness_seconds
         self._beat_seconds = look_seconds(hello.liveness_seconds)
         self._connections.answer(connection, Inventory(held, os.getpid()), [self._life.fd])
-        if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.members):
+        if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))
 
@@ -502,7 +502,7 @@ class Agent:
             problem = saved.reason if isinstance(saved, SaveFailed) else ""
             self._connections.answer(connection, RecordSaved(message.record, problem))
 
-        self._holdings.save_record(message.record, message.url, answer)
+        self._groups.save_record(message.record, message.url, answer)
 
     def _fenced(self, connection: Connection, hello: Hello) -> bool:
         """Whether no trainer of the present attempt lives on, so that this one may begin; if not, it waits."""
@@ -513,7 +513,7 @@ class Agent:
             if not dying:
                 return True
             self._fence = Fence(dying, hello.fence_seconds, self._selector)
-            self._lonely_since = None
+            self._idle_since = None
         self._fence.waiting.append((connection, hello))
         return False
 
@@ -533,7 +533,7 @@ class Agent:
             _log.error("%s", error)
             self._fence = None
             fence.close()
-            self._lonely_since = time.monotonic()
+            self._idle_since = time.monotonic()
             for connection, _ in fence.waiting:
                 self._connections.refuse(connection, error)
             return
@@ -548,26 +548,26 @@ class Agent:
             for old in self._connections.of_attempt(self._attempt.nonce):
                 self._connections.read(old)
                 self._connections.drop(old)
-            for member in self._attempt.members.values():
-                member.process.close()
+            for trainer in self._attempt.trainers.values():
+                trainer.process.close()
             self._past_nonces.add(self._attempt.nonce)
             self._leaving = self._leaving_when_saved = None
             self._finishing = False
         self._saved_alone = False
         self._check = ""
         self._peers.begin_attempt()
-        self._holdings.begin_attempt()
+        self._groups.begin_attempt()
         self._attempt = Attempt.of(hello)
 
     def _status(self) -> Status:
-        members = self._attempt.living() if self._attempt is not None else []
+        trainers = self._attempt.living() if self._attempt is not None else []
         now = time.monotonic()
         status = Status(
             pid=os.getpid(),
             run_dir=str(self._connections.address.run_dir),
             node=self._address.node,
             mode="",
-            trainers=tuple((member.rank, member.process.pid) for member in members),
+            trainers=tuple((trainer.rank, trainer.process.pid) for trainer in trainers),
             committed=(),
             applied=None,
             step=None,
@@ -582,4 +582,4 @@ class Agent:
             peers=self._peers.status,
             check=self._check,
         )
-        return add_holdings(status, sorted(self._holdings, key=lambda one: one.ranks))
+        return add_holdings(status, sorted(self._groups, key=lambda one: one.ranks))

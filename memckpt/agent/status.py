@@ -1,21 +1,21 @@
-"""What the command line shows of an agent: its holdings as one."""
+"""What the command line shows of an agent: its groups as one."""
 
 from __future__ import annotations
 
 import msgspec
 
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.protocol.trainer import Status, StorageStatus
 
 
-def add_holdings(status: Status, holdings: list[Holding]) -> Status:
+def add_holdings(status: Status, groups: list[GroupState]) -> Status:
     """An agent's status with what it holds; of several sets of shards the least that is true of all.
 
     Args:
         status: what the agent knows of itself.
-        holdings: in the order of their ranks.
+        groups: in the order of their ranks.
     """
-    generations = [one.held for one in holdings if one.held is not None]
+    generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
     steps = [step for one in generations if (step := one.newest_step()) is not None]
     rates = [one.seconds_applying / one.records_applied for one in replicas if one.records_applied]
@@ -28,17 +28,17 @@ def add_holdings(status: Status, holdings: list[Holding]) -> Status:
         committed=tuple(sorted((rank, record) for one in generations for rank, record in one.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),
-        held_bytes=sum(one.nbytes for one in holdings),
+        held_bytes=sum(one.nbytes for one in groups),
         generation=first.number if first is not None else 0,
         redo_seconds_per_record=max(rates, default=None),
-        storage=_storage([one for one in holdings if one.held is not None] or holdings),
+        storage=_storage([one for one in groups if one.held is not None] or groups),
         records_held=min((one.records_held for one in generations), default=0),
     )
 
 
-def _storage(holdings: list[Holding]) -> StorageStatus | None:
+def _storage(groups: list[GroupState]) -> StorageStatus | None:
     parts = []
-    for one in holdings:
+    for one in groups:
         part = one.saver.status(one.held.newest_step() if one.held is not None else None)
         if part is not None:
             parts.append(part)

@@ -451,9 +451,9 @@ class Saver:
             self.save_held(generation, as_checkpoint=True)
         self._flushing = None
 
-    def patience(self, lonely_since: float) -> float:
+    def patience(self, idle_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
-        due = lonely_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS)
+        due = idle_since + (0.0 if self._schedule.preempted else _RETURN_SECONDS)
         return max(due, self._retry_at) - time.monotonic()
 
     # The processes that write

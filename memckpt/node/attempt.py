@@ -19,7 +19,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 @dataclass
-class Member:
+class TrainerHandle:
     """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards."""
 
     rank: int
@@ -41,31 +41,31 @@ class Attempt:
     nonce: str
     world_size: int
     local_ranks: tuple[int, ...]
-    members: dict[int, Member] = field(default_factory=dict)
+    trainers: dict[int, TrainerHandle] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hello: Hello) -> Attempt:
         return cls(hello.nonce, hello.world_size, hello.local_ranks)
 
-    def living(self) -> list[Member]:
-        return [member for member in self.members.values() if member.process.alive() and not member.left]
+    def living(self) -> list[TrainerHandle]:
+        return [trainer for trainer in self.trainers.values() if trainer.process.alive() and not trainer.left]
 
-    def deserters(self, before: float) -> list[Member]:
+    def deserters(self, before: float) -> list[TrainerHandle]:
         """Trainers that live, and went on without their agent before that time of the monotonic clock."""
         return [
-            member
-            for member in self.members.values()
-            if member.left and not member.finished and member.left_at < before and member.process.alive()
+            trainer
+            for trainer in self.trainers.values()
+            if trainer.left and not trainer.finished and trainer.left_at < before and trainer.process.alive()
         ]
 
     def is_here(self, rank: int) -> bool:
         """Whether a rank of this node has a connection."""
-        member = self.members.get(rank)
-        return member is not None and not member.left
+        trainer = self.trainers.get(rank)
+        return trainer is not None and not trainer.left
 
     def is_through(self, rank: int, record: int) -> bool:
         """Whether a rank that has said hello has said what became of a record."""
-        return self.members[rank].next_record > record
+        return self.trainers[rank].next_record > record
 
     @property
     def all_connected(self) -> bool:
@@ -74,23 +74,23 @@ class Attempt:
 
     @property
     def all_here(self) -> bool:
-        return set(self.members) == set(self.local_ranks)
+        return set(self.trainers) == set(self.local_ranks)
 
     @property
     def units(self) -> set[tuple[int, ...]]:
         """Of those that have said hello."""
-        return {member.unit for member in self.members.values()}
+        return {trainer.unit for trainer in self.trainers.values()}
 
     @property
     def newest_record(self) -> int:
         """The newest that a rank has committed; no rank is in a later one than the next."""
-        return max(member.next_record for member in self.members.values()) - 1
+        return max(trainer.next_record for trainer in self.trainers.values()) - 1
 
     @property
     def all_finished(self) -> bool:
-        return self.all_here and all(member.finished for member in self.members.values())
+        return self.all_here and all(trainer.finished for trainer in self.trainers.values())
 
-    def fence(self, newcomer: Hello, newcomer_pid: int) -> list[Member]:
+    def fence(self, newcomer: Hello, newcomer_pid: int) -> list[TrainerHandle]:
         """Make sure that no trainer of this attempt lives on; returns those whose end has to be waited for.
 
         They are killed only when their launcher is gone (orphans) or when the same launcher has started the newcomer
@@ -101,19 +101,22 @@ class Attempt:
             RunBusyError: such a trainer holds the run; the message has its pid.
         """
         here = [
-            member for member in self.members.values() if member.process.alive() and member.process.pid != newcomer_pid
+            trainer
+            for trainer in self.trainers.values()
+            if trainer.process.alive() and trainer.process.pid != newcomer_pid
         ]
-        dying = [member for member in here if member.process.dying()]
-        living = [member for member in here if member not in dying and not member.left]
-        if not all(_superseded(member.launcher, newcomer) for member in living):
-            pids = ", ".join(str(member.process.pid) for member in living)
+        dying = [trainer for trainer in here if trainer.process.dying()]
+        living = [trainer for trainer in here if trainer not in dying and not trainer.left]
+        if not all(_superseded(trainer.launcher, newcomer) for trainer in living):
+            pids = ", ".join(str(trainer.process.pid) for trainer in living)
             raise RunBusyError(
                 f"this run is held by a live trainer (pid {pids}); expected no other trainer on the same run "
                 "directory. End that process first, or choose another run directory"
             )
-        for member in living:
-            _log.warning("killing pid %d (rank %d), left over from an earlier attempt", member.process.pid, member.rank)
-            member.process.kill()
+        for trainer in living:
+            pid = trainer.process.pid
+            _log.warning("killing pid %d (rank %d), left over from an earlier attempt", pid, trainer.rank)
+            trainer.process.kill()
         return dying + living
 
 

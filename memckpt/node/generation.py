@@ -120,7 +120,7 @@ class Generation:
         #: A record whose rank states are needed for longer: that of a snapshot.
         self.pinned: int | None = None
         #: Up to which record redo may go on as far as peers are concerned; None: as far as it likes.
-        self.gate: int | None = None
+        self.redo_limit: int | None = None
 
     @property
     def regions(self) -> list[Region]:
@@ -252,14 +252,14 @@ class Generation:
         limit = min(self.committed.values())
         if self.spec.world_size > 1:
             limit = min(limit, max(self.committed.values()) - 1)
-        if self.gate is not None:
-            limit = min(limit, self.gate)
+        if self.redo_limit is not None:
+            limit = min(limit, self.redo_limit)
         # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
         self.replica.allow(limit - self.spec.trails)
 
-    def open_gate(self, gate: int | None) -> None:
+    def raise_redo_limit(self, redo_limit: int | None) -> None:
         """Peers have got so far: let redo go on."""
-        self.gate = gate
+        self.redo_limit = redo_limit
         if self.complete:
             self._let_redo_go_on()
 

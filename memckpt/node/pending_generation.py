@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     apart: frozenset[str] = frozenset()
 
 
-class Building:
+class PendingGeneration:
     """Belongs to the agent's event loop. Owns the generation until it is taken.
 
     Args:

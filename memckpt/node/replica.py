@@ -21,7 +21,7 @@ from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_from_spec
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import Member, RedoGroup, StagedGradients, chunks, tensor_at
+from memckpt.state.redo import RedoGroup, RedoTarget, StagedGradients, chunks, tensor_at
 
 #: Replicas of one agent take turns: together they may use as many threads as one.
 _turn = threading.Lock()
@@ -70,7 +70,7 @@ class Replica:
                 }
             )
         self._groups: list[RedoGroup] = []
-        self._members: list[Member] = []
+        self._redo_targets: list[RedoTarget] = []
         self._condition = threading.Condition()
         self._metas: dict[int, bytes] = {}
         self.applied = 0
@@ -90,7 +90,7 @@ class Replica:
         """The regions now hold the state after `record` (written by the trainers); start redo from there."""
         absent = set(missing)
         extra: dict[int, dict[int, dict[str, Any]]] = codec.decode(plain) if plain else {}
-        members = []
+        redo_targets = []
         for index, value in enumerate(self._values):
             states: dict[int, dict[str, Any]] = {}
             for owner in self._layout.spec.params[index].owners:
@@ -102,10 +102,10 @@ class Replica:
                 state.update(extra.get(index, {}).get(owner.optimizer, {}))
                 states[owner.optimizer] = state
             parameter = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
-            members.append(Member(index, 0, value.numel(), parameter, states))
+            redo_targets.append(RedoTarget(index, 0, value.numel(), parameter, states))
         with self._condition:
-            self._members = members
-            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(members)]
+            self._redo_targets = redo_targets
+            self._groups = [RedoGroup(self._layout, chunk, self._build) for chunk in chunks(redo_targets)]
             self.applied = self._limit = record
             self._skip_to = 0
             self._metas.clear()
@@ -118,17 +118,17 @@ class Replica:
         """What of the optimizer state does not exist, and what of it is not a tensor; the replica must be frozen."""
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
-        for member in self._members:
-            for owner in self._layout.spec.params[member.param].owners:
-                state = member.states.get(owner.optimizer, {})
+        for redo_target in self._redo_targets:
+            for owner in self._layout.spec.params[redo_target.param].owners:
+                state = redo_target.states.get(owner.optimizer, {})
                 missing += [
-                    (member.param, owner.optimizer, spec.key)
+                    (redo_target.param, owner.optimizer, spec.key)
                     for spec in owner.state
                     if not isinstance(state.get(spec.key), torch.Tensor)
                 ]
                 values = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
                 if values:
-                    plain.setdefault(member.param, {})[owner.optimizer] = values
+                    plain.setdefault(redo_target.param, {})[owner.optimizer] = values
         return tuple(missing), codec.encode(plain) if plain else b""
 
     # Control, from the agent's own thread
@@ -241,7 +241,7 @@ class Replica:
             self._closing = True
             self._condition.notify_all()
         self._thread.join()
-        self._groups, self._members, self._values, self._states = [], [], [], []
+        self._groups, self._redo_targets, self._values, self._states = [], [], [], []
         self._copy_at = None
         del self._gradients, self._slots_map, self._replica_map
 
@@ -315,16 +315,16 @@ class Replica:
             self._anchor(meta)
         for group in self._groups:
             group.apply(meta, self._gradients)
-        for member in self._members:
-            self._keep_in_replica(member)
+        for redo_target in self._redo_targets:
+            self._keep_in_replica(redo_target)
 
-    def _keep_in_replica(self, member: Member) -> None:
+    def _keep_in_replica(self, redo_target: RedoTarget) -> None:
         """Optimizers make state tensors of their own at the first step, some at every step: bring them home."""
-        for owner in self._layout.spec.params[member.param].owners:
-            state = member.states.get(owner.optimizer, {})
+        for owner in self._layout.spec.params[redo_target.param].owners:
+            state = redo_target.states.get(owner.optimizer, {})
             for spec in owner.state:
                 value = state.get(spec.key)
-                home = self._states[member.param][owner.optimizer, spec.key]
+                home = self._states[redo_target.param][owner.optimizer, spec.key]
                 if isinstance(value, torch.Tensor) and value.data_ptr() != home.data_ptr():
                     home.copy_(value)
                     state[spec.key] = home
@@ -338,7 +338,7 @@ class Replica:
         worst, where = 0.0, ""
         base = self._layout.slot_offset(meta.record)
         for piece in self._layout.due(meta.record):
-            member = self._members[piece.param]
+            redo_target = self._redo_targets[piece.param]
             name = self._layout.spec.params[piece.param].tensor.name
             for owner, spec, offset in self._layout.piece_parts(piece):
                 if owner is None or spec is None:
@@ -346,7 +346,7 @@ class Replica:
                     dtype, cut = self._layout.spec.params[piece.param].tensor.dtype, True
                 else:
                     home = self._states[piece.param][owner.optimizer, spec.key]
-                    state = member.states.setdefault(owner.optimizer, {})
+                    state = redo_target.states.setdefault(owner.optimizer, {})
                     if (piece.param, owner.optimizer, spec.key) in missing:
                         if isinstance(state.get(spec.key), torch.Tensor):
                             worst, where = float("inf"), f"{name} ({spec.key} is gone)"
@@ -363,6 +363,6 @@ class Replica:
                     if distance > worst:
                         worst, where = distance, name if spec is None else f"{name} ({spec.key})"
             for optimizer, values in plain.get(piece.param, {}).items():
-                member.states.setdefault(optimizer, {}).update(values)
+                redo_target.states.setdefault(optimizer, {}).update(values)
         if worst:
             self._notify(Drift(meta.record, worst, where))

@@ -72,7 +72,7 @@ class PeerJob(msgspec.Struct, frozen=True):
         nodes: in the order of their first ranks; the first one is the leader.
         units: all of the job.
         scheme: how records are kept.
-        data, tolerate: k and m; for mirrors 1 and M - 1.
+        data, tolerate: k and m; for standby replicas 1 and M - 1.
         backend: of the code.
         wait: whether training waits for acknowledgements.
         rate_bytes_per_second, overhead: of the traffic budget.
@@ -331,8 +331,8 @@ class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
 
 
 class Holds(msgspec.Struct, frozen=True, tag="holds"):
-    """To the replicator: what base, log and mirrors take of this node's memory now, those that are being written
-    too.
+    """To the replicator: what base, log and standby replicas take of this node's memory now, those that are being
+    written too.
     """
 
     nbytes: int
@@ -398,17 +398,17 @@ class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """Answer to Drain: peers have all of it, or do not take it."""
 
 
-class Passed(msgspec.Struct, frozen=True, tag="passed"):
+class WatermarkAdvanced(msgspec.Struct, frozen=True, tag="passed"):
     """From the replicator, and to trainers where they wait for it: the watermark has got to `record`.
 
-    `whole`: all nodes are protected: up to the tolerated number of them may be lost. `lifted`: nobody is to wait, since
-    some node has lost all that it had and can begin anew only if training goes on, or stands still for too long; or
-    links do not carry every record.
+    `whole`: all nodes are protected: up to the tolerated number of them may be lost. `waits_suspended`: nobody is to
+    wait, since some node has lost all that it had and can begin anew only if training goes on, or stands still for too
+    long; or links do not carry every record.
     """
 
     record: int
     whole: bool
-    lifted: bool = False
+    waits_suspended: bool = False
 
 
 class ReplicatorLost(msgspec.Struct, frozen=True, tag="courier lost"):

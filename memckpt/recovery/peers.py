@@ -75,7 +75,7 @@ def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
 
 def place_of(held: HeldRecords) -> tuple[object, ...]:
     """What tells things held apart from those that ranks of one node repeat."""
-    return held.node, held.ranks, held.mirror, held.history if held.mirror else ()
+    return held.node, held.ranks, held.standby, held.history if held.standby else ()
 
 
 def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
@@ -102,11 +102,11 @@ class _Live:
     steps: dict[int, int]
     shared: _Shared
     reachable: bool
-    mirror: bool
+    standby: bool
 
     def serves(self, node: str | None) -> bool:
         """Whether `node` can get at it; None: whether any can."""
-        return self.reachable or (not self.mirror and node in (None, self.node))
+        return self.reachable or (not self.standby and node in (None, self.node))
 
     def has(self, records: Iterable[int]) -> bool:
         """Whether it can produce all of these."""
@@ -199,7 +199,7 @@ class Sources:
         self.units: set[Unit] = set()
         self.held: set[tuple[Unit, int, str]] = set()
         self.newest = 0
-        #: By unit and place: a node may have it itself and mirrors of it, too.
+        #: By unit and place: a node may have it itself and standby replicas of it, too.
         self._live: dict[Unit, dict[tuple[object, ...], _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[Unit, list[_Generation]] = {}
@@ -218,7 +218,7 @@ class Sources:
                 continue
             shared = _shared(held.replicas, held.sharding, held.world_size)
             reachable = BadSource(held.node, held.ranks, damaged=False) not in without
-            live = _Live(held.node, held.ranks, steps, shared, reachable, held.mirror)
+            live = _Live(held.node, held.ranks, steps, shared, reachable, held.standby)
             self._live[held.ranks][place_of(held)] = live
         for by_place in self._live.values():
             for live in by_place.values():
@@ -275,7 +275,7 @@ class Sources:
             return {}
         homes: dict[Unit, str] = {}
         for unit, by_place in self._live.items():
-            own = [live.node for live in by_place.values() if not live.mirror]
+            own = [live.node for live in by_place.values() if not live.standby]
             if own:
                 homes[unit] = min(own)
         load = Counter(homes.values())
@@ -343,9 +343,9 @@ class Sources:
         raise AssertionError(f"ranks {[unit for unit, _ in lacking]} cannot all get record {record}")
 
     def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
-        """Whether a node only has to go on with what it holds; from a mirror there it has to be fetched."""
+        """Whether a node only has to go on with what it holds; from a standby replica there it has to be fetched."""
         live = self._live.get(unit, {}).values()
-        return any(one.node == node and not one.mirror and record in one.steps for one in live)
+        return any(one.node == node and not one.standby and record in one.steps for one in live)
 
     def _fetch(self, unit: Unit, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
         """How a unit gets these records, the newest and perhaps the one before; None if it cannot."""

@@ -105,7 +105,7 @@ def make_plan(
     something = any(held.records or held.problem for held in everything)
     if resume == "never":
         return StartOver(timeline, "resume='never'", discard=something, asked=True)
-    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_mirrors(nodes), world_size, shardings)
+    memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), world_size, shardings)
     if units:
         memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings, before)
     # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
@@ -151,14 +151,14 @@ def must_reshard(
     """
     if units:
         return bool(_PeersMemory(inventories, pieces, (), units, world_size, shardings).changed)
-    return bool(_OwnMemory(_without_mirrors(inventories), world_size, shardings).changed)
+    return bool(_OwnMemory(_without_standbys(inventories), world_size, shardings).changed)
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
     """The record that is written to storage before it is resharded; None if memory cannot produce what is asked for."""
     if resume == "never" or any(held.problem for held in inventories):
         return None
-    chosen = _choose(common_records(_without_mirrors(inventories)), resume)
+    chosen = _choose(common_records(_without_standbys(inventories)), resume)
     return chosen[0] if chosen is not None else None
 
 
@@ -298,8 +298,10 @@ class _PeersMemory:
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
     def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
-        """What is in pieces, or on a mirror, cannot go to storage first: an older state there is better than none."""
-        own = _without_mirrors(self._nodes)
+        """What is in pieces, or on a standby replica, cannot go to storage first: an older state there is better than
+        none.
+        """
+        own = _without_standbys(self._nodes)
         unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
         if unsaved or (not stored and self._sources.common_of_all()):
             raise _changed_error(f"memory holds a run {self.changed}")
@@ -308,9 +310,9 @@ class _PeersMemory:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
 
 
-def _without_mirrors(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
+def _without_standbys(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
     """What nodes hold of their own ranks."""
-    return [held for held in inventories if not held.mirror]
+    return [held for held in inventories if not held.standby]
 
 
 _OTHER_SHARDS = "of another number of ranks, or cut into other shards"

@@ -18,7 +18,7 @@ from memckpt.state import codec
 from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import Member, OptimizerFactory, RedoGroup, StagedGradients, tensor_at
+from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
 from memckpt.state.tensors import fill, local
 
 
@@ -142,14 +142,14 @@ class Restorer:
             for anchoring in sorted(by_number.values(), key=lambda meta: meta.record):
                 due = self._layout.due(anchoring.record)
                 before = [self._copies_before(piece) for piece in due]
-                members = [self._anchored(piece, anchoring) for piece in due]
-                group = RedoGroup(self._layout, members, self._build)
+                redo_targets = [self._anchored(piece, anchoring) for piece in due]
+                group = RedoGroup(self._layout, redo_targets, self._build)
                 for number in range(anchoring.anchors_of + 1, record + 1):
                     group.apply(by_number[number], gradients)
-                for member, copies in zip(members, before, strict=True):
-                    self._target.bring_home(member)
-                    self._compare_piece(member, copies)
-                    advance((member.stop - member.start) * 12)
+                for redo_target, copies in zip(redo_targets, before, strict=True):
+                    self._target.bring_home(redo_target)
+                    self._compare_piece(redo_target, copies)
+                    advance((redo_target.stop - redo_target.start) * 12)
 
     def _copies_before(self, piece: Piece) -> list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]:
         """Copies of a piece of a parameter and its element-wise state, where they are to be compared with."""
@@ -168,14 +168,14 @@ class Restorer:
         return copies
 
     def _compare_piece(
-        self, member: Member, copies: Sequence[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
+        self, redo_target: RedoTarget, copies: Sequence[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]
     ) -> None:
-        param = self._params[member.param]
+        param = self._params[redo_target.param]
         for kind, name, key, copy in copies:
             assert self._comparison is not None
             held: Any = param if key is None else self._optimizers[key[0]].state[param].get(key[1])
             if isinstance(held, torch.Tensor):
-                self._comparison.tensor(kind, name, copy, _cut(local(held), member))
+                self._comparison.tensor(kind, name, copy, _cut(local(held), redo_target))
 
     def _compare_states(self) -> None:
         """What of the optimizers' state is not compared piece by piece: which there is, and what has no pieces."""
@@ -200,8 +200,8 @@ class Restorer:
     def _build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
         return self._factory(index, groups) if self._factory else rebuild_like(self._optimizers[index], groups)
 
-    def _anchored(self, piece: Piece, meta: RecordMeta) -> Member:
-        """A member on the live parameter's own memory, set to its anchor."""
+    def _anchored(self, piece: Piece, meta: RecordMeta) -> RedoTarget:
+        """A redo target on the live parameter's own memory, set to its anchor."""
         spec = self._layout.spec.params[piece.param]
         param = self._params[piece.param]
         whole = piece.stop - piece.start == spec.tensor.numel
@@ -225,10 +225,10 @@ class Restorer:
             room.copy_(anchor)
             states[owner.optimizer][state.key] = room
         parameter = torch.nn.Parameter(target, requires_grad=target.is_floating_point() or target.is_complex())
-        return Member(piece.param, piece.start, piece.stop, parameter, states)
+        return RedoTarget(piece.param, piece.start, piece.stop, parameter, states)
 
     def _room_for(self, piece: Piece, owner: OwnerSpec, state: StateTensorSpec, whole: bool) -> torch.Tensor:
-        """The live state's own memory for element-wise state; for the rest a tensor of the member's own."""
+        """The live state's own memory for element-wise state; for the rest a tensor of the redo target's own."""
         param = self._params[piece.param]
         if not state.elementwise:
             return local(self._target.state_tensor(param, state))
@@ -259,7 +259,7 @@ class Restorer:
             fill(self._tensors[spec.name], held)
 
 
-def _cut(tensor: torch.Tensor, piece: Piece | Member) -> torch.Tensor:
+def _cut(tensor: torch.Tensor, piece: Piece | RedoTarget) -> torch.Tensor:
     """A piece's elements in row-major order."""
     return tensor.reshape(-1)[piece.start : piece.stop]
 

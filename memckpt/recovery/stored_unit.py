@@ -12,7 +12,7 @@ from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
 from memckpt.state.layout import Layout, ParamSpec
 from memckpt.state.records import RecordMeta, decode_meta
-from memckpt.state.redo import GradientSource, Member, OptimizerFactory, RedoGroup, chunks
+from memckpt.state.redo import GradientSource, OptimizerFactory, RedoGroup, RedoTarget, chunks
 from memckpt.state.tensors import local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp
@@ -74,25 +74,25 @@ class StoredUnit:
     def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
         """Redo the records on what was loaded."""
         layout = self.layout
-        members = []
+        redo_targets = []
         for index, spec, param in self._params(target, wanted):
             states = {
                 one.optimizer: _held(target.optimizers[one.optimizer].state.get(param, {})) for one in spec.owners
             }
             held = local(param)
             parameter = torch.nn.Parameter(held, requires_grad=held.is_floating_point() or held.is_complex())
-            members.append(Member(index, 0, held.numel(), parameter, states))
-        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(members)]
+            redo_targets.append(RedoTarget(index, 0, held.numel(), parameter, states))
+        groups = [RedoGroup(layout, chunk, build) for chunk in chunks(redo_targets)]
         records = self._point.gradient_batches(self.part)
-        nbytes = sum(member.stop for member in members) * 4
+        nbytes = sum(redo_target.stop for redo_target in redo_targets) * 4
         with progress("redoing records", nbytes * len(records)) as advance:
             for record, batch in records:
                 meta = decode_meta(self._records.data(batch, batches.meta_name(record)))
                 for group in groups:
                     group.apply(meta, partial(self._records.gradient, batch, layout))
                 advance(nbytes)
-        for member in members:
-            target.bring_home(member)
+        for redo_target in redo_targets:
+            target.bring_home(redo_target)
 
     def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
         """The record that is redone last, with its gradients; None where a checkpoint has the state as it is."""

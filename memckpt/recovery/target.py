@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.state.layout import Layout, StateTensorSpec
-from memckpt.state.redo import Member
+from memckpt.state.redo import RedoTarget
 from memckpt.state.tensors import local
 
 #: From this size on, copying takes long enough to show a progress bar.
@@ -83,12 +83,12 @@ class RestoreTarget:
             return torch.empty_like(param, dtype=dtype, requires_grad=False)
         return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
 
-    def bring_home(self, member: Member) -> None:
+    def bring_home(self, redo_target: RedoTarget) -> None:
         """What redo left in tensors of its own goes into the live optimizer's state."""
-        param = self.params[member.param]
-        whole = member.stop - member.start == local(param).numel()
-        specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[member.param].owners for s in o.state}
-        for optimizer, values in member.states.items():
+        param = self.params[redo_target.param]
+        whole = redo_target.stop - redo_target.start == local(param).numel()
+        specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[redo_target.param].owners for s in o.state}
+        for optimizer, values in redo_target.states.items():
             for key, value in values.items():
                 live = self.optimizers[optimizer].state[param]
                 spec = specs.get((optimizer, key))
@@ -96,8 +96,8 @@ class RestoreTarget:
                     live[key] = value
                     continue
                 if key not in live:
-                    live[key] = self.room_for(member.param, optimizer, spec)
-                home = local(live[key]) if whole else local(live[key]).view(-1)[member.start : member.stop]
+                    live[key] = self.room_for(redo_target.param, optimizer, spec)
+                home = local(live[key]) if whole else local(live[key]).view(-1)[redo_target.start : redo_target.stop]
                 if home.data_ptr() != value.data_ptr():
                     home.copy_(value)
 

@@ -24,12 +24,12 @@ from memckpt.protocol.replication import (
     AskPhases,
     Listen,
     Listening,
-    Passed,
     PhasesAre,
     Recover,
     Recovered,
     RecoveryProgress,
     ReplicatorLost,
+    WatermarkAdvanced,
 )
 from memckpt.protocol.trainer import (
     Advance,
@@ -117,10 +117,10 @@ class AgentClient:
         self.agent_pid = peer(channel.sock)[0]
         self.applied = 0
         #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
-        self.passed = 0
+        self.watermark = 0
         self.whole = False
         #: Whether nobody is to wait for that, just now.
-        self.lifted = False
+        self.waits_suspended = False
         self._config = config
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
@@ -211,13 +211,14 @@ class AgentClient:
         elif isinstance(message, ReplicatorLost):
             # At once: where training waits for peers, nobody looks at notices.
             _log.warning("memckpt: peers get nothing from this node: %s", message.reason)
-        elif isinstance(message, Passed):
-            self.passed = max(self.passed, message.record)
-            if self.lifted != message.lifted:
+        elif isinstance(message, WatermarkAdvanced):
+            self.watermark = max(self.watermark, message.record)
+            if self.waits_suspended != message.waits_suspended:
                 _log.info(
-                    "memckpt: training %s for peers", "does not wait" if message.lifted else "waits, where it has to,"
+                    "memckpt: training %s for peers",
+                    "does not wait" if message.waits_suspended else "waits, where it has to,",
                 )
-            self.whole, self.lifted = message.whole, message.lifted
+            self.whole, self.waits_suspended = message.whole, message.waits_suspended
         elif isinstance(message, SlotsMade):
             self._slots_made[message.generation] = message
         elif isinstance(message, Notice):
@@ -394,14 +395,14 @@ class AgentClient:
             else:
                 self._note(answer, fds)
 
-    def wait_passed(self, record: int) -> None:
+    def wait_for_watermark(self, record: int) -> None:
         """Wait until peers have acknowledged `record` for every node, or nobody is to wait; says so now and then.
 
         Raises:
             AgentGoneError: the agent is gone, or stands still.
         """
         waited = 0
-        while self.passed < record and not self.lifted:
+        while self.watermark < record and not self.waits_suspended:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return
             received = self._poll(_PATIENCE_SECONDS)
@@ -414,7 +415,7 @@ class AgentClient:
                 "is; see `memckpt status`",
                 waited * _PATIENCE_SECONDS,
                 record,
-                self.passed,
+                self.watermark,
             )
             self._note(*self._sign_of_life(self._config.start_seconds))
 

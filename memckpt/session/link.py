@@ -172,10 +172,10 @@ class AgentLink:
         started = time.perf_counter()
         if self.waits and spec.mode == "capture":
             if record % spec.every == 0:
-                self.client.wait_passed(max(record - spec.every, began))
+                self.client.wait_for_watermark(max(record - spec.every, began))
         elif self.waits:
             standing = 1 + spec.trails if spec.mode == "eager" else 0
-            self.client.wait_passed(record - spec.slots + standing)
+            self.client.wait_for_watermark(record - spec.slots + standing)
         if spec.mode == "eager":
             self.client.wait_applied(record - spec.slots)
         return time.perf_counter() - started

@@ -243,14 +243,14 @@ class Peers:
     def _join(self, plan: Plan) -> None:
         config = self._config
         assert config is not None
-        mirror = isinstance(config, MirrorConfig)
+        standby = isinstance(config, MirrorConfig)
         names = [one.name for one in self._nodes]
         units = self._sent_units(config)
         self._job = PeerJob(
             attempt=self._ranks.nonce,
             nodes=self._nodes,
             units=units,
-            scheme="mirror" if mirror else "erasure",
+            scheme="mirror" if standby else "erasure",
             data=config.data if isinstance(config, ErasureConfig) else 1,
             tolerate=config.tolerated,
             backend=config.backend if isinstance(config, ErasureConfig) else "",
@@ -268,7 +268,7 @@ class Peers:
         assert self._ranks.node in names
         job = self._job
         self._ranks.together(lambda: self._link.client.send(Join(job)) if self._leads else None)
-        self._link.client.passed = job.record or 0
+        self._link.client.watermark = job.record or 0
 
     def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
         """Who sends what: only what is its ranks' own, where more nodes of a group hold the same than can be lost."""

@@ -234,7 +234,7 @@ class Resumption:
 
     def _save_for_resharding(self, own: Sequence[HeldRecords], record: int | None, storage: StorageConfig) -> None:
         """Other ranks, or other shards, resume from storage: see what memory holds get there."""
-        held = any(each.records for each in own if not each.mirror)
+        held = any(each.records for each in own if not each.standby)
         if held and record is not None and self._ranks.rank == self._ranks.local_ranks[0]:
             _log.info("memckpt: record %d goes to storage first: the ranks, or their shards, have changed", record)
             url = storage.url or str(self._run_dir.resolve() / "storage")

@@ -191,8 +191,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     `flattened` says that parameters are pieces of flat ones (FSDP1), of which only the rank itself knows what they are.
 
-    `trails` says that eager redo, here or on a mirror, stays one record behind what it could apply, so that the newest
-    can be repeated.
+    `trails` says that eager redo, here or on a standby replica, stays one record behind what it could apply, so that
+    the newest can be repeated.
 
     `by_value_slots` is how many records' by-value tensors are held at once; 0: those of as many as there are slots.
 

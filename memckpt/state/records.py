@@ -109,7 +109,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
         newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
             a later one than any that can be produced.
         replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
-        mirror: it was redone here for the node of these ranks; they have not run here.
+        standby: it was redone here for the node of these ranks; they have not run here.
     """
 
     node: str
@@ -123,7 +123,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     sharding: str = ""
     newest: int = 0
     replicas: tuple[int, ...] = ()
-    mirror: bool = False
+    standby: bool = False
 
 
 class HeldPieces(msgspec.Struct, frozen=True, array_like=True):

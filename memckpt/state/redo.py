@@ -101,10 +101,10 @@ def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Member:
+class RedoTarget:
     """A parameter, or a piece of one, that is advanced: the tensors are the ones that change in place.
 
-    `states` maps an optimizer's index to its state for this member, in the optimizer's own form.
+    `states` maps an optimizer's index to its state for this target, in the optimizer's own form.
     """
 
     param: int
@@ -120,23 +120,25 @@ class RedoGroup:
     Members must all stand at the same record.
     """
 
-    def __init__(self, layout: Layout, members: list[Member], factory: OptimizerFactory) -> None:
+    def __init__(self, layout: Layout, redo_targets: list[RedoTarget], factory: OptimizerFactory) -> None:
         self._layout = layout
-        self.members = members
+        self.redo_targets = redo_targets
         self._factory = factory
         self._optimizers: dict[int, Optimizer] = {}
-        self._owned: dict[int, list[Member]] = {}
-        for member in members:
-            for owner in layout.spec.params[member.param].owners:
-                self._owned.setdefault(owner.optimizer, []).append(member)
+        self._owned: dict[int, list[RedoTarget]] = {}
+        for redo_target in redo_targets:
+            for owner in layout.spec.params[redo_target.param].owners:
+                self._owned.setdefault(owner.optimizer, []).append(redo_target)
 
     def _optimizer(self, index: int, hyperparameters: list[dict[str, Any]]) -> Optimizer:
         optimizer = self._optimizers.get(index)
         if optimizer is None:
             groups: list[dict[str, Any]] = [{**group, "params": []} for group in hyperparameters]
-            for member in self._owned[index]:
-                group = next(o.group for o in self._layout.spec.params[member.param].owners if o.optimizer == index)
-                groups[group]["params"].append(member.parameter)
+            for redo_target in self._owned[index]:
+                group = next(
+                    o.group for o in self._layout.spec.params[redo_target.param].owners if o.optimizer == index
+                )
+                groups[group]["params"].append(redo_target.parameter)
             for group_settings in groups:
                 group_settings.pop("param_names", None)  # names of parameters that are not these
             optimizer = self._optimizers[index] = self._factory(index, groups)
@@ -145,42 +147,42 @@ class RedoGroup:
                 for key, value in values.items():
                     if key != "param_names":
                         group_settings[key] = value
-        for member in self._owned[index]:
-            # The very dict: what the optimizer adds to its state shows up in the member's. An anchor may have brought
+        for redo_target in self._owned[index]:
+            # The very dict: what the optimizer adds to its state shows up in the target's. An anchor may have brought
             # the first of it.
-            state = member.states.setdefault(index, {})
+            state = redo_target.states.setdefault(index, {})
             if state:
-                optimizer.state[member.parameter] = state
+                optimizer.state[redo_target.parameter] = state
         return optimizer
 
     def apply(self, meta: RecordMeta, gradients: GradientSource) -> None:
-        """Advance all members by one record."""
+        """Advance all redo_targets by one record."""
         with without_global_hooks():
             for sub_step in meta.sub_steps:
                 self._apply_sub_step(meta, sub_step, gradients)
 
     def _apply_sub_step(self, meta: RecordMeta, sub_step: SubStep, gradients: GradientSource) -> None:
-        members = self._owned.get(sub_step.optimizer)
-        if not members:
+        redo_targets = self._owned.get(sub_step.optimizer)
+        if not redo_targets:
             return
         optimizer = self._optimizer(sub_step.optimizer, codec.decode(sub_step.groups))
-        for member in members:
-            gradient = gradients(meta, sub_step, member.param)
+        for redo_target in redo_targets:
+            gradient = gradients(meta, sub_step, redo_target.param)
             if gradient is None:
-                member.parameter.grad = None
+                redo_target.parameter.grad = None
                 continue
-            if member.stop - member.start != self._layout.spec.params[member.param].tensor.numel:
-                gradient = gradient.view(-1)[member.start : member.stop]
-            used = apply_ops(gradient.to(member.parameter.device), sub_step.ops, member.param)
+            if redo_target.stop - redo_target.start != self._layout.spec.params[redo_target.param].tensor.numel:
+                gradient = gradient.view(-1)[redo_target.start : redo_target.stop]
+            used = apply_ops(gradient.to(redo_target.parameter.device), sub_step.ops, redo_target.param)
             if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
                 used = used.clone()  # the slot's own bytes stay as they are
-            give_gradient(member.parameter, _laid_out_as(member.parameter, used))
+            give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
         optimizer.step()
-        for member in members:
-            member.parameter.grad = None
-            state = optimizer.state.get(member.parameter)
+        for redo_target in redo_targets:
+            redo_target.parameter.grad = None
+            state = optimizer.state.get(redo_target.parameter)
             if state is not None:
-                member.states[sub_step.optimizer] = state
+                redo_target.states[sub_step.optimizer] = state
 
 
 def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -190,14 +192,14 @@ def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
-def chunks(members: list[Member]) -> list[list[Member]]:
+def chunks(redo_targets: list[RedoTarget]) -> list[list[RedoTarget]]:
     """Members in groups of a bounded number of elements, each group to be advanced together."""
-    found: list[list[Member]] = []
+    found: list[list[RedoTarget]] = []
     size = 0
-    for member in members:
-        if not found or size + member.stop > _GROUP_ELEMENTS:
+    for redo_target in redo_targets:
+        if not found or size + redo_target.stop > _GROUP_ELEMENTS:
             found.append([])
             size = 0
-        found[-1].append(member)
-        size += member.stop
+        found[-1].append(redo_target)
+        size += redo_target.stop
     return found

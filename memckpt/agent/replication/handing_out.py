@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.node.generation import Generation
 from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.state.records import Branch
 
 
-def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
+def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
     """A generation that is complete: all that is whole of it goes to peers, and what follows."""
     assert held.base is not None
     missing: tuple[tuple[int, int, str], ...] = ()
@@ -17,7 +17,7 @@ def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
     if held.replica is not None and held.replica.stands_at(held.base):
         missing, plain = held.replica.describe_state()
     return SendGeneration(
-        ranks=holding.ranks,
+        ranks=group.ranks,
         generation=name,
         number=held.number,
         spec=held.spec,
@@ -25,15 +25,15 @@ def announce(holding: Holding, held: Generation, name: str) -> SendGeneration:
         records=held.sendable(),
         missing=missing,
         plain=plain,
-        history=holding.history,
+        history=group.history,
     )
 
 
-def by_value(holding: Holding, snapshot: Snapshot, name: str) -> StateTaken:
+def by_value(group: GroupState, snapshot: Snapshot, name: str) -> StateTaken:
     """A state that was copied for peers."""
     held, record = snapshot.generation, snapshot.record
     return StateTaken(
-        ranks=holding.ranks,
+        ranks=group.ranks,
         record=record,
         generation=name,
         spec=held.spec,
@@ -41,7 +41,7 @@ def by_value(holding: Holding, snapshot: Snapshot, name: str) -> StateTaken:
         rank_states=held.rank_states(record),
         missing=snapshot.missing,
         plain=snapshot.plain,
-        history=holding.history,
+        history=group.history,
     )
 
 

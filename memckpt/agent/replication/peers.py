@@ -11,11 +11,11 @@ from functools import partial
 
 import msgspec
 
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.agent.replication.fragment_memory import PieceRooms
 from memckpt.agent.replication.handing_out import announce, by_value, hand_out
 from memckpt.agent.replication.recovery import Recovery
-from memckpt.agent.replication.standbys import MirrorKey, Mirrors
+from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.life import LifePage
@@ -41,7 +41,6 @@ from memckpt.protocol.replication import (
     Listen,
     Listening,
     ListPieces,
-    Passed,
     PeerJob,
     PeersReport,
     PeersStatus,
@@ -53,8 +52,9 @@ from memckpt.protocol.replication import (
     SendRecord,
     StateMissed,
     TakeState,
+    WatermarkAdvanced,
 )
-from memckpt.protocol.standby import CloseMirror, MirrorRecord, MirrorSkip, OpenMirror
+from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
 from memckpt.protocol.trainer import Message
 from memckpt.state.layout import optimizers_of
 from memckpt.state.records import HeldPieces, HeldRecords
@@ -77,11 +77,11 @@ class Peers:
 
     Args:
         selector: of the loop.
-        holding: of the ranks that share shards, or None.
+        group: of the ranks that share shards, or None.
         adopt: makes one for ranks that are not here.
-        passed: called when the watermark has got further.
+        watermark_advanced: called when the watermark has got further.
         lost: called with the reason when there is no replicator for a while, or for the rest of the attempt.
-        mirrors: of other nodes' ranks; belong to the caller.
+        standby replicas: of other nodes' ranks; belong to the caller.
         life: the page that the agent's loop moves; belongs to the caller.
 
     Attributes:
@@ -91,20 +91,20 @@ class Peers:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        holding: Callable[[tuple[int, ...]], Holding | None],
-        adopt: Callable[[tuple[int, ...]], Holding],
-        passed: Callable[[Passed], None],
+        group: Callable[[tuple[int, ...]], GroupState | None],
+        adopt: Callable[[tuple[int, ...]], GroupState],
+        watermark_advanced: Callable[[WatermarkAdvanced], None],
         lost: Callable[[str], None],
-        mirrors: Mirrors,
+        standbys: StandbyReplicas,
         life: LifePage | None = None,
     ) -> None:
-        self._mirrors = mirrors
+        self._standbys = standbys
         self._life = life
         self._rooms = PieceRooms()
         self._selector = selector
-        self._holding = holding
+        self._group = group
         self._adopt = adopt
-        self._told_passed = passed
+        self._tell_watermark = watermark_advanced
         self._told_lost = lost
         self._replicator: HelperProcess | None = None
         self._listening: tuple[Listen, Listening] | None = None
@@ -123,7 +123,7 @@ class Peers:
         self._backoff = Backoff()
         #: When another replicator is started, where the last one died soon after those before it.
         self._retry_at: float | None = None
-        self._newest = Passed(0, False)
+        self._newest = WatermarkAdvanced(0, False)
         #: What the last one that died has died of, and why there is none now.
         self._died_of = self._problem = ""
         #: The replicator knows of so many bytes; None: it has not been told.
@@ -159,15 +159,15 @@ class Peers:
         """Have the replicator know what this node's memory holds beside what it keeps: base and log of its own
         ranks.
         """
-        nbytes += self._mirrors.nbytes
+        nbytes += self._standbys.nbytes
         if self._replicator is not None and nbytes != self._told_own:
             self._told_own = nbytes
             self._send(Holds(nbytes))
 
     @property
     def held_bytes(self) -> int:
-        """Memory of what is kept of other nodes' records, in pieces and in mirrors."""
-        return self.kept_bytes + self._mirrors.nbytes
+        """Memory of what is kept of other nodes' records, in pieces and in standby replicas."""
+        return self.kept_bytes + self._standbys.nbytes
 
     @property
     def kept_bytes(self) -> int:
@@ -198,7 +198,7 @@ class Peers:
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
         """A rank of the attempt, and what its model consists of."""
         self._fingerprints[rank] = fingerprint
-        self._mirrors.optimizers = frozenset[str]().union(*map(optimizers_of, self._fingerprints.values()))
+        self._standbys.optimizers = frozenset[str]().union(*map(optimizers_of, self._fingerprints.values()))
 
     def begin_attempt(self) -> None:
         """The trainers of the last attempt are dead."""
@@ -209,7 +209,7 @@ class Peers:
         self._fingerprints.clear()
         self._sent.clear()
         self._given_up.clear()
-        self._newest = Passed(0, False)
+        self._newest = WatermarkAdvanced(0, False)
         self._backoff.reset()
         self._problem = ""
         self._close_phases()
@@ -227,7 +227,7 @@ class Peers:
                 replaced, self._replicator = self._replicator, None
                 if replaced is not None:
                     self._end_replicator(replaced)
-        self._mirrors.halt()
+        self._standbys.halt()
 
     # Start of an attempt
 
@@ -317,12 +317,12 @@ class Peers:
 
     def _take_part(self, message: Join) -> None:
         self._job = job = message.job
-        if not message.rejoin or self._mirrors.attempt != job.attempt:
+        if not message.rejoin or self._standbys.attempt != job.attempt:
             assert self._listening is not None
             listen = self._listening[0]
             if job.forget:
-                self._mirrors.close()
-            self._mirrors.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
+                self._standbys.close()
+            self._standbys.begin(job.attempt, job.record, listen.memory_budget_bytes, listen.threads)
         if self.watermark is None:
             self.watermark = message.job.record or 0
         self._sent.clear()
@@ -349,29 +349,29 @@ class Peers:
             self._send(PhasesAre(), [self._phases.fd])
         return PhasesAre(position), self._phases.fd
 
-    def inventory_of_mirrors(self) -> tuple[HeldRecords, ...]:
-        """What mirrors on this node can produce of others' ranks."""
+    def inventory_of_standbys(self) -> tuple[HeldRecords, ...]:
+        """What standby replicas on this node can produce of others' ranks."""
 
         def fingerprint_of(ranks: tuple[int, ...]) -> tuple[str, ...] | None:
             return next((self._fingerprints[rank] for rank in ranks if rank in self._fingerprints), None)
 
-        return self._mirrors.inventory(fingerprint_of)
+        return self._standbys.inventory(fingerprint_of)
 
     # Records on their way to peers
 
-    def sync(self, holding: Holding) -> None:
-        """Have the replicator send what is whole of a holding and has not been given to it."""
-        held, replicator = holding.held, self._replicator
+    def sync(self, group: GroupState) -> None:
+        """Have the replicator send what is whole of a group and has not been given to it."""
+        held, replicator = group.held, self._replicator
         if self._job is None or replicator is None or held is None or not held.complete:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
         # An agent that replaces another one in its attempt counts from 1 again, so that numbers are no names.
-        name = f"{self._job.attempt}/{self._token}/{'-'.join(map(str, holding.ranks))}/{held.number}"
-        sent_name, sent = self._sent.get(holding.ranks, ("", 0))
+        name = f"{self._job.attempt}/{self._token}/{'-'.join(map(str, group.ranks))}/{held.number}"
+        sent_name, sent = self._sent.get(group.ranks, ("", 0))
         whole = min(held.committed.values())
         if sent_name != name:
-            self._send_generation(holding, held, name)
+            self._send_generation(group, held, name)
             sent = whole
         while sent < whole and self._replicator is replicator:
             sent += 1
@@ -379,41 +379,41 @@ class Peers:
                 continue  # it is not captured
             record = held.log_record(sent)
             if record is None:
-                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, holding.ranks)
+                _log.warning("record %d of ranks %s is not sent: not all of it is known", sent, group.ranks)
                 continue
-            self._send(SendRecord(holding.ranks, name, record.record, record.step, record.meta, record.rank_states))
+            self._send(SendRecord(group.ranks, name, record.record, record.step, record.meta, record.rank_states))
         if (
             self._replicator is replicator
         ):  # else it died meanwhile, and one that took its place has been given all of it
-            self._sent[holding.ranks] = name, sent
+            self._sent[group.ranks] = name, sent
 
-    def _send_generation(self, holding: Holding, held: Generation, name: str) -> None:
-        self._send(announce(holding, held, name), [region.fd for region in held.regions])
+    def _send_generation(self, group: GroupState, held: Generation, name: str) -> None:
+        self._send(announce(group, held, name), [region.fd for region in held.regions])
 
     def _serve(self, ranks: tuple[int, ...], message: Recover) -> str:
-        """Hand out the state of some ranks, their own or that of their mirror, where it stands still.
+        """Hand out the state of some ranks, their own or that of their standby replica, where it stands still.
 
         Returns:
-            Why their mirror cannot get there, or the state before is not there, in words; empty if all is.
+            Why their standby replica cannot get there, or the state before is not there, in words; empty if all is.
 
         Raises:
             AgentError: it is not here.
         """
         record, behind = message.record, int(message.before)
-        mirror, holding = self._mirrors.find(ranks, record, message.history, behind), self._holding(ranks)
-        if mirror is not None:
+        standby, group = self._standbys.find(ranks, record, message.history, behind), self._group(ranks)
+        if standby is not None:
             try:
-                held = mirror.stand_at(record, behind)
+                held = standby.stand_at(record, behind)
             except AgentError as error:
                 if not behind:
-                    self._mirrors.close_one(CloseMirror(ranks, mirror.opened.generation))
+                    self._standbys.close_one(CloseStandby(ranks, standby.opened.generation))
                 return f"the replica of ranks {list(ranks)}: {error}"
-            history = mirror.opened.history
-        elif behind and (holding is None or holding.why_not_repeated(record)):
-            reason = holding.why_not_repeated(record) if holding is not None else "no replica here has both"
+            history = standby.opened.history
+        elif behind and (group is None or group.why_not_repeated(record)):
+            reason = group.why_not_repeated(record) if group is not None else "no replica here has both"
             return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
-        elif holding is not None:
-            held, history = holding.stand_at(record, behind), holding.history
+        elif group is not None:
+            held, history = group.stand_at(record, behind), group.history
         else:
             raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
         self._send(hand_out(ranks, held, record, history, behind), [region.fd for region in held.regions])
@@ -425,40 +425,40 @@ class Peers:
             return
         node = self._listening[0].node
         for unit in self._job.units:
-            holding = self._holding(unit.ranks) if self._job.nodes[unit.node].name == node else None
-            held = holding.held if holding is not None else None
-            if holding is not None and held is not None and held.complete and held.spec.mode != "capture":
-                holding.saver.copy_for_peers(held, record, partial(self._state_taken, holding, record))
+            group = self._group(unit.ranks) if self._job.nodes[unit.node].name == node else None
+            held = group.held if group is not None else None
+            if group is not None and held is not None and held.complete and held.spec.mode != "capture":
+                group.saver.copy_for_peers(held, record, partial(self._state_taken, group, record))
             elif self._job.nodes[unit.node].name == node:
                 self._send(StateMissed(record))
 
-    def _state_taken(self, holding: Holding, record: int, snapshot: Snapshot | None) -> None:
+    def _state_taken(self, group: GroupState, record: int, snapshot: Snapshot | None) -> None:
         if snapshot is None:
             self._send(StateMissed(record))
             return
         try:
             if self._job is not None:
-                ranks = "-".join(map(str, holding.ranks))
+                ranks = "-".join(map(str, group.ranks))
                 name = f"{self._job.attempt}/{self._token}/{ranks}/state {record}"
                 static = snapshot.generation.static
                 regions = [snapshot.region] + ([static] if static is not None else [])
-                self._send(by_value(holding, snapshot, name), [region.fd for region in regions])
+                self._send(by_value(group, snapshot, name), [region.fd for region in regions])
         finally:
             snapshot.region.close()
 
-    def gate(self, holding: Holding) -> int | None:
+    def redo_limit(self, group: GroupState) -> int | None:
         """Up to which record redo may go on, as far as peers are concerned; None: as far as it likes."""
         if self.watermark is None or self._job is None:
             return None
-        held = holding.held
-        waits = self._job.wait and not self._newest.lifted
+        held = group.held
+        waits = self._job.wait and not self._newest.waits_suspended
         if waits or held is None or held.base is None or not held.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
         needed = max(held.committed.values()) - (held.spec.slots - 2 - held.spec.trails)
-        name, _ = self._sent.get(holding.ranks, ("", 0))
+        name, _ = self._sent.get(group.ranks, ("", 0))
         if self.watermark < held.base < needed and name and name not in self._given_up:
-            self._send(GiveUp(holding.ranks, name))
+            self._send(GiveUp(group.ranks, name))
             if self._replicator is not None:  # else nobody is there to answer, or to read the replica
                 return self.watermark
         return max(self.watermark, needed)
@@ -487,8 +487,8 @@ class Peers:
             done(Recovered("the replicator is gone"))
             return
         self._recoveries += 1
-        holding = self._adopt if message.adopt else self._holding
-        self._recovery = recovery = Recovery(self._recoveries, message, holding, self._send, done)
+        group = self._adopt if message.adopt else self._group
+        self._recovery = recovery = Recovery(self._recoveries, message, group, self._send, done)
         recovery.start()
         self._end_recovery()
 
@@ -527,28 +527,28 @@ class Peers:
         match message:
             case KeepRoom() | LetGoOfRoom():
                 self._note_room(message, self._replicator.take_descriptors() if self._replicator is not None else [])
-            case Passed():
+            case WatermarkAdvanced():
                 self.watermark, self._newest = message.record, message
-                self._mirrors.passed(message.record, message.whole)
-                self._told_passed(message)
+                self._standbys.watermark_advanced(message.record, message.whole)
+                self._tell_watermark(message)
             case TakeState():
                 self._take_state(message.record)
             case PeersReport():
                 self._report, self._reported = message.status, time.monotonic()
             case GivenUp():
                 self._given_up.add(message.generation)
-                self._told_passed(self._newest)
-            case OpenMirror():
-                answer, fds = self._mirrors.open(message)
+                self._tell_watermark(self._newest)
+            case OpenStandby():
+                answer, fds = self._standbys.open(message)
                 self._send(answer, fds)
-            case MirrorRecord():
-                failed = self._mirrors.record(message)
+            case StandbyRecord():
+                failed = self._standbys.record(message)
                 if failed is not None:
                     self._send(failed)
-            case MirrorSkip():
-                self._mirrors.skip(message)
-            case CloseMirror():
-                self._mirrors.close_one(message)
+            case StandbySkip():
+                self._standbys.skip(message)
+            case CloseStandby():
+                self._standbys.close_one(message)
             case Described() | Filled() | RecoveryProgress():
                 if self._recovery is not None:
                     self._recovery.answered(message)
@@ -558,9 +558,9 @@ class Peers:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the replicator")
 
-    def mirror_said(self, key: MirrorKey, message: Message) -> None:
-        """Hear the redo thread of a mirror."""
-        news = self._mirrors.told(key, message)
+    def standby_said(self, key: StandbyKey, message: Message) -> None:
+        """Hear the redo thread of a standby replica."""
+        news = self._standbys.told(key, message)
         if news is not None:
             self._send(news)
 
@@ -572,8 +572,8 @@ class Peers:
         self._sent.clear()
         if self._job is not None and self._job.wait and self.watermark is not None:
             # One that takes its place begins with nothing, so that all others are told the same.
-            self._newest = Passed(self.watermark, False, lifted=True)
-            self._told_passed(self._newest)
+            self._newest = WatermarkAdvanced(self.watermark, False, waits_suspended=True)
+            self._tell_watermark(self._newest)
         pause = self._backoff.died()
         if self._job is None and (self._listening is None or pause):
             self._do_without(reason)
@@ -632,9 +632,9 @@ class Peers:
         if self._phases is not None:
             self._send(PhasesAre(), [self._phases.fd])
         for unit in job.units:
-            holding = self._holding(unit.ranks)
-            if holding is not None and job.nodes[unit.node].name == listen.node:
-                self.sync(holding)
+            group = self._group(unit.ranks)
+            if group is not None and job.nodes[unit.node].name == listen.node:
+                self.sync(group)
 
     def _replace(self, listen: Listen, listening: Listening, planned: bool) -> None:
         """Start another replicator; `planned`: peers know the job, and the new one tells them where it listens."""

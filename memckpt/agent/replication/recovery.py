@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from memckpt.agent.group_state import Holding
+from memckpt.agent.group_state import GroupState
 from memckpt.errors import AgentError, MemckptError
 from memckpt.node.generation import Generation
 from memckpt.protocol.replication import (
@@ -34,7 +34,7 @@ class Recovery:
     Args:
         number: no other recovery of this agent has it. What the replicator answers to another one is ignored.
         message: what is asked for.
-        holding: of the ranks that share shards. May raise MemckptError.
+        group: of the ranks that share shards. May raise MemckptError.
         send: to the replicator.
         done: gets Recovered once all are here, or the first cannot be.
     """
@@ -43,13 +43,13 @@ class Recovery:
         self,
         number: int,
         message: Recover,
-        holding: Callable[[tuple[int, ...]], Holding | None],
+        group: Callable[[tuple[int, ...]], GroupState | None],
         send: Callable[[Message, list[int]], None],
         done: Callable[[Message], None],
     ) -> None:
         self._number = number
         self._message = message
-        self._holding = holding
+        self._group = group
         self._send = send
         self._done = done
         self._started = time.monotonic()
@@ -88,11 +88,11 @@ class Recovery:
     def _allocate(self, message: Described) -> None:
         assert message.spec is not None
         try:
-            holding = self._holding(message.ranks)
-            if holding is None:
+            group = self._group(message.ranks)
+            if group is None:
                 raise AgentError(f"ranks {list(message.ranks)} are not on this node")
             spec = _to_be_filled(message.spec, message.ranks)
-            generation = holding.make_room_for(spec, self._message.memory_budget_bytes)
+            generation = group.make_room_for(spec, self._message.memory_budget_bytes)
         except MemckptError as error:
             self.fail(str(error))
             return
@@ -102,15 +102,15 @@ class Recovery:
 
     def _take(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)
-        holding = self._holding(message.ranks)
+        group = self._group(message.ranks)
         try:
-            assert holding is not None
+            assert group is not None
             generation.refill(self._message.record, message.step, message.metas, message.rank_states, message.before)
         except MemckptError as error:
             generation.close()
             self.fail(str(error))
             return
-        holding.take_over(generation, self._message.history)
+        group.take_over(generation, self._message.history)
         self._nbytes += message.nbytes
         del self._sources[message.ranks]
         if not self._sources:

@@ -1,4 +1,4 @@
-"""One mirror: a generation of another node's ranks that is redone here."""
+"""One standby replica: a generation of another node's ranks that is redone here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from memckpt.node.generation import Generation
-from memckpt.protocol.standby import MirrorRecord, OpenMirror
+from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import HeldRecords, RecordMeta, decode_meta
@@ -18,10 +18,10 @@ from memckpt.state.records import HeldRecords, RecordMeta, decode_meta
 EXTRA_SLOTS = 2
 
 
-class Mirror:
+class StandbyReplica:
     """One generation of an owner's records. Owns the generation that it is redone in; :meth:`close` it."""
 
-    def __init__(self, opened: OpenMirror, generation: Generation) -> None:
+    def __init__(self, opened: OpenStandby, generation: Generation) -> None:
         self.opened = opened
         self.generation = generation
         self._virtual: dict[int, RecordMeta] = {}
@@ -45,7 +45,7 @@ class Mirror:
 
     # Records
 
-    def take(self, message: MirrorRecord) -> None:
+    def take(self, message: StandbyRecord) -> None:
         """A record has come; what lies between it and the one before does not come any more."""
         record, base = message.record, self.opened.base
         if self._newest is not None and record <= self._newest:
@@ -113,10 +113,10 @@ class Mirror:
         encoded = codec.encode({param: dict(values) for param, values in plain.items()}) if plain else b""
         return tuple(sorted(missing)), encoded
 
-    def let_go_on(self, gate: int) -> None:
-        """Redo may go on up to `gate`."""
-        if self.generation.gate is None or gate > self.generation.gate:
-            self.generation.open_gate(gate)
+    def let_go_on(self, redo_limit: int) -> None:
+        """Redo may go on up to `redo_limit`."""
+        if self.generation.redo_limit is None or redo_limit > self.generation.redo_limit:
+            self.generation.raise_redo_limit(redo_limit)
 
     # What it can produce
 
@@ -156,7 +156,7 @@ class Mirror:
         spec = opened.spec
         difference = first_difference(spec.fingerprint(), fingerprint) if fingerprint is not None else None
         if difference is not None:
-            return HeldRecords(node=node, ranks=opened.ranks, problem=difference, mirror=True)
+            return HeldRecords(node=node, ranks=opened.ranks, problem=difference, standby=True)
         return HeldRecords(
             node=node,
             records=tuple(records),
@@ -168,11 +168,11 @@ class Mirror:
             sharding=spec.sharding(),
             newest=records[-1],
             replicas=spec.replicas,
-            mirror=True,
+            standby=True,
         )
 
 
-def mirrored(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
-    """What an owner's state consists of, on a mirror."""
+def as_standby(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
+    """What an owner's state consists of, on a standby replica."""
     slots = spec.slots + EXTRA_SLOTS + spec.trails
     return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=slots, by_value_slots=0)

@@ -1,13 +1,14 @@
-"""Mirrors: replicas of other nodes' ranks, on which their records are redone here as their own agents redo them.
+"""Standby replicas: replicas of other nodes' ranks, on which their records are redone here as their own agents redo
+them.
 
-A mirror is an ordinary generation that is redone eagerly, with slots for R = D + 2 records (one more where it stays a
-record behind what it may apply, so that a resume can repeat the newest); it takes
+A standby replica is an ordinary generation that is redone eagerly, with slots for R = D + 2 records (one more where it
+stays a record behind what it may apply, so that a resume can repeat the newest); it takes
 (12 + R (4 + 12/T)) bytes per parameter and copy (fp32, Adam). Its regions are filled by the replicator, which is told
 how far redo has got: a record is acknowledged once the one two before it is applied, if it may be. So the owner, which
 is at most D records ahead of what is acknowledged, finds the slots free; one that is not is not overwritten.
 
-Where an owner has not waited and has skipped records, its mirror skips them, too. It can produce nothing then until it
-has had T records in a row: their anchors overwrite all of its state by value, and it is exact again.
+Where an owner has not waited and has skipped records, its standby replica skips them, too. It can produce nothing then
+until it has had T records in a row: their anchors overwrite all of its state by value, and it is exact again.
 """
 
 from __future__ import annotations
@@ -17,48 +18,48 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from memckpt.agent.replication.standby import Mirror, mirrored
+from memckpt.agent.replication.standby import StandbyReplica, as_standby
 from memckpt.errors import AgentError, MemckptError
 from memckpt.node.generation import Generation
 from memckpt.protocol.standby import (
-    CloseMirror,
-    MirrorApplied,
-    MirrorFailed,
-    MirrorOpened,
-    MirrorRecord,
-    MirrorRefused,
-    MirrorSkip,
-    OpenMirror,
+    CloseStandby,
+    OpenStandby,
+    StandbyApplied,
+    StandbyFailed,
+    StandbyOpened,
+    StandbyRecord,
+    StandbyRefused,
+    StandbySkip,
 )
 from memckpt.protocol.trainer import Alarm, Credit, Drift, Message
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 #: The owner's ranks, and the name of their generation.
-MirrorKey = tuple[tuple[int, ...], str]
+StandbyKey = tuple[tuple[int, ...], str]
 
 
-class Mirrors:
-    """All mirrors of a node. Belongs to the agent's event loop; :meth:`close` it.
+class StandbyReplicas:
+    """All standby replicas of a node. Belongs to the agent's event loop; :meth:`close` it.
 
     Those of the attempt that runs take records. Those of earlier ones stand still: they are there for the case that
     this one ends before it is protected itself.
 
     Args:
         node: its name.
-        notify: takes what a redo thread says of a mirror, from that thread.
-        beside: bytes that the node holds beside mirrors.
+        notify: takes what a redo thread says of a standby replica, from that thread.
+        beside: bytes that the node holds beside standby replicas.
 
     Attributes:
         attempt: the nonce of the one that runs; None between attempts.
         optimizers: classes that the node's own ranks use; no other one that a peer names is imported.
     """
 
-    def __init__(self, node: str, notify: Callable[[MirrorKey, Message], None], beside: Callable[[], int]) -> None:
+    def __init__(self, node: str, notify: Callable[[StandbyKey, Message], None], beside: Callable[[], int]) -> None:
         self._node = node
         self._notify = notify
         self._beside = beside
-        self._all: dict[MirrorKey, Mirror] = {}
+        self._all: dict[StandbyKey, StandbyReplica] = {}
         self._number = 0
         self.attempt: str | None = None
         self.optimizers: frozenset[str] = frozenset()
@@ -78,7 +79,7 @@ class Mirrors:
         for key in list(self._all):
             self._drop(key)
 
-    def _drop(self, key: MirrorKey) -> None:
+    def _drop(self, key: StandbyKey) -> None:
         self._all.pop(key).close()
 
     # Attempts
@@ -92,51 +93,53 @@ class Mirrors:
         """
         self.attempt, self._watermark = attempt, record or 0
         self._budget, self._threads = budget, threads
-        for mirror in self._all.values():
-            if mirror.opened.attempt == attempt:
+        for standby in self._all.values():
+            if standby.opened.attempt == attempt:
                 continue  # the plan is made once more
             if record is not None:
-                mirror.forget_beyond(record)
+                standby.forget_beyond(record)
 
     def halt(self) -> None:
         """The attempt is over; all that its replicator had received is here."""
         self.attempt = None
 
-    def passed(self, watermark: int, whole: bool) -> None:
+    def watermark_advanced(self, watermark: int, whole: bool) -> None:
         """The watermark has got so far; `whole`: every node is protected by this attempt."""
         self._watermark = max(self._watermark, watermark)
-        for key, mirror in list(self._all.items()):
-            if mirror.opened.attempt == self.attempt:
-                mirror.let_go_on(self._gate(mirror))
+        for key, standby in list(self._all.items()):
+            if standby.opened.attempt == self.attempt:
+                standby.let_go_on(self._redo_limit(standby))
             elif whole:
                 self._drop(key)
 
-    def _gate(self, mirror: Mirror) -> int:
+    def _redo_limit(self, standby: StandbyReplica) -> int:
         """Up to which record redo may go.
 
         An owner has a record only once the one D before it was acknowledged for every node, known here or not: an
         agent that is new in its attempt has yet to hear of it. One that does not wait goes back no further itself.
         """
-        newest = max(mirror.generation.committed.values(), default=0)
-        return max(self._watermark, newest - mirror.opened.spec.slots)
+        newest = max(standby.generation.committed.values(), default=0)
+        return max(self._watermark, newest - standby.opened.spec.slots)
 
     # What the replicator says
 
-    def open(self, message: OpenMirror) -> tuple[MirrorOpened | MirrorRefused, list[int]]:
+    def open(self, message: OpenStandby) -> tuple[StandbyOpened | StandbyRefused, list[int]]:
         """Make room for an owner's generation: the answer, and the descriptors of its regions."""
         key = message.ranks, message.generation
         try:
-            mirror = self._make(message)
+            standby = self._make(message)
         except Exception as error:  # of foreign code, too: an optimizer that another node names, and its constructor
             problem = _in_words(error)
             _log.warning("ranks %s of another node get no replica here: %s", list(message.ranks), problem)
-            return MirrorRefused(*key, problem), []
-        self._all[key] = mirror
-        generation = mirror.generation
-        _log.info("ranks %s of another node are mirrored from record %d on", list(message.ranks), message.base)
-        return MirrorOpened(*key, generation.number, generation.spec), [one.fd for one in generation.regions]
+            return StandbyRefused(*key, problem), []
+        self._all[key] = standby
+        generation = standby.generation
+        _log.info(
+            "ranks %s of another node get a standby replica here from record %d on", list(message.ranks), message.base
+        )
+        return StandbyOpened(*key, generation.number, generation.spec), [one.fd for one in generation.regions]
 
-    def _make(self, message: OpenMirror) -> Mirror:
+    def _make(self, message: OpenStandby) -> StandbyReplica:
         if message.attempt != self.attempt:
             raise AgentError("it belongs to another attempt than the one that runs here")
         if message.spec.mode == "capture":
@@ -157,72 +160,72 @@ class Mirrors:
         try:
             return self._allocate(message)
         except MemckptError as error:
-            former = [one for one, mirror in self._all.items() if mirror.opened.attempt != self.attempt]
+            former = [one for one, standby in self._all.items() if standby.opened.attempt != self.attempt]
             if not former:
                 raise
             _log.warning(
-                "mirrors of an earlier attempt go before this one's are whole (a gap in protection): %s", error
+                "standby replicas of an earlier attempt go before this one's are whole (a gap in protection): %s", error
             )
             for one in former:
                 self._drop(one)
             return self._allocate(message)
 
-    def _allocate(self, message: OpenMirror) -> Mirror:
+    def _allocate(self, message: OpenStandby) -> StandbyReplica:
         self._number += 1
         key = message.ranks, message.generation
         generation = Generation(
             self._number,
-            mirrored(message.spec, message.ranks),
+            as_standby(message.spec, message.ranks),
             held_bytes=self.nbytes + self._beside(),
             budget=self._budget,
             threads=self._threads,
             notify=lambda said: self._notify(key, said),
         )
-        return Mirror(message, generation)
+        return StandbyReplica(message, generation)
 
-    def record(self, message: MirrorRecord) -> MirrorFailed | None:
+    def record(self, message: StandbyRecord) -> StandbyFailed | None:
         """A record is whole in its slot; what the replicator is to know if it is of no use."""
         key = message.ranks, message.generation
-        mirror = self._all.get(key)
-        if mirror is None or mirror.opened.attempt != self.attempt:
+        standby = self._all.get(key)
+        if standby is None or standby.opened.attempt != self.attempt:
             return None
-        if mirror.generation.gate is None:
-            mirror.generation.gate = self._watermark
+        if standby.generation.redo_limit is None:
+            standby.generation.redo_limit = self._watermark
         try:
-            mirror.take(message)
+            standby.take(message)
         except Exception as error:  # of foreign code, too: what a peer has sent is decoded, its optimizers are made
             problem = f"record {message.record}: {_in_words(error)}"
             _log.error("the replica of ranks %s of another node: %s", list(message.ranks), problem)
             self._drop(key)
-            return MirrorFailed(*key, problem)
-        mirror.let_go_on(self._gate(mirror))
+            return StandbyFailed(*key, problem)
+        standby.let_go_on(self._redo_limit(standby))
         return None
 
-    def skip(self, message: MirrorSkip) -> None:
+    def skip(self, message: StandbySkip) -> None:
         """Nothing more comes up to a record."""
-        mirror = self._all.get((message.ranks, message.generation))
-        if mirror is not None and mirror.opened.attempt == self.attempt:
-            mirror.skip(message.record)
+        standby = self._all.get((message.ranks, message.generation))
+        if standby is not None and standby.opened.attempt == self.attempt:
+            standby.skip(message.record)
 
-    def close_one(self, message: CloseMirror) -> None:
+    def close_one(self, message: CloseStandby) -> None:
         """Nobody needs this one any more."""
         key = message.ranks, message.generation
         if key in self._all:
             self._drop(key)
 
-    def told(self, key: MirrorKey, message: Message) -> MirrorApplied | MirrorFailed | None:
+    def told(self, key: StandbyKey, message: Message) -> StandbyApplied | StandbyFailed | None:
         """What a redo thread has said: what the replicator is to know of it."""
-        mirror = self._all.get(key)
-        if mirror is None:
+        standby = self._all.get(key)
+        if standby is None:
             return None  # it has been let go of since
         match message:
             case Credit():
-                return MirrorApplied(*key, message.applied)
+                return StandbyApplied(*key, message.applied)
             case Alarm():
                 _log.error("the replica of ranks %s of another node: %s", list(key[0]), message.reason)
                 self._drop(key)
-                return MirrorFailed(*key, message.reason)
-            case Drift() if message.record > mirror.exact_from:
+                return StandbyFailed(*key, message.reason)
+            case Drift() if message.record > standby.exact_from:
                 _log.info(
                     "drift of %g ulp at record %d of ranks %s in %s",
                     message.max_ulp,
@@ -241,8 +244,8 @@ class Mirrors:
             fingerprint_of: a rank of these, of the model that is to be resumed; None: there is nothing to compare with.
         """
         found: dict[tuple[object, ...], HeldRecords] = {}
-        for mirror in self._all.values():
-            held = mirror.held(self._node, fingerprint_of(mirror.opened.ranks))
+        for standby in self._all.values():
+            held = standby.held(self._node, fingerprint_of(standby.opened.ranks))
             if held is None:
                 continue
             # Of one owner there are several where a generation has begun after another one.
@@ -250,14 +253,16 @@ class Mirrors:
             found[key] = held if key not in found else _merged(found[key], held)
         return tuple(found.values())
 
-    def find(self, ranks: tuple[int, ...], record: int, history: Sequence[Branch], behind: int = 0) -> Mirror | None:
+    def find(
+        self, ranks: tuple[int, ...], record: int, history: Sequence[Branch], behind: int = 0
+    ) -> StandbyReplica | None:
         """One that can produce the state of these ranks after a record that is of this history, and `behind` before."""
         wanted = set(range(record - behind, record + 1))
-        for mirror in reversed(self._all.values()):
-            opened = mirror.opened
+        for standby in reversed(self._all.values()):
+            opened = standby.opened
             same = timeline_of(opened.history, record) == timeline_of(history, record)
-            if opened.ranks == ranks and same and wanted <= set(mirror.standing_still()):
-                return mirror
+            if opened.ranks == ranks and same and wanted <= set(standby.standing_still()):
+                return standby
         return None
 
 

@@ -17,7 +17,7 @@ _log = logging.getLogger("memckpt.replicator")
 MOST_WINDOWS = 8
 
 
-class Holder:
+class FragmentStore:
     """All that a node keeps for others. Opens and drops windows as their owners and the watermark say.
 
     Args:
@@ -191,7 +191,7 @@ class Holder:
         if window.window.cut and not window.records():
             self._forget(window)  # another state is sent instead
 
-    def passed(self, watermark: int, whole: bool) -> None:
+    def watermark_advanced(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self.watermark = max(self.watermark, watermark)
         # Beyond the base: that itself was acknowledged before, where a generation begins because its agent was lost.

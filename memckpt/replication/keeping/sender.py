@@ -283,7 +283,7 @@ class _Stream:
         return all((window.generation, one) in self._stored for one in needed)
 
 
-class Owner:
+class Sender:
     """One set of shards and where its records go.
 
     Args:
@@ -428,7 +428,7 @@ class Owner:
                 for record in left_out:
                     self._forget(outgoing, record)
 
-    def passed(self, watermark: int) -> None:
+    def watermark_advanced(self, watermark: int) -> None:
         """The watermark has got so far: older generations are not needed any more."""
         self.watermark = max(self.watermark, watermark)
         while len(self._generations) > 1 and self._generations[1].window.base <= self.watermark:

@@ -58,9 +58,9 @@ class Leader:
         return self._change()
 
     def _change(self) -> Watermark | None:
-        lifted = bool(self._given_up) or any(one.lost for one in self._said.values())
+        waits_suspended = bool(self._given_up) or any(one.lost for one in self._said.values())
         if set(self._said) != self._nodes:
-            return self._tell(msgspec.structs.replace(self._told, whole=False, lifted=lifted))
+            return self._tell(msgspec.structs.replace(self._told, whole=False, waits_suspended=waits_suspended))
         record = min(one.record for one in self._said.values())
         if any(one.since > record for one in self._said.values()):
             record = self._told.record  # some node has no such record: wait until all have got past its gap
@@ -71,7 +71,8 @@ class Leader:
             every, cut, reached = self._cadence.every, self._cadence.cut, self._cadence.reached
         # Records that begin beyond a state that holders have: until all have got further than that, it counts.
         there = all(one.whole and (one.since <= record or record == reached) for one in self._said.values())
-        return self._tell(Watermark(record, not self._unheard and there and not lifted, lifted, every, cut))
+        whole = not self._unheard and there and not waits_suspended
+        return self._tell(Watermark(record, whole, waits_suspended, every, cut))
 
     def _tell(self, now: Watermark) -> Watermark | None:
         if now == self._told:

@@ -19,9 +19,9 @@ from memckpt.protocol.replication import StateTaken, TakeState
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.source import replica_parts
 from memckpt.replication.transport.wire import Window, WireMessage
@@ -121,8 +121,8 @@ class Cuts:
         attempt: its nonce.
         code: of the pieces.
         tolerate: m.
-        holder: keeps this node's own copies; the caller's.
-        owners: by their ranks, who sends the states of this node; :meth:`close` closes them.
+        fragment_store: keeps this node's own copies; the caller's.
+        senders: by their ranks, who sends the states of this node; :meth:`close` closes them.
         ask: has the agent copy a state.
 
     Attributes:
@@ -137,20 +137,20 @@ class Cuts:
         attempt: str,
         code: Code,
         tolerate: int,
-        holder: Holder,
-        owners: Mapping[tuple[int, ...], Owner],
+        fragment_store: FragmentStore,
+        senders: Mapping[tuple[int, ...], Sender],
         ask: Callable[[TakeState], None],
     ) -> None:
         self._node, self._attempt, self._code = node, attempt, code
         self._own_code = Code(1, tolerate)
-        self._holder = holder
-        self._owners = owners
+        self._fragment_store = fragment_store
+        self._senders = senders
         self._ask = ask
         self.ordered = self.missed = 0
         self.problem = ""
         self._watermark = 0
         #: By unit, the own copies: their records and the names under which they are kept.
-        self._kept: dict[tuple[int, ...], dict[int, str]] = {ranks: {} for ranks in owners}
+        self._kept: dict[tuple[int, ...], dict[int, str]] = {ranks: {} for ranks in senders}
         #: Copies for which memory is yet to be had, and those that are being kept.
         self._arrived: list[_Taken] = []
         self._copying: deque[tuple[_Taken, Iterator[int]]] = deque()
@@ -159,8 +159,8 @@ class Cuts:
 
     def close(self) -> None:
         self._drop_copies()
-        for owner in self._owners.values():
-            owner.close()
+        for sender in self._senders.values():
+            sender.close()
 
     def _drop_copies(self) -> None:
         for taken in [*self._arrived, *(taken for taken, _ in self._copying)]:
@@ -169,27 +169,27 @@ class Cuts:
         self._copying.clear()
 
     @property
-    def owners(self) -> Collection[Owner]:
-        return self._owners.values()
+    def senders(self) -> Collection[Sender]:
+        return self._senders.values()
 
     @property
     def acknowledged(self) -> int:
         """The newest record whose state this node and all its holders have."""
-        return min((owner.acknowledged for owner in self._owners.values()), default=0)
+        return min((sender.acknowledged for sender in self._senders.values()), default=0)
 
     def acknowledged_of(self, ranks: tuple[int, ...]) -> int:
         """The newest record whose state all holders of a unit have."""
-        return self._owners[ranks].acknowledged
+        return self._senders[ranks].acknowledged
 
     def hold(self, record: int) -> bool:
         """Whether this node and all its holders have the state after a record."""
-        return all(owner.holds(record) for owner in self._owners.values())
+        return all(sender.holds(record) for sender in self._senders.values())
 
-    def passed(self, watermark: int) -> None:
+    def watermark_advanced(self, watermark: int) -> None:
         """The watermark has got so far: states before it are not needed any more."""
         self._watermark = max(self._watermark, watermark)
-        for ranks, owner in self._owners.items():
-            owner.passed(watermark)
+        for ranks, sender in self._senders.items():
+            sender.watermark_advanced(watermark)
             self._let_go(ranks, [record for record in self._kept[ranks] if record < watermark])
 
     def order(self, record: int) -> None:
@@ -198,14 +198,14 @@ class Cuts:
             return
         self.ordered = record
         self._drop_copies()
-        for ranks, owner in self._owners.items():
-            owner.supersede()
+        for ranks, sender in self._senders.items():
+            sender.supersede()
             self._let_go(ranks, [one for one in self._kept[ranks] if one > self._watermark])
         self._ask(TakeState(record))
 
     def _let_go(self, ranks: tuple[int, ...], records: Sequence[int]) -> None:
         for record in records:
-            self._holder.let_go_of(ranks, self._kept[ranks].pop(record))
+            self._fragment_store.let_go_of(ranks, self._kept[ranks].pop(record))
 
     def miss(self, record: int, problem: str) -> None:
         """A state was not copied, or there is no room for it."""
@@ -215,7 +215,7 @@ class Cuts:
     def take(self, message: StateTaken, regions: list[Region]) -> None:
         """The state of some ranks has been copied."""
         taken = _Taken(message, regions)
-        if message.ranks not in self._owners or message.record != self.ordered or self.missed == self.ordered:
+        if message.ranks not in self._senders or message.record != self.ordered or self.missed == self.ordered:
             taken.close()
             return
         self._arrived.append(taken)
@@ -228,7 +228,7 @@ class Cuts:
             window = self._window(told)
             own = msgspec.structs.replace(window, generation=window.generation + _OWN, data=1, piece=0)
             try:
-                kept = self._holder.keep_own(own, self._own_code)
+                kept = self._fragment_store.keep_own(own, self._own_code)
             except BeingReservedError:
                 continue  # asked for again in the loop's next turn
             except (MemckptError, ValueError) as error:
@@ -238,7 +238,7 @@ class Cuts:
                 continue
             self._arrived.remove(taken)
             self._kept[told.ranks][told.record] = own.generation
-            self._copying.append((taken, self._copy(taken, window, kept, self._owners[told.ranks])))
+            self._copying.append((taken, self._copy(taken, window, kept, self._senders[told.ranks])))
 
     def _window(self, message: StateTaken) -> Window:
         spec = message.spec
@@ -264,7 +264,7 @@ class Cuts:
             cut=True,
         )
 
-    def _copy(self, taken: _Taken, window: Window, kept: KeptWindow, owner: Owner) -> Iterator[int]:
+    def _copy(self, taken: _Taken, window: Window, kept: KeptWindow, sender: Sender) -> Iterator[int]:
         """Keep a state, and have it sent from there; yields the bytes of each step, 0 while there is no room yet."""
         told = taken.message
         for record in ([STATIC] if window.static else []) + list(taken.records):
@@ -289,7 +289,7 @@ class Cuts:
                 yield len(payload)
             blob.release()
         self.problem = ""
-        owner.begin(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
+        sender.begin(Outgoing(window, _OwnCopy(kept, told.step), taken.records))
 
     @property
     def busy(self) -> bool:
@@ -319,7 +319,7 @@ def cuts_for(
     node: str,
     attempt: str,
     code: Code,
-    holder: Holder,
+    fragment_store: FragmentStore,
     units: Collection[tuple[int, ...]],
     holders: Sequence[str],
     send: Callable[[str, WireMessage, memoryview | bytes], None],
@@ -327,5 +327,5 @@ def cuts_for(
     ask: Callable[[TakeState], None],
 ) -> Cuts:
     """The states of a node's units on their way to its holders."""
-    owners = {ranks: Owner(ranks, code, holders, send, room, 0) for ranks in units}
-    return Cuts(node, attempt, code, code.tolerate, holder, owners, ask)
+    senders = {ranks: Sender(ranks, code, holders, send, room, 0) for ranks in units}
+    return Cuts(node, attempt, code, code.tolerate, fragment_store, senders, ask)

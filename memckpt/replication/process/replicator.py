@@ -38,7 +38,6 @@ from memckpt.protocol.replication import (
     Listen,
     Listening,
     ListPieces,
-    Passed,
     PeersReport,
     PhasesAre,
     Pieces,
@@ -47,16 +46,17 @@ from memckpt.protocol.replication import (
     SendRecord,
     StateMissed,
     StateTaken,
+    WatermarkAdvanced,
 )
-from memckpt.protocol.standby import MirrorApplied, MirrorFailed, MirrorOpened, MirrorRefused, OpenMirror
+from memckpt.protocol.standby import OpenStandby, StandbyApplied, StandbyFailed, StandbyOpened, StandbyRefused
 from memckpt.protocol.trainer import Message
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Place, Room
 from memckpt.replication.process.asking import Asking
-from memckpt.replication.process.member import Member
+from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.process.serving import Question, Serving
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.keys import Keys, Password
 from memckpt.replication.transport.transport import Delivery, Met, Transport
@@ -136,8 +136,8 @@ class Replicator:
         self._poller.register(channel.fileno(), zmq.POLLIN)
         self._transport: Transport | None = None
         self._node = ""
-        self._holder: Mirroring | None = None
-        self._member: Member | None = None
+        self._feed: StandbyFeed | None = None
+        self._member: ReplicationNode | None = None
         self._serving = Serving()
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
@@ -221,8 +221,8 @@ class Replicator:
     def close(self) -> None:
         """Let go of everything; what is kept for others stays with the agent."""
         self._leave()
-        if self._holder is not None:
-            self._holder.leave()
+        if self._feed is not None:
+            self._feed.leave()
         self._close_adopted()
 
     def _close_adopted(self) -> None:
@@ -252,8 +252,8 @@ class Replicator:
             self._transport.unregister(self._poller)
             self._transport.close()
             self._transport = None
-        if self._holder is not None:
-            self._holder.halt()
+        if self._feed is not None:
+            self._feed.halt()
 
     def _stop_reading(self) -> None:
         """Nobody waits any more for what is being read."""
@@ -309,12 +309,12 @@ class Replicator:
             case Halt():
                 self._leave()
                 self._channel.send(Halted())
-            case MirrorOpened() | MirrorRefused():
-                if self._holder is not None:
-                    self._holder.answered(message, regions)
-            case MirrorApplied() | MirrorFailed():
-                if self._member is not None and self._holder is not None:
-                    self._member.answer(self._holder.heard(message))
+            case StandbyOpened() | StandbyRefused():
+                if self._feed is not None:
+                    self._feed.answered(message, regions)
+            case StandbyApplied() | StandbyFailed():
+                if self._member is not None and self._feed is not None:
+                    self._member.answer(self._feed.heard(message))
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
@@ -331,21 +331,21 @@ class Replicator:
         self._beat_seconds = look_seconds(message.liveness_seconds)
         if self._agent is not None:
             self._agent.limit = message.liveness_seconds
-        if self._holder is None:
-            holder = Holder(message.node, self._reserve, _AgentKeeps(self._channel))
-            self._holder = Mirroring(holder, self._ask_for_mirror, self._channel.send)
+        if self._feed is None:
+            fragment_store = FragmentStore(message.node, self._reserve, _AgentKeeps(self._channel))
+            self._feed = StandbyFeed(fragment_store, self._ask_for_standby, self._channel.send)
             self._adopt()
         self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
         self._channel.send(Listening(self._transport.address))
 
     def _adopt(self) -> None:
         """Take over what a replicator that has died kept for other nodes."""
-        assert self._holder is not None
+        assert self._feed is not None
         for key, rooms in list(self._adopted.items()):
             told, _ = next(iter(rooms.values()))
             try:
                 window = msgspec.msgpack.decode(told.window, type=wire.Window)
-                self._holder.holder.adopt(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
+                self._feed.fragment_store.adopt(window, told.unit, {slot: room for slot, (_, room) in rooms.items()})
             except (MemckptError, ValueError) as error:
                 _log.error("pieces of ranks %s cannot be kept on: %s", list(told.owner), error)
                 for slot in rooms:
@@ -363,7 +363,7 @@ class Replicator:
         """
         one = next((each for each in self._reserving if each.nbytes == nbytes), None)
         if one is None:
-            kept = 0 if self._holder is None else self._holder.nbytes
+            kept = 0 if self._feed is None else self._feed.nbytes
             kept += sum(each.nbytes for each in self._reserving)
             check_budget(nbytes, self._own_bytes + kept, self._budget, "pieces of other nodes' records")
         if nbytes <= _AT_ONCE_BYTES:
@@ -380,16 +380,16 @@ class Replicator:
 
     def _join(self, message: Join) -> None:
         assert self._transport is not None
-        assert self._holder is not None
+        assert self._feed is not None
         if self._member is not None:
             self._stop_reading()  # with the member goes its code, by which readers decode
             self._member.close()
-        self._member = Member(
+        self._member = ReplicationNode(
             self._node,
             message.job,
-            self._holder,
+            self._feed,
             self._transport,
-            self._tell_passed,
+            self._tell_watermark,
             message.rejoin,
             self._channel.send,
         )
@@ -399,13 +399,13 @@ class Replicator:
             if state.incarnation and self._member.knows(peer):  # met before the plan was made once more
                 self._member.met(peer)
 
-    def _tell_passed(self, passed: Passed) -> None:
-        if passed.whole:
-            # All have what they restore, and the agent lets go of mirrors of earlier attempts.
+    def _tell_watermark(self, advanced: WatermarkAdvanced) -> None:
+        if advanced.whole:
+            # All have what they restore, and the agent lets go of standby replicas of earlier attempts.
             self._serving.close()
-        self._channel.send(passed)
+        self._channel.send(advanced)
 
-    def _ask_for_mirror(self, message: OpenMirror) -> None:
+    def _ask_for_standby(self, message: OpenStandby) -> None:
         """Have the agent make room; it takes its time for that, and the loop goes on."""
         self._channel.send(message)
 
@@ -432,7 +432,7 @@ class Replicator:
         def fingerprint_of(window: KeptWindow) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in window.window.owner if rank in fingerprints), None)
 
-        return () if self._holder is None else self._holder.holder.held(fingerprint_of)
+        return () if self._feed is None else self._feed.fragment_store.held(fingerprint_of)
 
     def _send_generation(self, message: SendGeneration, regions: list[Region]) -> None:
         if message.serve:
@@ -546,13 +546,13 @@ class Replicator:
 
     def _answer_waiting(self, peer: str) -> None:
         assert self._member is not None
-        assert self._holder is not None
+        assert self._feed is not None
         waiting = self._questions_of[peer]
         while waiting and self._member.room(peer) > 0:
             question = waiting.popleft()
             answer, payload = self._serving.answer(question)
             if answer is None:
-                answer, payload = self._serving.answer_from(self._holder.holder, question)
+                answer, payload = self._serving.answer_from(self._feed.fragment_store, question)
             self._member.send(peer, answer, payload)
         if not waiting:
             del self._questions_of[peer]

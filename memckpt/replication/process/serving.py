@@ -10,7 +10,7 @@ import xxhash
 from memckpt.memory.region import Region
 from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.process.source import RegionSource
 from memckpt.replication.transport.wire import (
@@ -85,9 +85,9 @@ class Serving:
         return Got(question.request, question.record, question.stripe, None, digest), stripe
 
     @staticmethod
-    def answer_from(holder: Holder, question: Question) -> tuple[WireMessage, bytes | memoryview]:
+    def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[WireMessage, bytes | memoryview]:
         """The same from the pieces that are kept."""
-        window = holder.window(question.owner, question.generation)
+        window = fragment_store.window(question.owner, question.generation)
         if window is None:
             return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""
         match question:

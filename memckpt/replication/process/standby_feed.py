@@ -1,6 +1,8 @@
-"""The replicator's part in mirrors: an owner's records go from the network into their slots, and the agent redoes them.
+"""The replicator's part in standby replicas: an owner's records go from the network into their slots, and the agent
+redoes them.
 
-What is not for a mirror goes to the holder of pieces. So does what there is no replica for: it is kept as plain copies.
+What is not for a standby replica goes to the holder of pieces. So does what there is no replica for: it is kept as
+plain copies.
 """
 
 from __future__ import annotations
@@ -10,20 +12,20 @@ from collections.abc import Callable
 
 from memckpt.memory.region import Region
 from memckpt.protocol.standby import (
-    CloseMirror,
-    MirrorApplied,
-    MirrorFailed,
-    MirrorOpened,
-    MirrorRefused,
-    OpenMirror,
+    CloseStandby,
+    OpenStandby,
+    StandbyApplied,
+    StandbyFailed,
+    StandbyOpened,
+    StandbyRefused,
 )
 from memckpt.protocol.trainer import Message
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import Fragment
-from memckpt.replication.keeping.fragment_store import MOST_WINDOWS, Holder
+from memckpt.replication.keeping.fragment_store import MOST_WINDOWS, FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.keeping.windows import differing, sizes_of
-from memckpt.replication.process.standby_window import Key, MirrorWindow
+from memckpt.replication.process.standby_window import Key, StandbyWindow
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
 
@@ -31,28 +33,28 @@ _log = logging.getLogger("memckpt.replicator")
 _BEING_MADE = "memory for its replica is being reserved"
 
 
-class Mirroring:
-    """Keeps what owners send: on mirrors where it is for these and the agent makes them, else with the holder.
+class StandbyFeed:
+    """Keeps what owners send: on standby replicas where it is for these and the agent makes them, else with the holder.
 
     Belongs to the replicator's loop.
 
     Args:
-        holder: of pieces and plain copies; left with it.
-        ask: has the agent make a mirror; None: the answer follows, by :meth:`answered`.
+        fragment_store: of pieces and plain copies; left with it.
+        ask: has the agent make a standby replica; None: the answer follows, by :meth:`answered`.
         tell: gives the agent a message.
     """
 
     def __init__(
         self,
-        holder: Holder,
-        ask: Callable[[OpenMirror], tuple[MirrorOpened, list[Region]] | MirrorRefused | None],
+        fragment_store: FragmentStore,
+        ask: Callable[[OpenStandby], tuple[StandbyOpened, list[Region]] | StandbyRefused | None],
         tell: Callable[[Message], None],
     ) -> None:
-        self._holder = holder
+        self._fragment_store = fragment_store
         self._ask = ask
         self._tell = tell
         self._attempt: str | None = None
-        self._mirrors: dict[Key, MirrorWindow] = {}
+        self._standbys: dict[Key, StandbyWindow] = {}
         #: That the agent is making.
         self._asked: dict[Key, Window] = {}
         #: Of which there are plain copies instead, and why.
@@ -61,12 +63,12 @@ class Mirroring:
     @property
     def watermark(self) -> int:
         """As the holder knows it."""
-        return self._holder.watermark
+        return self._fragment_store.watermark
 
     @property
     def nbytes(self) -> int:
-        """Memory of pieces and plain copies; mirrors are the agent's."""
-        return self._holder.nbytes
+        """Memory of pieces and plain copies; standby replicas are the agent's."""
+        return self._fragment_store.nbytes
 
     @property
     def problem(self) -> str:
@@ -75,53 +77,53 @@ class Mirroring:
 
     def kept(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
         """Node, ranks and newest record of all that is kept."""
-        others = [one for one in self.windows() if not self._holder.keeps_for_itself(one)]
+        others = [one for one in self.windows() if not self._fragment_store.keeps_for_itself(one)]
         pieces = [(one.window, max(records)) for one in others if (records := one.records())]
-        mirrored = [(one.window, one.newest) for one in self._mirrors.values() if one.newest is not None]
-        return tuple((window.node, window.owner, newest) for window, newest in [*pieces, *mirrored])
+        as_standby = [(one.window, one.newest) for one in self._standbys.values() if one.newest is not None]
+        return tuple((window.node, window.owner, newest) for window, newest in [*pieces, *as_standby])
 
     def windows(self) -> list[KeptWindow]:
-        return self._holder.windows()
+        return self._fragment_store.windows()
 
     @property
-    def holder(self) -> Holder:
+    def fragment_store(self) -> FragmentStore:
         """Of pieces and plain copies."""
-        return self._holder
+        return self._fragment_store
 
     # Attempts
 
     def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
         """As for a holder."""
         self._attempt = attempt
-        self._holder.begin(attempt, record, code, rejoined)
+        self._fragment_store.begin(attempt, record, code, rejoined)
 
     def halt(self) -> None:
-        """The attempt is over: mirrors belong to the agent alone from now on."""
+        """The attempt is over: standby replicas belong to the agent alone from now on."""
         self._attempt = None
-        for mirror in self._mirrors.values():
-            mirror.close()
-        self._mirrors.clear()
+        for standby in self._standbys.values():
+            standby.close()
+        self._standbys.clear()
         self._asked.clear()
         self._refused.clear()
-        self._holder.halt()
+        self._fragment_store.halt()
 
     def forget(self) -> None:
-        """Nobody wants what was kept until now. Mirrors are the agent's."""
-        self._holder.close()
+        """Nobody wants what was kept until now. Standby replicas are the agent's."""
+        self._fragment_store.close()
 
     def leave(self) -> None:
         """Unmap everything; the agent keeps it."""
         self.halt()
-        self._holder.leave()
+        self._fragment_store.leave()
 
     # What owners say
 
     def open(self, window: Window) -> NotStored | None:
         """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
-        if not window.mirror or key in self._refused or window.attempt != self._attempt:
-            return self._holder.open(window)
-        known = self._mirrors.get(key)
+        if not window.standby or key in self._refused or window.attempt != self._attempt:
+            return self._fragment_store.open(window)
+        known = self._standbys.get(key)
         if known is not None and known.window == window:
             known.reopened()
             return None
@@ -129,7 +131,7 @@ class Mirroring:
             self._drop(known)
         if key in self._asked:
             return NotStored(*key, window.base, _BEING_MADE, nothing=True)
-        count = sum(one.window.owner == window.owner for one in self._mirrors.values())
+        count = sum(one.window.owner == window.owner for one in self._standbys.values())
         if count >= MOST_WINDOWS:
             reason = f"{count} generations are kept until every node has what follows"
             return NotStored(*key, window.base, reason, nothing=True)
@@ -139,29 +141,29 @@ class Mirroring:
                 raise ValueError(problem)
         except ValueError as error:
             return NotStored(*key, window.base, str(error), nothing=True)
-        answer = self._ask(OpenMirror(*key, window.attempt, window.base, spec, window.history))
+        answer = self._ask(OpenStandby(*key, window.attempt, window.base, spec, window.history))
         if answer is None:
             self._asked[key] = window
             return NotStored(*key, window.base, _BEING_MADE, nothing=True)
-        if isinstance(answer, MirrorRefused):
+        if isinstance(answer, StandbyRefused):
             self._note_refused(key, answer)
-            return self._holder.open(window)
+            return self._fragment_store.open(window)
         self._note_opened(window, *answer)
         return None
 
-    def _note_refused(self, key: Key, answer: MirrorRefused) -> None:
+    def _note_refused(self, key: Key, answer: StandbyRefused) -> None:
         _log.warning("plain copies are kept of the records of ranks %s: %s", list(key[0]), answer.reason)
         self._refused[key] = answer.reason
 
-    def _note_opened(self, window: Window, answer: MirrorOpened, regions: list[Region]) -> None:
-        self._mirrors[window.owner, window.generation] = mirror = MirrorWindow(window, answer, regions, self._tell)
-        mirror.watermark = self.watermark
+    def _note_opened(self, window: Window, answer: StandbyOpened, regions: list[Region]) -> None:
+        self._standbys[window.owner, window.generation] = standby = StandbyWindow(window, answer, regions, self._tell)
+        standby.watermark = self.watermark
 
-    def answered(self, answer: MirrorOpened | MirrorRefused, regions: list[Region]) -> None:
-        """The agent has made a mirror, or cannot; its owner finds that when it tries again."""
+    def answered(self, answer: StandbyOpened | StandbyRefused, regions: list[Region]) -> None:
+        """The agent has made a standby replica, or cannot; its owner finds that when it tries again."""
         key = answer.ranks, answer.generation
         window = self._asked.pop(key, None)
-        if isinstance(answer, MirrorRefused):
+        if isinstance(answer, StandbyRefused):
             if window is not None:
                 self._note_refused(key, answer)
         elif window is not None:
@@ -170,57 +172,57 @@ class Mirroring:
             # The attempt has ended meanwhile.
             for region in regions:
                 region.close()
-            self._tell(CloseMirror(*key))
+            self._tell(CloseStandby(*key))
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Take a fragment; the answer that its owner is to get, if any."""
-        mirror = self._mirrors.get((fragment.owner, fragment.generation))
-        if mirror is None:
-            return self._holder.put(fragment, step, payload)
-        return mirror.put(fragment, payload)
+        standby = self._standbys.get((fragment.owner, fragment.generation))
+        if standby is None:
+            return self._fragment_store.put(fragment, step, payload)
+        return standby.put(fragment, payload)
 
     def abandon(self, owner: tuple[int, ...], generation: str, record: int) -> None:
-        mirror = self._mirrors.get((owner, generation))
-        if mirror is not None:
-            mirror.abandon(record)
+        standby = self._standbys.get((owner, generation))
+        if standby is not None:
+            standby.abandon(record)
         else:
-            self._holder.abandon(owner, generation, record)
+            self._fragment_store.abandon(owner, generation, record)
 
-    def passed(self, watermark: int, whole: bool) -> None:
+    def watermark_advanced(self, watermark: int, whole: bool) -> None:
         """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
-        self._holder.passed(watermark, whole)
-        for mirror in self._mirrors.values():
-            mirror.watermark = self.watermark
+        self._fragment_store.watermark_advanced(watermark, whole)
+        for standby in self._standbys.values():
+            standby.watermark = self.watermark
         newest: dict[tuple[int, ...], int] = {}
-        begun = [one.window for one in self._mirrors.values()] + [one.window for one in self.windows()]
+        begun = [one.window for one in self._standbys.values()] + [one.window for one in self.windows()]
         for window in begun:
             if window.attempt == self._attempt and window.base < watermark and not window.cut:  # as holders do
                 newest[window.owner] = max(window.base, newest.get(window.owner, window.base))
         for owner, base in newest.items():
-            self._holder.forget_before(owner, base)
-            for mirror in [one for one in self._mirrors.values() if one.window.owner == owner]:
-                if mirror.window.base < base:
-                    self._drop(mirror)
+            self._fragment_store.forget_before(owner, base)
+            for standby in [one for one in self._standbys.values() if one.window.owner == owner]:
+                if standby.window.base < base:
+                    self._drop(standby)
 
-    def _drop(self, mirror: MirrorWindow) -> None:
-        del self._mirrors[mirror.key]
-        mirror.close()
-        self._tell(CloseMirror(*mirror.key))
+    def _drop(self, standby: StandbyWindow) -> None:
+        del self._standbys[standby.key]
+        standby.close()
+        self._tell(CloseStandby(*standby.key))
 
     # What the agent says
 
-    def heard(self, message: MirrorApplied | MirrorFailed) -> list[tuple[str, WireMessage]]:
-        """News of a mirror: what its owner is to get, and the owner's node."""
-        mirror = self._mirrors.get((message.ranks, message.generation))
-        if mirror is None:
+    def heard(self, message: StandbyApplied | StandbyFailed) -> list[tuple[str, WireMessage]]:
+        """News of a standby replica: what its owner is to get, and the owner's node."""
+        standby = self._standbys.get((message.ranks, message.generation))
+        if standby is None:
             return []
-        node = mirror.window.node
-        if isinstance(message, MirrorApplied):
-            return [(node, stored) for stored in mirror.applied(message.applied)]
-        del self._mirrors[mirror.key]
-        mirror.close()
-        self._refused[mirror.key] = message.reason
+        node = standby.window.node
+        if isinstance(message, StandbyApplied):
+            return [(node, stored) for stored in standby.applied(message.applied)]
+        del self._standbys[standby.key]
+        standby.close()
+        self._refused[standby.key] = message.reason
         _log.warning("plain copies are kept of the records of ranks %s: %s", list(message.ranks), message.reason)
-        record = mirror.window.base if mirror.newest is None else mirror.newest
+        record = standby.window.base if standby.newest is None else standby.newest
         reason = f"its replica here is gone, plain copies are kept instead: {message.reason}"
-        return [(node, NotStored(*mirror.key, record, reason, nothing=True))]
+        return [(node, NotStored(*standby.key, record, reason, nothing=True))]

@@ -1,4 +1,4 @@
-"""One generation of another node's records on their way into the slots of its mirror."""
+"""One generation of another node's records on their way into the slots of its standby replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.standby import MirrorOpened, MirrorRecord, MirrorSkip
+from memckpt.protocol.standby import StandbyOpened, StandbyRecord, StandbySkip
 from memckpt.replication.coding.blob import STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.windows import misfit, sizes_of
@@ -25,8 +25,8 @@ class _AllLostError(DamagedStateError):
     """What was stored before is of no use any more, either."""
 
 
-class MirrorWindow:
-    """One generation of an owner's records on their way into the slots of its mirror. Closes the regions.
+class StandbyWindow:
+    """One generation of an owner's records on their way into the slots of its standby replica. Closes the regions.
 
     Args:
         window: what the owner has said of it.
@@ -42,9 +42,9 @@ class MirrorWindow:
     def __init__(
         self,
         window: Window,
-        opened: MirrorOpened,
+        opened: StandbyOpened,
         regions: list[Region],
-        tell: Callable[[MirrorRecord | MirrorSkip], None],
+        tell: Callable[[StandbyRecord | StandbySkip], None],
     ) -> None:
         self.window = window
         self.newest: int | None = None
@@ -178,7 +178,7 @@ class MirrorWindow:
             raise DamagedStateError(problem)
         # What it has got is of no use without what is lost between: it need not be redone.
         self.newest = record - 1
-        self._tell(MirrorSkip(*self.key, record - 1))
+        self._tell(StandbySkip(*self.key, record - 1))
         raise _AllLostError(problem)
 
     def _check(self, record: int, tail: RecordTail) -> None:
@@ -209,7 +209,7 @@ class MirrorWindow:
         if record > base:
             self._to_redo.append(record)
         self.newest = record
-        self._tell(MirrorRecord(*self.key, record, tail.step, tail.meta, tail.rank_states))
+        self._tell(StandbyRecord(*self.key, record, tail.step, tail.meta, tail.rank_states))
 
     def _take_anchors(self, record: int) -> None:
         """What a virtual record carries is the state itself."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Of all that replicators say to each other. Those of different versions do not speak with each other."""
 ENVELOPE_BYTES = 2048
 """More than any envelope takes."""

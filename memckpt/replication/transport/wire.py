@@ -32,7 +32,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         static: whether something is sent once for all records.
         history: timelines, oldest first.
         spec: what the layout is made from (StateSpec), encoded.
-        mirror: the holder is to redo the records on a replica of its own, rather than keep them.
+        standby: the holder is to redo the records on a replica of its own, rather than keep them.
         cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
@@ -53,25 +53,25 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
     static: bool
     history: tuple[Branch, ...]
     spec: bytes
-    mirror: bool = False
+    standby: bool = False
     cut: bool = False
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """Owner to holder: records of this window follow."""
+    """Sender to holder: records of this window follow."""
 
     window: Window
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Owner to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
+    """Sender to holder: a fragment, whose bytes come beside; `step` is the framework's of its record."""
 
     fragment: Fragment
     step: int
 
 
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
-    """Owner to holder: of this record no more can come."""
+    """Sender to holder: of this record no more can come."""
 
     owner: tuple[int, ...]
     generation: str
@@ -121,13 +121,13 @@ class Acknowledged(msgspec.Struct, frozen=True, tag="acked"):
 class Watermark(msgspec.Struct, frozen=True, tag="watermark"):
     """Leader to nodes: the newest record that is acknowledged for every node; `whole` as above, for all of them.
 
-    `lifted`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another record,
-    which takes all ranks; or some node stands still for too long. `every`, `cut`: as in Cadence.
+    `waits_suspended`: nobody is to wait. Some node has lost all that it had, and to begin anew it has to get to another
+    record, which takes all ranks; or some node stands still for too long. `every`, `cut`: as in Cadence.
     """
 
     record: int
     whole: bool
-    lifted: bool = False
+    waits_suspended: bool = False
     every: int = 0
     cut: int = 0
 

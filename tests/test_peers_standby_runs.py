@@ -24,9 +24,9 @@ from tests.peers_lab import (
     kill_agent,
     kill_nodes,
     kill_replicator,
-    mirror_config,
     peers_job,
     recovers_with,
+    standby_config,
     start,
     survives,
 )
@@ -44,16 +44,16 @@ def everything_told(lab: Lab) -> str:
     return logs(lab) + "".join(path.read_text() for path in sorted(lab.run_dir.glob("agent-*.log")))
 
 
-def all_mirrored(lab: Lab) -> None:
+def all_on_standbys(lab: Lab) -> None:
     """Nothing was kept as plain copies, and nothing came too late to be taken."""
     told = everything_told(lab)
-    assert "of another node are mirrored" in told
+    assert "of another node are kept as standby replicas" in told
     assert "plain copies" not in told
     assert "records behind" not in told
 
 
 def with_copies_of(node: str, copies: int) -> list[str]:
-    """A node of four, and those that mirror it."""
+    """A node of four, and those that standby replica it."""
     names = [f"node{index}" for index in range(4)]
     holders = place([(name,) for name in names], 1, copies - 1).holders(names.index(node))
     return [node, *(names[holder] for holder in holders)]
@@ -80,23 +80,23 @@ def with_copies_of(node: str, copies: int) -> list[str]:
     ],
     ids=named,
 )
-def test_goes_on_from_mirrors_when_nodes_are_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
+def test_goes_on_from_standbys_when_nodes_are_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
     """One after the other and two at once, early and late, the same one twice."""
     both = "node1,node2" if copies > 2 else "node3"
     deaths = [Death("node1", 3, "backward"), Death(both, 6, "in commit"), Death("node1", 8, "committed")]
-    survives(lab, peers_job(lab, setup, mirror_config(copies, redo)), deaths, protected_before=1)
+    survives(lab, peers_job(lab, setup, standby_config(copies, redo)), deaths, protected_before=1)
     if setup.kind != "ddp":  # every node has a replica of its own
-        all_mirrored(lab)
+        all_on_standbys(lab)
 
 
 @slow
 @pytest.mark.parametrize(("setup", "copies"), [(FSDP, 2), (FSDP, 3), (DDP, 2)], ids=named)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
-def test_goes_on_from_mirrors_wherever_a_node_is_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
+def test_goes_on_from_standbys_wherever_a_node_is_lost(lab: Lab, setup: Setup, copies: int, redo: str) -> None:
     """At each place, with records on their way: no less than what was acknowledged."""
     lost = [f"node{index % 4}" + f",node{(index + 2) % 4}" * (copies > 2) for index in range(len(PLACES))]
     deaths = [Death(who, number + 3, place) for number, (who, place) in enumerate(zip(lost, PLACES, strict=True))]
-    survives(lab, peers_job(lab, setup, mirror_config(copies, redo), last_step=12), deaths)
+    survives(lab, peers_job(lab, setup, standby_config(copies, redo), last_step=12), deaths)
 
 
 @slow
@@ -112,7 +112,7 @@ def test_instants_at_random(lab: Lab, seed: int) -> None:
     deaths = [Death(",".join(sorted(who)), step, choose.choice(PLACES)) for who, step in zip(names, steps, strict=True)]
     survives(
         lab,
-        peers_job(lab, setup, mirror_config(copies, redo, ack=ack)),
+        peers_job(lab, setup, standby_config(copies, redo, ack=ack)),
         deaths,
         protected_before=1 if ack == "proceed" else None,
     )
@@ -136,7 +136,7 @@ def test_instants_at_random(lab: Lab, seed: int) -> None:
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
     deaths = [Death("node1", 3, "backward"), Death("node2", 7, "stepped")]
-    survives(lab, peers_job(lab, setup, mirror_config(2, redo)), deaths, protected_before=1)
+    survives(lab, peers_job(lab, setup, standby_config(2, redo)), deaths, protected_before=1)
 
 
 @slow
@@ -148,13 +148,13 @@ def test_trainings_of_all_kinds(lab: Lab, setup: Setup, redo: str) -> None:
 def test_falls_to_storage_when_all_copies_are_lost(lab: Lab, setup: Setup, copies: int) -> None:
     """Of one node's shards; with DDP every node has them all."""
     lost = ",".join(with_copies_of("node1", copies) if setup is FSDP else [f"node{node}" for node in range(4)])
-    settings = mirror_config(copies, storage=StorageConfig(every_steps=4))
+    settings = standby_config(copies, storage=StorageConfig(every_steps=4))
     falls_to_storage(lab, peers_job(lab, setup, settings, wait_at=5), lost)
 
 
 @slow
 def test_falls_to_storage_when_the_other_copy_is_lost_before_protection_is_whole(lab: Lab) -> None:
-    settings = mirror_config(2, storage=StorageConfig(every_steps=4))
+    settings = standby_config(2, storage=StorageConfig(every_steps=4))
     job = peers_job(lab, FSDP, settings, wait_at=5, protected_at=(6,))
     expected = reference(lab, job)
     first = fail(lab, job, Death("node1", 7, "backward"))
@@ -179,8 +179,8 @@ def test_falls_to_storage_when_the_other_copy_is_lost_before_protection_is_whole
     ],
 )
 def test_ranks_come_back_on_other_nodes(lab: Lab, names: tuple[str, ...]) -> None:
-    """Some of them where their own mirror is."""
-    job = peers_job(lab, FSDP, mirror_config(2), nodes=4)
+    """Some of them where their own standby replica is."""
+    job = peers_job(lab, FSDP, standby_config(2), nodes=4)
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(3,)), Death("node0", 4, "backward"))
     moved = fail(lab, died.again(lab, names=names, protected_at=(6,)), Death(names[2], 7, "stepped"))
@@ -194,7 +194,7 @@ def test_ranks_come_back_on_other_nodes(lab: Lab, names: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("second", ["node1", "node2", "node0"])
 def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
     """Of three copies; what stood still for the attempt that failed does so for the next one."""
-    job = peers_job(lab, FSDP, mirror_config(3))
+    job = peers_job(lab, FSDP, standby_config(3))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     attempt = died.again(lab)
@@ -226,8 +226,8 @@ def test_a_node_is_lost_while_others_fetch(lab: Lab, second: str) -> None:
 def test_protection_becomes_whole_again(
     lab: Lab, redo: str, ack: str, who: int, dies: Callable[[PeersRank], None]
 ) -> None:
-    """A mirror that begins in the middle, with nothing to begin with, is exact after a period."""
-    job = peers_job(lab, FSDP, mirror_config(2, redo, ack=ack, period=3))
+    """A standby replica that begins in the middle, with nothing to begin with, is exact after a period."""
+    job = peers_job(lab, FSDP, standby_config(2, redo, ack=ack, period=3))
     expected = reference(lab, job)
     acts = [Act(who, 3, "forward", dies)]
     died = fail(lab, replace(job, acts=acts, protected_at=(2, 7)), Death("node1", 8, "backward"))
@@ -237,10 +237,10 @@ def test_protection_becomes_whole_again(
     goes_on(last, *bounds(died))
 
 
-# Mirrors that do not keep up, and mirrors that cannot
+# Standby replicas that do not keep up, and standby replicas that cannot
 
 
-def of_mirrors(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMeta], None]:
+def of_standbys(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMeta], None]:
     """A redo that does something first on replicas of other nodes' ranks, which have more slots."""
     original = Replica._apply
 
@@ -254,15 +254,15 @@ def of_mirrors(do: Callable[[RecordMeta], None]) -> Callable[[Replica, RecordMet
 
 @slow
 @pytest.mark.parametrize("redo", [pytest.param("lazy", marks=slow), "eager"])
-def test_training_waits_for_mirrors_that_are_slow(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_for_standbys_that_are_slow(lab: Lab, redo: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def be_slow(meta: RecordMeta) -> None:
         left = [float(number) for number in range(300_000)]
         sum(left)
 
-    monkeypatch.setattr(Replica, "_apply", of_mirrors(lambda meta: [be_slow(meta) for _ in range(5)] and None))
-    job = peers_job(lab, FSDP, mirror_config(2, redo))
+    monkeypatch.setattr(Replica, "_apply", of_standbys(lambda meta: [be_slow(meta) for _ in range(5)] and None))
+    job = peers_job(lab, FSDP, standby_config(2, redo))
     survives(lab, job, [Death("node1", 7, "backward")])
-    all_mirrored(lab)
+    all_on_standbys(lab)
 
 
 @slow
@@ -272,8 +272,8 @@ def test_plain_copies_where_redo_fails(lab: Lab, redo: str, monkeypatch: pytest.
         if meta.record == 4:
             raise ZeroDivisionError("a kernel of another kind")
 
-    monkeypatch.setattr(Replica, "_apply", of_mirrors(fail_at))
-    job = peers_job(lab, FSDP, mirror_config(2, redo, period=2))
+    monkeypatch.setattr(Replica, "_apply", of_standbys(fail_at))
+    job = peers_job(lab, FSDP, standby_config(2, redo, period=2))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(7,)), Death("node1", 8, "backward"))
     told = everything_told(lab)

@@ -1,4 +1,6 @@
-"""Mirrors that fall behind: nothing is overwritten that they need, and nothing is offered that is not exact."""
+"""Standby replicas that fall behind: nothing is overwritten that they need, and nothing is offered that is not
+exact.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from memckpt.agent.replication.standby import EXTRA_SLOTS
 from memckpt.node.replica import Replica
 from memckpt.replication.transport.wire import NotStored
 from memckpt.state.records import RecordMeta
-from tests.mirror_lab import MODES, OPTIMIZERS, check_all, pair, refusals, stored
-from tests.mirror_pair import PERIOD, SLOTS, wait_idle
+from tests.standby_lab import MODES, OPTIMIZERS, check_all, pair, refusals, stored
+from tests.standby_pair import PERIOD, SLOTS, wait_idle
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -121,7 +123,7 @@ def test_what_waits_is_let_go_of_when_what_follows_is_lost(count: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("behind", range(SLOTS))
 def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int, optimizer: str) -> None:
-    """Its agent may be the one that would lead: training waits for this very mirror."""
+    """Its agent may be the one that would lead: training waits for this very standby replica."""
     with pair(mode, OPTIMIZERS[optimizer]) as one:
         for _ in range(5):
             one.settle()
@@ -136,7 +138,7 @@ def test_one_that_begins_anew_is_told_no_watermark(mode: str, behind: int, optim
         while not one.owner.whole:
             assert one.train()
             one.settle()
-        assert len(one.mirrors) == 1, refusals(one)
+        assert len(one.standbys) == 1, refusals(one)
         assert check_all(one, one.end())[-1] == one.training.record
 
 
@@ -159,11 +161,11 @@ def test_a_skip_while_a_record_is_redone(monkeypatch: pytest.MonkeyPatch) -> Non
         one.deliver()
         one.agent()
         one.pass_watermark()
-        [mirror] = one.mirrors._all.values()
-        replica = mirror.generation.replica
+        [standby] = one.standbys._all.values()
+        replica = standby.generation.replica
         assert replica is not None
         assert entered.wait(60)
-        mirror.skip(7)
+        standby.skip(7)
         assert replica.applied == 1
         go_on.set()
         wait_idle(replica)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memckpt.replication.coding.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import check
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)
@@ -105,7 +105,7 @@ class Sent:
     def __init__(self, base: int = 0) -> None:
         self.shelves = {name: Shelf(name) for name in HOLDERS}
         self.said: list[tuple[str, Stored]] = []
-        self.owner = Owner(RANKS, CODE, HOLDERS, self._send, lambda name: self.shelves[name].room, 0)
+        self.owner = Sender(RANKS, CODE, HOLDERS, self._send, lambda name: self.shelves[name].room, 0)
         self.slots = Slots(base)
 
     def _send(self, peer: str, message: WireMessage, payload: memoryview | bytes) -> None:
@@ -306,9 +306,9 @@ def test_an_older_generation_goes_when_the_watermark_has_passed() -> None:
     old = sent.begin("h", base=4)
     sent.run()
     assert (sent.owner.acknowledged, sent.owner.whole) == (2, False)
-    sent.owner.passed(3)
+    sent.owner.watermark_advanced(3)
     assert not old.closed
-    sent.owner.passed(4)
+    sent.owner.watermark_advanced(4)
     assert old.closed
     assert sent.owner.behind["z"] == 1 + PERIOD
     sent.shelves["z"].room = 1
@@ -394,7 +394,7 @@ def test_whatever_happens_all_that_holders_have_is_right(
                 generation, record = generation + 1, record + 1
                 sent.begin(str(generation), record, static)
             case "pass":
-                sent.owner.passed(sent.owner.acknowledged)
+                sent.owner.watermark_advanced(sent.owner.acknowledged)
             case "give up":
                 sent.owner.give_up(str(generation))
                 for one in [one for one in sent.slots.here if one != STATIC]:

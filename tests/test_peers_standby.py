@@ -1,4 +1,6 @@
-"""Mirrors: another node redoes an owner's records, and can produce the very state of each that is acknowledged."""
+"""Standby replicas: another node redoes an owner's records, and can produce the very state of each that is
+acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ from memckpt.agent.replication.standby import EXTRA_SLOTS
 from memckpt.memory import budget
 from memckpt.memory.region import Region
 from memckpt.node.replica import Replica
-from memckpt.protocol.standby import MirrorFailed, MirrorOpened, MirrorRecord, MirrorRefused, OpenMirror
+from memckpt.protocol.standby import OpenStandby, StandbyFailed, StandbyOpened, StandbyRecord, StandbyRefused
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 from tests.engine_optimizers import local_momentum
-from tests.mirror_lab import MODES, OPTIMIZERS, check_all, pair, refusals
-from tests.mirror_pair import HISTORY, PERIOD, RANKS, SLOTS, Pair
+from tests.standby_lab import MODES, OPTIMIZERS, check_all, pair, refusals
+from tests.standby_pair import HISTORY, PERIOD, RANKS, SLOTS, Pair
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -35,7 +37,7 @@ def test_each_record_is_redone(mode: str, optimizer: str, base: int) -> None:
         assert one.owner.acknowledged == one.watermark == one.training.record
         assert one.owner.whole
         [held] = one.end()
-        assert held.mirror
+        assert held.standby
         assert held.history == HISTORY
         assert held.steps == tuple(10 * record for record in held.records)
         assert check_all(one, [held])[-1] == base + 8
@@ -60,8 +62,8 @@ def test_errors_of_foreign_code_end_a_replica_and_nothing_else(
         context.setattr(*place, fail_or_create if place[1] == "create" else fail)
         memory = memory_files()
         one.settle()
-        assert f"{type(error).__name__}: {error}" in one.mirroring.problem
-        assert len(one.mirrors) == 0
+        assert f"{type(error).__name__}: {error}" in one.standby_feed.problem
+        assert len(one.standbys) == 0
         assert memory_files() == memory
 
 
@@ -78,7 +80,7 @@ def test_its_memory_is_a_replica_and_slots(trails: bool) -> None:
         layout = Layout(one.training.spec())
         slots = (SLOTS + EXTRA_SLOTS + trails) * (layout.slot_bytes + layout.by_value_slot_bytes)
         expected = layout.state_bytes + slots + layout.static_bytes
-        assert one.mirrors.nbytes == expected
+        assert one.standbys.nbytes == expected
 
 
 OPERATIONS = (
@@ -161,15 +163,15 @@ def play(mode: str, optimizer: str, wait: bool, trails: bool, operations: Sequen
 
 def check_repeats(one: Pair, record: int) -> None:
     """The state before a record is there as well, but for a record with which all begins."""
-    mirror = one.mirrors.find(RANKS, record, HISTORY)
-    assert mirror is not None
-    assert record == mirror.exact_from or record - 1 in mirror.standing_still()
-    assert (one.mirrors.find(RANKS, record, HISTORY, behind=1) is None) == (record == mirror.exact_from)
+    standby = one.standbys.find(RANKS, record, HISTORY)
+    assert standby is not None
+    assert record == standby.exact_from or record - 1 in standby.standing_still()
+    assert (one.standbys.find(RANKS, record, HISTORY, behind=1) is None) == (record == standby.exact_from)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_that_trails_has_the_record_before_what_is_acknowledged(mode: str) -> None:
-    """However far training is ahead of that: the mirror has got, and redone, all that it may."""
+    """However far training is ahead of that: the standby replica has got, and redone, all that it may."""
     with pair(mode, OPTIMIZERS["adam"], trails=True) as one:
         one.settle()
         for _ in range(6):
@@ -248,11 +250,11 @@ def test_a_redo_that_fails(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
             one.train()
         one.settle()
         assert any("a kernel of another kind" in reason for reason in refusals(one))
-        assert "a kernel of another kind" in one.mirroring.problem
+        assert "a kernel of another kind" in one.standby_feed.problem
         assert one.owner.whole
         assert one.owner.acknowledged == one.training.record == 11
-        assert len(one.mirrors) == 0
-        [window] = one.mirroring.windows()
+        assert len(one.standbys) == 0
+        [window] = one.standby_feed.windows()
         assert window.records()[-PERIOD:] == [9, 10, 11]
         assert one.end() == []
 
@@ -264,10 +266,10 @@ def test_an_optimizer_that_nobody_finds_by_name(mode: str) -> None:
             one.settle()
             assert one.train()
         one.settle()
-        assert "cannot be imported" in one.mirroring.problem
-        assert len(one.mirrors) == 0
+        assert "cannot be imported" in one.standby_feed.problem
+        assert len(one.standbys) == 0
         assert one.owner.whole
-        assert one.mirroring.kept() == (("o", (1,), 4),)
+        assert one.standby_feed.kept() == (("o", (1,), 4),)
 
 
 def test_an_optimizer_that_no_rank_here_uses_is_not_imported() -> None:
@@ -275,10 +277,10 @@ def test_an_optimizer_that_no_rank_here_uses_is_not_imported() -> None:
         spec = one.training.spec()
         [named] = spec.optimizers
         foreign = msgspec.structs.replace(named, module="antigravity")
-        answer, fds = one.mirrors.open(
-            OpenMirror((1,), "x", "a", 1, msgspec.structs.replace(spec, optimizers=(foreign,)), HISTORY)
+        answer, fds = one.standbys.open(
+            OpenStandby((1,), "x", "a", 1, msgspec.structs.replace(spec, optimizers=(foreign,)), HISTORY)
         )
-        assert isinstance(answer, MirrorRefused)
+        assert isinstance(answer, StandbyRefused)
         assert "which is not imported for a peer" in answer.reason
         assert "antigravity" not in sys.modules
         assert fds == []
@@ -287,54 +289,54 @@ def test_an_optimizer_that_no_rank_here_uses_is_not_imported() -> None:
 def test_state_that_cannot_be_read() -> None:
     with pair("lazy", OPTIMIZERS["own"]) as one:
         spec = one.training.spec()
-        one.mirrors.open(OpenMirror((1,), "x", "a", 1, spec, HISTORY))
+        one.standbys.open(OpenStandby((1,), "x", "a", 1, spec, HISTORY))
         meta = encode_meta(RecordMeta(1, 1, True, (), (), b"no codec's"))
-        answer = one.mirrors.record(MirrorRecord((1,), "x", 1, 1, meta, {1: b""}))
-        assert isinstance(answer, MirrorFailed)
-        assert len(one.mirrors) == 0
+        answer = one.standbys.record(StandbyRecord((1,), "x", 1, 1, meta, {1: b""}))
+        assert isinstance(answer, StandbyFailed)
+        assert len(one.standbys) == 0
 
 
 def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         monkeypatch.setattr(budget, "available_bytes", lambda: 4096)
         one.settle()
-        assert "expected room" in one.mirroring.problem
-        assert len(one.mirrors) == 0
+        assert "expected room" in one.standby_feed.problem
+        assert len(one.standbys) == 0
         assert one.owner.whole
 
 
-def test_plain_copies_go_when_a_mirror_has_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_copies_go_when_a_standby_has_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         with monkeypatch.context() as patch:
             patch.setattr(budget, "available_bytes", lambda: 4096)
             one.settle()
-        assert (len(one.mirrors), len(one.mirroring.windows())) == (0, 1)
+        assert (len(one.standbys), len(one.standby_feed.windows())) == (0, 1)
         one.train()
         one.settle()
         one.training.begin()
         one.send_generation()
         one.train()
         one.settle()
-        assert (len(one.mirrors), len(one.mirroring.windows())) == (1, 0)
+        assert (len(one.standbys), len(one.standby_feed.windows())) == (1, 0)
         assert check_all(one, one.end())[-1] == one.training.record
 
 
-def test_mirrors_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standbys_of_an_earlier_attempt_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
-        needed = one.mirrors.nbytes
+        needed = one.standbys.nbytes
         one.end()
-        one.mirrors.begin("b", 1, needed + 4096, 1)
-        [mirror] = one.mirrors._all.values()
-        answer, _ = one.mirrors.open(OpenMirror((1,), "h1", "b", 1, mirror.opened.spec, HISTORY))
-        assert isinstance(answer, MirrorOpened)
-        assert len(one.mirrors) == 1
+        one.standbys.begin("b", 1, needed + 4096, 1)
+        [standby] = one.standbys._all.values()
+        answer, _ = one.standbys.open(OpenStandby((1,), "h1", "b", 1, standby.opened.spec, HISTORY))
+        assert isinstance(answer, StandbyOpened)
+        assert len(one.standbys) == 1
 
 
 # From attempt to attempt
 
 
-def test_mirrors_stay_until_the_next_attempt_is_protected() -> None:
+def test_standbys_stay_until_the_next_attempt_is_protected() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         for _ in range(4):
             one.settle()
@@ -345,26 +347,26 @@ def test_mirrors_stay_until_the_next_attempt_is_protected() -> None:
         one.redo()
         [held] = one.end()
         assert held.records == (4, 5)
-        one.mirrors.begin("b", 4, None, 1)
-        one.mirrors.begin("b", 4, None, 1)  # the plan was made once more
-        [held] = one.mirrors.inventory(lambda ranks: None)
+        one.standbys.begin("b", 4, None, 1)
+        one.standbys.begin("b", 4, None, 1)  # the plan was made once more
+        [held] = one.standbys.inventory(lambda ranks: None)
         assert held.records == (4,), "what lies beyond the record that was resumed is not gone on with"
-        one.mirrors.passed(4, False)
-        assert len(one.mirrors) == 1
+        one.standbys.watermark_advanced(4, False)
+        assert len(one.standbys) == 1
         one.check(4)
-        one.mirrors.passed(5, True)
-        assert len(one.mirrors) == 0
+        one.standbys.watermark_advanced(5, True)
+        assert len(one.standbys) == 0
 
 
-def test_an_attempt_that_starts_over_drops_mirrors_once_it_is_protected_itself() -> None:
+def test_an_attempt_that_starts_over_drops_standbys_once_it_is_protected_itself() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
         one.end()
-        one.mirrors.begin("b", None, None, 1)
-        one.mirrors.passed(3, False)
-        assert len(one.mirrors) == 1
-        one.mirrors.passed(4, True)
-        assert len(one.mirrors) == 0
+        one.standbys.begin("b", None, None, 1)
+        one.standbys.watermark_advanced(3, False)
+        assert len(one.standbys) == 1
+        one.standbys.watermark_advanced(4, True)
+        assert len(one.standbys) == 0
 
 
 def test_the_last_generation_goes_when_the_next_is_acknowledged() -> None:
@@ -378,10 +380,10 @@ def test_the_last_generation_goes_when_the_next_is_acknowledged() -> None:
         one.send()
         one.deliver()
         one.agent()
-        assert len(one.mirrors) == 2
+        assert len(one.standbys) == 2
         one.train()
         one.settle()
-        assert len(one.mirrors) == 1
+        assert len(one.standbys) == 1
         assert one.owner.whole
         assert check_all(one, one.end())[-1] == one.training.record
 
@@ -390,5 +392,5 @@ def test_a_model_that_has_changed_is_told() -> None:
     with pair("lazy", OPTIMIZERS["adam"]) as one:
         one.settle()
         one.end()
-        [held] = one.mirrors.inventory(lambda ranks: ("another model",))
+        [held] = one.standbys.inventory(lambda ranks: ("another model",))
         assert "another model" in held.problem

@@ -12,18 +12,18 @@ from memckpt.errors import PeerError
 from memckpt.memory.region import Region
 from memckpt.protocol.replication import (
     GiveUp,
-    Passed,
     PeerJob,
     PeerLinkStatus,
     PeersStatus,
     SendGeneration,
     SendRecord,
     TakeState,
+    WatermarkAdvanced,
 )
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.placement import place
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.keeping.watermark import Leader
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD, Cadence
@@ -32,7 +32,7 @@ from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.process.cuts import Cuts, cuts_for
 from memckpt.replication.process.holding_up import HeldUp
 from memckpt.replication.process.source import Part, RegionSource
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.transport import Delivery, Transport
 from memckpt.replication.transport.wire import (
     Abandon,
@@ -73,15 +73,15 @@ class _OwnSource:
         self._source.close()
 
 
-class Member:
+class ReplicationNode:
     """Belongs to the replicator's loop.
 
     Args:
         node: this one's name.
         job: what there is to know of the attempt.
-        holder: keeps other nodes' pieces, and passes on what is for mirrors; belongs to the caller, as does the
-            transport.
-        passed: told when the watermark has got further, or protection has changed.
+        feed: keeps other nodes' pieces, and passes on what is for standby replicas; belongs to the caller, as does
+            the transport.
+        watermark_advanced: told when the watermark has got further, or protection has changed.
         rejoined: the node has taken part before, and has lost what its own records were on their way to.
         ask: has the agent copy a state; None: no states are sent in place of records.
 
@@ -97,9 +97,9 @@ class Member:
         self,
         node: str,
         job: PeerJob,
-        holder: Mirroring,
+        feed: StandbyFeed,
         transport: Transport,
-        passed: Callable[[Passed], None],
+        watermark_advanced: Callable[[WatermarkAdvanced], None],
         rejoined: bool = False,
         ask: Callable[[TakeState], None] | None = None,
     ) -> None:
@@ -107,9 +107,9 @@ class Member:
         self._leaving = False
         self._node = node
         self.job = job
-        self._holder = holder
+        self._feed = feed
         self._transport = transport
-        self._passed = passed
+        self._watermark_advanced = watermark_advanced
         self._addresses = {one.name: one.address for one in job.nodes}
         self._connected: set[str] = set()
         self.loopback: deque[Delivery] = deque()
@@ -127,26 +127,26 @@ class Member:
         index = names.index(node)
         holders = [names[other] for other in self.placement.holders(index)]
         start = job.record or 0
-        self._owners = {
-            unit.ranks: Owner(unit.ranks, self._code, holders, self.send, self.room, start, not job.wait)
+        self._senders = {
+            unit.ranks: Sender(unit.ranks, self._code, holders, self.send, self.room, start, not job.wait)
             for unit in job.units
             if unit.node == index
         }
         self.cuts: Cuts | None = None
         if job.cadence and ask is not None:
             self.cuts = cuts_for(
-                node, job.attempt, self._code, holder.holder, self._owners, holders, self.send, self.room, ask
+                node, job.attempt, self._code, feed.fragment_store, self._senders, holders, self.send, self.room, ask
             )
-        self._turns = deque(self._all_owners())
+        self._turns = deque(self._all_senders())
         self._private = {unit.ranks for unit in job.units if unit.private}
-        pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
+        pieces = {names[sender]: piece for sender, piece in self.placement.kept_by(index)}
         #: By their ranks, the node, and which of its pieces is kept here.
         self._kept = {
             unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
         }
         if job.forget and not rejoined:
-            holder.forget()
-        holder.begin(job.attempt, job.record, self._code, rejoined)
+            feed.forget()
+        feed.begin(job.attempt, job.record, self._code, rejoined)
         self._sources: dict[tuple[int, ...], RegionSource] = {}
         cadence = Cadence() if self.cuts is not None else None
         self._leader = Leader(names, start, cadence) if node == self._leader_node else None
@@ -158,12 +158,12 @@ class Member:
         self._held_up = HeldUp(job.overhead)
         self._spaced = False
         #: Nobody waited for a while, and training may still be further ahead than it is to be.
-        self._strayed = rejoined
+        self._out_of_reach = rejoined
         #: By unit: how many records later the node cannot go back to one.
         self._reach: dict[tuple[int, ...], int] = {}
         self._told = Acknowledged(node, start, start, False, rejoined)
         self.watermark = self._led = Watermark(start, False)
-        for other in {*holders, self._leader_node, *(names[owner] for owner, _ in self.placement.kept_by(index))}:
+        for other in {*holders, self._leader_node, *(names[sender] for sender, _ in self.placement.kept_by(index))}:
             self._connect(other)
         if self._leader is not None:
             for other in names:
@@ -171,8 +171,8 @@ class Member:
             self._lead(self._told)
 
     def close(self) -> None:
-        for owner in self._owners.values():
-            owner.close()
+        for sender in self._senders.values():
+            sender.close()
         if self.cuts is not None:
             self.cuts.close()
         self._sources.clear()
@@ -180,12 +180,12 @@ class Member:
             code.close()
 
     @property
-    def owners(self) -> list[Owner]:
-        return list(self._owners.values())
+    def senders(self) -> list[Sender]:
+        return list(self._senders.values())
 
-    def _all_owners(self) -> list[Owner]:
+    def _all_senders(self) -> list[Sender]:
         """Those who send records, and those who send states."""
-        return [*self._owners.values(), *(self.cuts.owners if self.cuts is not None else ())]
+        return [*self._senders.values(), *(self.cuts.senders if self.cuts is not None else ())]
 
     def code_for(self, data: int) -> Code:
         """The code of pieces that make a stripe whole by `data`; one of another attempt's is made for it."""
@@ -230,8 +230,8 @@ class Member:
     def met(self, peer: str) -> None:
         """A peer is there for the first time, or has lost all that it had."""
         self._connected.add(peer)
-        for owner in self._all_owners():
-            owner.met(peer)
+        for sender in self._all_senders():
+            sender.met(peer)
         if peer == self._leader_node:
             self.send(peer, self._told, b"")
         if self._leader is not None:
@@ -245,23 +245,23 @@ class Member:
             return
         match message:
             case Open():
-                refusal = self._holder.open(message.window)
+                refusal = self._feed.open(message.window)
                 if refusal is not None:
                     self.send(peer, refusal, b"")
             case Put():
-                answer = self._holder.put(message.fragment, message.step, payload)
+                answer = self._feed.put(message.fragment, message.step, payload)
                 if answer is not None:
                     self.send(peer, answer, b"")
             case Abandon():
-                self._holder.abandon(message.owner, message.generation, message.record)
+                self._feed.abandon(message.owner, message.generation, message.record)
             case Stored():
-                for owner in self._all_owners():
-                    if owner.ranks == message.owner:
-                        owner.stored(peer, message)
+                for sender in self._all_senders():
+                    if sender.ranks == message.owner:
+                        sender.stored(peer, message)
             case NotStored():
-                for owner in self._all_owners():
-                    if owner.ranks == message.owner:
-                        owner.not_stored(peer, message, now)
+                for sender in self._all_senders():
+                    if sender.ranks == message.owner:
+                        sender.not_stored(peer, message, now)
             case Acknowledged():
                 self._lead(message)
             case Watermark():
@@ -279,14 +279,14 @@ class Member:
                     return f"private={window.private} is not as planned"
                 if window.cut and (window.private or not self.job.cadence):
                     return "no state by value of it is planned"
-                if window.mirror and (window.private or self.job.scheme != "mirror"):
-                    return "no mirror of it is planned"
+                if window.standby and (window.private or self.job.scheme != "mirror"):
+                    return "no standby replica of it is planned"
             case Put() | Abandon():
                 owner = message.fragment.owner if isinstance(message, Put) else message.owner
                 if self._kept.get(owner, ("", 0))[0] != peer:
                     return f"ranks {list(owner)} are not on it"
             case Stored() | NotStored():
-                own = self._owners.get(message.owner)
+                own = self._senders.get(message.owner)
                 if own is None or peer not in own.holders:
                     return f"it keeps nothing of ranks {list(message.owner)} for this node"
             case Acknowledged():
@@ -313,11 +313,11 @@ class Member:
 
     def _pass_led(self) -> None:
         """What the leader has said counts as whole only while it is heard."""
-        led, lifted = self._led, self._led.lifted or self._leader_node in self._away.nodes
-        whole = led.whole and not lifted and self._leader_node not in self.unheard
+        led, waits_suspended = self._led, self._led.waits_suspended or self._leader_node in self._away.nodes
+        whole = led.whole and not waits_suspended and self._leader_node not in self.unheard
         # It has got no further than this node has; its records may reach it after the leader's word has.
         record = min(led.record, max(self._told.record, self._told.cut))
-        self._pass(msgspec.structs.replace(led, record=record, whole=whole, lifted=lifted))
+        self._pass(msgspec.structs.replace(led, record=record, whole=whole, waits_suspended=waits_suspended))
 
     def _pass(self, watermark: Watermark) -> None:
         # A leader that has rejoined knows of no record at first.
@@ -325,13 +325,14 @@ class Member:
         if watermark == self.watermark:
             return
         self.watermark = watermark
-        self._strayed |= watermark.lifted or watermark.every > 0
-        self._holder.passed(watermark.record, watermark.whole)
-        for owner in self._owners.values():
-            owner.passed(watermark.record)
-            self._forget_virtual(owner)
+        self._out_of_reach |= watermark.waits_suspended or watermark.every > 0
+        self._feed.watermark_advanced(watermark.record, watermark.whole)
+        for sender in self._senders.values():
+            sender.watermark_advanced(watermark.record)
+            self._forget_virtual(sender)
         self._space_out(watermark)
-        self._passed(Passed(watermark.record, watermark.whole, watermark.lifted or watermark.every > 0))
+        suspended = watermark.waits_suspended or watermark.every > 0
+        self._watermark_advanced(WatermarkAdvanced(watermark.record, watermark.whole, suspended))
 
     def _space_out(self, watermark: Watermark) -> None:
         """Send records, or the state that is due in their place."""
@@ -346,17 +347,17 @@ class Member:
                 if watermark.cut == NONE_CAN_BE_HAD
                 else "links carry every record again"
             )
-        self.cuts.passed(watermark.record)
-        for ranks, owner in self._owners.items():
-            owner.proceeds = not self.job.wait or watermark.every > 0
-            owner.spaces = watermark.cut != NONE_CAN_BE_HAD and self._may_space(ranks)
-            owner.too_slow &= owner.spaces
-            if watermark.cut > 0 and not owner.paused:
-                owner.pause()
-            elif watermark.cut <= 0 and owner.paused and not owner.too_slow:
+        self.cuts.watermark_advanced(watermark.record)
+        for ranks, sender in self._senders.items():
+            sender.proceeds = not self.job.wait or watermark.every > 0
+            sender.spaces = watermark.cut != NONE_CAN_BE_HAD and self._may_space(ranks)
+            sender.too_slow &= sender.spaces
+            if watermark.cut > 0 and not sender.paused:
+                sender.pause()
+            elif watermark.cut <= 0 and sender.paused and not sender.too_slow:
                 # A leader that was replaced knows of no states: training waits again.
-                owner.go_on(awaited=self.job.wait and not watermark.every)
-            owner.too_slow &= watermark.cut <= 0
+                sender.go_on(awaited=self.job.wait and not watermark.every)
+            sender.too_slow &= watermark.cut <= 0
         if watermark.cut > 0:
             self._held_up.forget()
             self.cuts.order(watermark.cut)
@@ -366,17 +367,17 @@ class Member:
         source = self._sources.get(ranks)
         return self.cuts is not None and source is not None and source.spec.mode != "capture"
 
-    def _forget_virtual(self, owner: Owner) -> None:
+    def _forget_virtual(self, sender: Sender) -> None:
         """Once its base is acknowledged a replica goes on, and no virtual records can be cut from it."""
-        source = self._sources.get(owner.ranks)
-        if source is None or source.spec.mode != "eager" or owner.ranks in self._private:
+        source = self._sources.get(sender.ranks)
+        if source is None or source.spec.mode != "eager" or sender.ranks in self._private:
             return
-        window = owner.window
+        window = sender.window
         if window is not None and window.base <= self.watermark.record:
-            owner.give_up(window.generation)
+            sender.give_up(window.generation)
 
     def answer(self, answers: Iterable[tuple[str, WireMessage]]) -> None:
-        """What owners are to get of the mirrors here."""
+        """What owners are to get of the standby replicas here."""
         for node, message in answers:
             self.send(node, message, b"")
 
@@ -385,8 +386,8 @@ class Member:
     def begin(self, message: SendGeneration, regions: list[Region]) -> None:
         """A generation is complete on this node."""
         source = RegionSource(message.spec, message.number, message.base, regions, message.missing, message.plain)
-        owner = self._owners.get(message.ranks)
-        if owner is None:
+        sender = self._senders.get(message.ranks)
+        if sender is None:
             source.close()
             return
         for record, (step, meta, rank_states) in message.records.items():
@@ -412,7 +413,7 @@ class Member:
             static=sizes.static,
             history=message.history,
             spec=msgspec.msgpack.encode(spec),
-            mirror=self.job.scheme == "mirror" and not private and spec.mode != "capture",
+            standby=self.job.scheme == "mirror" and not private and spec.mode != "capture",
         )
         self._sources[message.ranks] = source
         standing = 1 + spec.trails if spec.mode == "eager" else 0  # as where training waits for room
@@ -420,36 +421,36 @@ class Member:
         self._reach[message.ranks] = self._ahead[message.ranks] * sizes.every
         records = [record for record in sorted(message.records) if not private or record >= message.base]
         own = _OwnSource(source, "private" if private else "all")
-        owner.spaces = self.watermark.cut != NONE_CAN_BE_HAD and self._may_space(message.ranks)
-        owner.begin(Outgoing(window, own, records, source.layout.ring))
+        sender.spaces = self.watermark.cut != NONE_CAN_BE_HAD and self._may_space(message.ranks)
+        sender.begin(Outgoing(window, own, records, source.layout.ring))
 
     def committed(self, message: SendRecord) -> None:
         """A record is whole on this node."""
         source = self._sources.get(message.ranks)
         if source is not None:
             source.note(message.record, message.step, message.meta, message.rank_states)
-            self._owners[message.ranks].committed(message.record)
-            if message.ranks == next(iter(self._owners)):
+            self._senders[message.ranks].committed(message.record)
+            if message.ranks == next(iter(self._senders)):
                 self._held_up.committed()
 
     def give_up(self, message: GiveUp) -> None:
         """What a generation begins with cannot be sent any more."""
-        owner = self._owners.get(message.ranks)
-        if owner is not None:
-            owner.give_up(message.generation)
+        sender = self._senders.get(message.ranks)
+        if sender is not None:
+            sender.give_up(message.generation)
 
     # Work
 
     def work(self, now: float) -> None:
         """Send some of what is due, if it may go now, and say how far all is."""
-        for owner in self._all_owners():
-            owner.retry(now)
+        for sender in self._all_senders():
+            sender.retry(now)
         if self.cuts is not None:
             self.cuts.work()
         self._paused_until = 0.0
         self._note_waiting(now)
         self.pacer.in_flight(self._transport.in_flight_bytes)
-        if any(owner.wants for owner in self._all_owners()):
+        if any(sender.wants for sender in self._all_senders()):
             self._tell_pacer()
             piece = self.pacer.piece(_PUMP_BYTES)
             delay = self.pacer.delay(piece, now)
@@ -476,15 +477,15 @@ class Member:
         if not self.job.wait:
             return
         owing: dict[str, Hashable] = {}
-        for owner in self._owners.values():
-            for holder, progress in owner.owing(self._transport.progress).items():
+        for sender in self._senders.values():
+            for holder, progress in sender.owing(self._transport.progress).items():
                 owing[holder] = owing.get(holder), progress
         before = self._overdue.nodes
         # Of one that is not heard at all nobody knows whether it is lost: that is the leader's to judge.
         self._overdue.look({node: one for node, one in owing.items() if node not in self.unheard}, now)
         self._tell_overdue(before, self._overdue.nodes, "acknowledges nothing")
-        newest = max((owner.newest or 0 for owner in self._owners.values()), default=0)
-        before, every = self._away.nodes, max((one.every for one in self._owners.values()), default=1)
+        newest = max((sender.newest or 0 for sender in self._senders.values()), default=0)
+        before, every = self._away.nodes, max((one.every for one in self._senders.values()), default=1)
         self._away.look(
             {node: at for node, at in self._transport.heard().items() if self.knows(node)}, newest, every, now
         )
@@ -504,44 +505,44 @@ class Member:
 
     def _how_far(self) -> Acknowledged:
         """What the leader is to know of this node."""
-        record = min((owner.acknowledged for owner in self._owners.values()), default=self._told.record)
-        late = [ranks for ranks in self._owners if self._late(ranks)]
-        self._strayed &= self.watermark.lifted or self.watermark.every > 0 or bool(late)
+        record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
+        late = [ranks for ranks in self._senders if self._late(ranks)]
+        self._out_of_reach &= self.watermark.waits_suspended or self.watermark.every > 0 or bool(late)
         # While training here does not wait it may get too far ahead of others at any time.
-        whole = not self.watermark.lifted and all(
-            owner.whole and self.unheard.isdisjoint(owner.holders) and ranks not in late
-            for ranks, owner in self._owners.items()
+        whole = not self.watermark.waits_suspended and all(
+            sender.whole and self.unheard.isdisjoint(sender.holders) and ranks not in late
+            for ranks, sender in self._senders.items()
         )
-        since = max((owner.since for owner in self._owners.values()), default=record)
-        anew = self._rejoined and any(owner.newest is None for owner in self._owners.values())
-        away = any(not self._away.nodes.isdisjoint(owner.holders) for owner in self._owners.values())
+        since = max((sender.since for sender in self._senders.values()), default=record)
+        anew = self._rejoined and any(sender.newest is None for sender in self._senders.values())
+        away = any(not self._away.nodes.isdisjoint(sender.holders) for sender in self._senders.values())
         lost = anew or self._leaving or (self.job.wait and bool(self.deserted or self._overdue.nodes or away))
         if self.cuts is None:
             return Acknowledged(self._node, record, since, whole, lost)
-        newest = max((owner.newest or 0 for owner in self._owners.values()), default=0)
+        newest = max((sender.newest or 0 for sender in self._senders.values()), default=0)
         if self._leader is not None:
             self._leader.newest = newest
         mark = self.watermark
         held = self.cuts.hold(mark.record)
         if (mark.every or held) and not (whole and record > mark.record):
             # Until all records are there that a later state takes, it is the one sent by value that counts.
-            heard = all(self.unheard.isdisjoint(owner.holders) for owner in self._owners.values())
+            heard = all(self.unheard.isdisjoint(sender.holders) for sender in self._senders.values())
             record = since = mark.record
-            whole = held and heard and not mark.lifted
+            whole = held and heard and not mark.waits_suspended
         elif mark.every or held:
-            since = max(owner.reaches_from for owner in self._owners.values())
-        behind = any(owner.too_slow for owner in self._owners.values())
+            since = max(sender.reaches_from for sender in self._senders.values())
+        behind = any(sender.too_slow for sender in self._senders.values())
         behind |= self.job.wait and not mark.every and self._held_up.too_long
         # Not before that record: storage may be served just now, and what comes next is not to be missed, too.
         missed = self.cuts.missed if newest >= self.cuts.missed else 0
         return Acknowledged(self._node, record, since, whole, lost, behind, self.cuts.acknowledged, missed)
 
     def _pump(self, limit: int) -> int:
-        """Send a piece, of the owners in turns; returns the bytes."""
+        """Send a piece, of the senders in turns; returns the bytes."""
         sent = 0
-        for owner in list(self._turns):
+        for sender in list(self._turns):
             self._turns.rotate(-1)
-            sent += owner.pump(limit - sent)
+            sent += sender.pump(limit - sent)
             if sent >= limit:
                 break
         return sent
@@ -553,28 +554,28 @@ class Member:
 
     def _late(self, ranks: tuple[int, ...]) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
-        owner = self._owners[ranks]
+        sender = self._senders[ranks]
         if self.cuts is not None and self.cuts.hold(self.watermark.record):
             return False
-        if owner.newest is None or ranks not in self._reach or (self.job.wait and not self._strayed):
+        if sender.newest is None or ranks not in self._reach or (self.job.wait and not self._out_of_reach):
             return False
-        known = self.watermark.record if self.job.wait else owner.acknowledged
-        return owner.newest - known >= self._reach[ranks]
+        known = self.watermark.record if self.job.wait else sender.acknowledged
+        return sender.newest - known >= self._reach[ranks]
 
     def _tell_pacer(self) -> None:
-        owners = self._owners.values()
-        needed = sum(owner.bytes_per_step for owner in owners)
-        record = sum(owner.record_bytes for owner in owners)
-        waiting = sum(owner.waiting_bytes for owner in owners)
+        senders = self._senders.values()
+        needed = sum(sender.bytes_per_step for sender in senders)
+        record = sum(sender.record_bytes for sender in senders)
+        waiting = sum(sender.waiting_bytes for sender in senders)
         # Where training waits for what is acknowledged, it does so long before peers have no room.
         records = (
-            min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in owners), default=0)
+            min(self._ahead.values(), default=0) if self.job.wait else max((one.kept for one in senders), default=0)
         )
         self.pacer.needs(needed, waiting, record * records or None)
 
     def _note_waiting(self, now: float) -> None:
         """Tell the pacer for how long training has waited for acknowledgements by now."""
-        newest = {ranks: owner.newest for ranks, owner in self._owners.items()}
+        newest = {ranks: sender.newest for ranks, sender in self._senders.items()}
         waits = (
             self.job.wait
             and not self.watermark.every
@@ -594,9 +595,9 @@ class Member:
         """Seconds until there is something to do without anything arriving."""
         if self.loopback or (self.cuts is not None and self.cuts.busy):
             return 0.0
-        if any(owner.wants for owner in self._all_owners()):
+        if any(sender.wants for sender in self._all_senders()):
             return max(0.0, self._paused_until - now)
-        times = [at - now for owner in self._all_owners() if (at := owner.retry_at()) is not None]
+        times = [at - now for sender in self._all_senders() if (at := sender.retry_at()) is not None]
         return max(0.0, min(times, default=60.0))
 
     # What is shown
@@ -609,39 +610,39 @@ class Member:
             recovering: what is being fetched, in words; empty if nothing is.
         """
         job = self.job
-        owners = list(self._owners.values())
+        senders = list(self._senders.values())
         code = f"k={job.data}, m={job.tolerate}" if job.data > 1 else f"{job.tolerate + 1} copies"
-        sizes = [owner.last_record_bytes for owner in owners if owner.last_record_bytes is not None]
+        sizes = [sender.last_record_bytes for sender in senders if sender.last_record_bytes is not None]
         pace = self.pacer.state()
         return PeersStatus(
             scheme=f"mirror, {job.tolerate + 1} copies" if job.scheme == "mirror" else f"erasure code, {code}",
             security=security,
             ack="wait" if job.wait else "proceed",
             watermark=self.watermark.record if self.watermark.record else None,
-            acknowledged=tuple((owner.ranks, record) for owner in owners if (record := self._newest_of(owner))),
+            acknowledged=tuple((sender.ranks, record) for sender in senders if (record := self._newest_of(sender))),
             protected=self.watermark.whole,
             problem=self._problem(),
-            held_bytes=self._holder.nbytes,
-            kept=self._holder.kept(),
+            held_bytes=self._feed.nbytes,
+            kept=self._feed.kept(),
             links=self._links(),
             bytes_sent=self._transport.bytes_sent,
             bytes_per_record=float(sum(sizes)) if sizes else None,
             rate_limit_bytes_per_second=pace.rate_limit_bytes_per_second,
             pace=pace.reason,
             refused=sum(self._transport.refused.values()) + sum(self.refused.values()),
-            gap=next((owner.gap for owner in owners if owner.gap is not None), None),
+            gap=next((sender.gap for sender in senders if sender.gap is not None), None),
             recovering=recovering,
             every=self.watermark.every,
         )
 
-    def _newest_of(self, owner: Owner) -> int:
+    def _newest_of(self, sender: Sender) -> int:
         """The newest record of a unit's that all its holders have, or whose state they have."""
-        return max(owner.acknowledged, self.cuts.acknowledged_of(owner.ranks) if self.cuts is not None else 0)
+        return max(sender.acknowledged, self.cuts.acknowledged_of(sender.ranks) if self.cuts is not None else 0)
 
     def _links(self) -> tuple[PeerLinkStatus, ...]:
         problems: dict[str, str] = {}
-        for owner in self._all_owners():
-            problems |= owner.problems
+        for sender in self._all_senders():
+            problems |= sender.problems
         return tuple(
             PeerLinkStatus(
                 node=node,
@@ -656,13 +657,13 @@ class Member:
     def _problem(self) -> str:
         """Why not every node can be lost, in words; empty if each can."""
         if self.watermark.whole:
-            problem = self._holder.problem
+            problem = self._feed.problem
             return f"plain copies are kept here in place of replicas: {problem}" if problem else ""
         if self.deserted:
             return f"training goes on without the peers of this node: {self.deserted}"
-        for owner in self._all_owners():
-            for holder, problem in owner.problems.items():
-                return f"{holder} does not keep the records of ranks {list(owner.ranks)}: {problem}"
+        for sender in self._all_senders():
+            for holder, problem in sender.problems.items():
+                return f"{holder} does not keep the records of ranks {list(sender.ranks)}: {problem}"
         if left := self._overdue.nodes | self._away.nodes:
             return f"training does not wait for {', '.join(sorted(left))}, of which nothing comes"
         silent = [link.node for link in self._links() if not link.connected]
@@ -670,7 +671,7 @@ class Member:
             return f"nothing is heard of {', '.join(silent)}"
         if self.cuts is not None and self.cuts.ordered > self.cuts.acknowledged and self.cuts.problem:
             return f"the state after record {self.cuts.ordered} is not copied: {self.cuts.problem}"
-        if any(self._late(ranks) for ranks in self._owners):
+        if any(self._late(ranks) for ranks in self._senders):
             return "training is so far ahead of its peers that it cannot go back to what they have"
         if self._leader is not None and (missing := self._leader.missing()):
             return f"the records of {', '.join(missing)} are not with all their peers yet"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.agent.group_state import Holding
-from memckpt.agent.group_states import Holdings
+from memckpt.agent.group_state import GroupState
+from memckpt.agent.group_states import GroupStates
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
@@ -43,11 +43,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 @dataclass
 class Unit:
-    """Ranks that share a holding, and what they have committed: records that can be gone back to, by rank."""
+    """Ranks that share a group, and what they have committed: records that can be gone back to, by rank."""
 
     ranks: tuple[int, ...]
     world_size: int
-    holding: Holding = field(init=False)
+    group: GroupState = field(init=False)
     spec: StateSpec = field(init=False)
     attempt: Attempt = field(init=False)
     told: list[Message] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Unit:
     def __post_init__(self) -> None:
         self.spec = msgspec.structs.replace(spec_of(self.ranks, self.world_size), replicas=self.ranks)
         self.attempt = Attempt("n", self.world_size, tuple(range(self.world_size)))
-        self.holding = Holding(
+        self.group = GroupState(
             "n",
             self.ranks,
             f"n.rank{self.ranks[0]}",
@@ -68,7 +68,7 @@ class Unit:
 
     def begins(self, rank: int, record: int) -> None:
         """A rank writes its part of a generation that begins after a record."""
-        generation = self.holding.prepare(rank, Prepare(self.spec, T1, 1, None, False, record))
+        generation = self.group.prepare(rank, Prepare(self.spec, T1, 1, None, False, record))
         metas = tuple(
             encode_meta(RecordMeta(virtual, record, True))
             for virtual in range(record - self.spec.period + 1, record + 1)
@@ -76,16 +76,16 @@ class Unit:
         for virtual in range(record - self.spec.period + 1, record + 1):
             generation.ring.seal(virtual, rank)
         message = GenerationCommit(generation.number, record, record, b"state", metas if rank == self.ranks[0] else ())
-        self.holding.generation_committed(rank, message)
+        self.group.generation_committed(rank, message)
 
     def commits(self, rank: int, record: int) -> None:
-        held = self.holding._building.generation
-        held = held if held is not None and held.started_by(rank) else self.holding.held
+        held = self.group._pending.generation
+        held = held if held is not None and held.started_by(rank) else self.group.held
         assert held is not None
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
         held.ring.seal(record, rank)
         message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")
-        self.holding.commit(rank, message, self.attempt)
+        self.group.commit(rank, message, self.attempt)
 
 
 @pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)]], ids=["a-rank-each", "two-share"])
@@ -130,19 +130,19 @@ def test_whenever_a_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
                     kept[rank].add(record)
             done[rank] = record
         expected = max(set.intersection(*kept.values()), default=None)
-        found = common_records([one.holding.inventory(None) for one in job])
+        found = common_records([one.group.inventory(None) for one in job])
         assert max(found, default=None) == expected, (fates, done)
         if expected is not None:
             for one in job:
-                one.holding.begin_attempt()
-                _, prepared = one.holding.resume(Resume(expected, Timeline(2, "b"), 1.0))
+                one.group.begin_attempt()
+                _, prepared = one.group.resume(Resume(expected, Timeline(2, "b"), 1.0))
                 assert prepared.record == expected
                 assert len(prepared.metas) == one.spec.period
-                assert list(one.holding.standing_still())[-1] == expected
-                assert not one.holding.before
+                assert list(one.group.standing_still())[-1] == expected
+                assert not one.group.before
     finally:
         for one in job:
-            one.holding.close()
+            one.group.close()
 
 
 def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_one() -> None:
@@ -151,17 +151,17 @@ def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_
         one.begins(0, 1)
         one.commits(0, 2)
         one.begins(0, 3)
-        assert list(one.holding.standing_still()) == [1, 2, 3]
-        both = one.holding.nbytes
+        assert list(one.group.standing_still()) == [1, 2, 3]
+        both = one.group.nbytes
         # Other ranks may find two records later that they have not agreed on the start of theirs.
         for record in (4, 5, 6):
             one.commits(0, record)
-            assert list(one.holding.standing_still()) == list(range(1, record + 1))
+            assert list(one.group.standing_still()) == list(range(1, record + 1))
         one.commits(0, 7)
-        assert list(one.holding.standing_still()) == [4, 5, 6, 7]
-        assert one.holding.nbytes == both // 2
+        assert list(one.group.standing_still()) == [4, 5, 6, 7]
+        assert one.group.nbytes == both // 2
     finally:
-        one.holding.close()
+        one.group.close()
 
 
 def test_alone_it_keeps_one_generation() -> None:
@@ -169,9 +169,9 @@ def test_alone_it_keeps_one_generation() -> None:
     try:
         one.begins(0, 1)
         one.begins(0, 2)
-        assert list(one.holding.standing_still()) == [2]
+        assert list(one.group.standing_still()) == [2]
     finally:
-        one.holding.close()
+        one.group.close()
 
 
 def test_going_back_behind_the_newer_generation_drops_it() -> None:
@@ -180,32 +180,32 @@ def test_going_back_behind_the_newer_generation_drops_it() -> None:
         one.begins(0, 1)
         one.commits(0, 2)
         one.begins(0, 3)
-        (before,) = one.holding.before
-        one.holding.begin_attempt()
-        generation, prepared = one.holding.resume(Resume(2, Timeline(2, "b"), 1.0))
-        assert generation is before is one.holding.held
+        (before,) = one.group.before
+        one.group.begin_attempt()
+        generation, prepared = one.group.resume(Resume(2, Timeline(2, "b"), 1.0))
+        assert generation is before is one.group.held
         assert prepared.generation == 1
-        record = one.holding.inventory(None)
+        record = one.group.inventory(None)
         assert record.records == (1, 2)
         assert record.history == (Branch(T1, 2), Branch(Timeline(2, "b"), None))
         with pytest.raises(AgentError, match="different records: 2 and 1"):
-            one.holding.resume(Resume(1, Timeline(2, "b"), 1.0))
+            one.group.resume(Resume(1, Timeline(2, "b"), 1.0))
     finally:
-        one.holding.close()
+        one.group.close()
 
 
-def introduced(*units: tuple[int, ...]) -> Holdings:
-    """A node's holdings after ranks of these units have come."""
-    holdings = Holdings("n", lambda ranks: nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+def introduced(*units: tuple[int, ...]) -> GroupStates:
+    """A node's groups after ranks of these units have come."""
+    groups = GroupStates("n", lambda ranks: nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
     for unit in units:
-        holdings.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
-    return holdings
+        groups.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
+    return groups
 
 
-def hold(holdings: Holdings, unit: tuple[int, ...], records: int) -> None:
+def hold(groups: GroupStates, unit: tuple[int, ...], records: int) -> None:
     one = Unit(unit, 2)
-    one.holding.close()
-    one.holding = holdings[unit]
+    one.group.close()
+    one.group = groups[unit]
     one.begins(unit[0], 1)
     for record in range(2, records + 1):
         one.commits(unit[0], record)
@@ -213,27 +213,27 @@ def hold(holdings: Holdings, unit: tuple[int, ...], records: int) -> None:
 
 def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held() -> None:
     """It had other units; all ranks of the one before are still there, one of them a record ahead."""
-    holdings = introduced((0,), (1,), (0, 1))
+    groups = introduced((0,), (1,), (0, 1))
     try:
-        hold(holdings, (0,), 3)
-        hold(holdings, (1,), 2)
-        assert holdings.common() == 2
-        holdings.save_held(as_checkpoint=False)
-        holdings.save_asked()
-        holdings.begin_attempt()
-        assert sorted(one.ranks for one in holdings) == [(0,), (1,)]
+        hold(groups, (0,), 3)
+        hold(groups, (1,), 2)
+        assert groups.common() == 2
+        groups.save_held(as_checkpoint=False)
+        groups.save_asked()
+        groups.begin_attempt()
+        assert sorted(one.ranks for one in groups) == [(0,), (1,)]
     finally:
-        holdings.close()
+        groups.close()
 
 
 def test_all_are_told_as_early_as_the_one_that_was_told_too_late() -> None:
-    holdings = introduced((0,), (1,))
+    groups = introduced((0,), (1,))
     try:
-        leads = {one.ranks: one.saver._snapshots.lead for one in holdings}
-        holdings[(0,)].saver._snapshots.hurry()
-        assert [one.saver._snapshots.lead for one in holdings] == [2 * leads[0,]] * 2
+        leads = {one.ranks: one.saver._snapshots.lead for one in groups}
+        groups[(0,)].saver._snapshots.hurry()
+        assert [one.saver._snapshots.lead for one in groups] == [2 * leads[0,]] * 2
     finally:
-        holdings.close()
+        groups.close()
 
 
 def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:
@@ -255,34 +255,34 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._processes: list[Process] = []
-        self.holdings = Holdings("n", lambda ranks: nothing, nothing, self._start, nothing)
+        self.groups = GroupStates("n", lambda ranks: nothing, nothing, self._start, nothing)
 
     def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
         self._processes.append(Process(received, ended))
         return cast("HelperProcess", self._processes[-1])
 
     def begins(self, rank: int) -> None:
-        self.holdings.begin_attempt()
-        self.holdings.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
+        self.groups.begin_attempt()
+        self.groups.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
 
     def trains(self, rank: int, timeline: Timeline) -> None:
-        self.holdings.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
+        self.groups.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
         self._hold(rank)
 
     def adopts(self, rank: int) -> None:
-        self.holdings.adopt((rank,))
+        self.groups.adopt((rank,))
         self._hold(rank)
 
     def _hold(self, rank: int) -> None:
         filled = Filled(spec=spec_of((rank,), 2))
         for _ in range(2):
             filled.commit()
-        self.holdings[rank,].take_over(filled.held, ())
+        self.groups[rank,].take_over(filled.held, ())
 
     def saves(self) -> dict[tuple[int, ...], tuple[str, Timeline]]:
         """The name and the timeline of each unit's part."""
         answers: list[Saved | SaveFailed] = []
-        self.holdings.save_record(2, "elsewhere", answers.append)
+        self.groups.save_record(2, "elsewhere", answers.append)
         parts = [(process, process.sent.pop().part) for process in self._processes if process.sent]
         for process, part in parts:
             process.received(Saved(part.step, part.record, 0, 0.0, 0.0, part.timeline))
@@ -306,12 +306,12 @@ def test_a_part_of_adopted_ranks_has_a_name_of_its_own(own: int, adopted: int, n
         node.begins(1 - now)  # that attempt got no further
         node.adopts(adopted)
         assert node.saves() == both
-        node.holdings.discard(Attempt("n", 1, ()))
+        node.groups.discard(Attempt("n", 1, ()))
         node.begins(now)
         node.trains(now, T2)
         assert node.saves() == {(now,): ("n", T2)}
     finally:
-        node.holdings.close()
+        node.groups.close()
 
 
 def test_adopted_ranks_are_written_for_the_last_attempt_though_the_node_had_them_in_an_earlier_one(
@@ -327,12 +327,12 @@ def test_adopted_ranks_are_written_for_the_last_attempt_though_the_node_had_them
         node.adopts(1)
         assert node.saves() == {(0,): ("n", T2), (1,): ("n.rank1", T2)}
     finally:
-        node.holdings.close()
+        node.groups.close()
 
 
 def test_nothing_is_adopted_where_no_trainers_were(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.begins(0)
     with pytest.raises(AgentError, match="expected trainers of the last attempt to have been on node n, found none"):
-        node.holdings.adopt((0,))
-    node.holdings.close()
+        node.groups.adopt((0,))
+    node.groups.close()

@@ -10,7 +10,7 @@ import pytest
 
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
-from memckpt.node.pending_generation import Building, Difference
+from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import Begin, GenerationCommit, Message, NeedGeneration, Prepare
 from memckpt.session.agent_client import AgentClient
@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.gone: list[str] = []
-        self.building = Building(lambda message: None, self.gone.append)
+        self.building = PendingGeneration(lambda message: None, self.gone.append)
 
     def prepare(self, rank: int, record: int, spec: StateSpec = PLAIN) -> tuple[int, Difference | None]:
         """The number of the generation that the rank gets, and what it is told to bring together."""

@@ -1,4 +1,4 @@
-"""What tests of mirrors look at."""
+"""What tests of standby replicas look at."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from memckpt.replication.transport.wire import NotStored, Stored
 from memckpt.state.records import HeldRecords
 from tests.engine_optimizers import Momentum
-from tests.mirror_pair import Pair, Strict
+from tests.standby_pair import Pair, Strict
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda params: torch.optim.Adam(params, lr=0.01),
@@ -39,7 +39,7 @@ def stored(one: Pair) -> list[int]:
 
 
 def check_all(one: Pair, held: Sequence[HeldRecords]) -> list[int]:
-    """Everything that the mirror's node says it can produce is right; which records these are."""
+    """Everything that the standby replica's node says it can produce is right; which records these are."""
     records = [record for each in held for record in each.records]
     for record in records:
         one.check(record)

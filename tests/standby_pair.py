@@ -1,4 +1,4 @@
-"""An owner and its mirror in one process: a training whose records go to another node's agent and replicator.
+"""An owner and its standby replica in one process: a training whose records go to another node's agent and replicator.
 
 What would run in other processes and over the network happens here in the order that a test wants; only the replicas'
 threads are their own.
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memckpt.agent.replication.standbys import Mirrors
+from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.slot_writer import SlotWriter
@@ -22,21 +22,21 @@ from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
 from memckpt.node.replica import Replica
 from memckpt.protocol.standby import (
-    CloseMirror,
-    MirrorApplied,
-    MirrorFailed,
-    MirrorOpened,
-    MirrorRecord,
-    MirrorRefused,
-    MirrorSkip,
-    OpenMirror,
+    CloseStandby,
+    OpenStandby,
+    StandbyApplied,
+    StandbyFailed,
+    StandbyOpened,
+    StandbyRecord,
+    StandbyRefused,
+    StandbySkip,
 )
 from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.replication.coding.code import Code
-from memckpt.replication.keeping.fragment_store import Holder
-from memckpt.replication.keeping.sender import Outgoing, Owner
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.sender import Outgoing, Sender
 from memckpt.replication.process.source import RegionSource
-from memckpt.replication.process.standby_feed import Mirroring
+from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 from memckpt.state import codec
 from memckpt.state.layout import StateSpec
@@ -138,7 +138,7 @@ class Training:
         )
         metas, missing, plain = self.writer.start_generation(self.record)
         self.writer.seal_generation(self.record)
-        self.held.gate = self.record
+        self.held.redo_limit = self.record
         state = f"state {self.record}".encode()
         self.held.start(
             RANKS[0], GenerationCommit(self.number, self.record, 10 * self.record, state, metas, missing, plain)
@@ -211,7 +211,7 @@ def wait_idle(replica: Replica) -> None:
 
 
 class Pair:
-    """A training, and a node that mirrors it.
+    """A training, and a node that standby replicas it.
 
     Attributes:
         watermark: as all nodes know it.
@@ -226,20 +226,20 @@ class Pair:
         self.training = Training(mode, make_optimizer, base, trails)
         self._wire: deque[tuple[WireMessage, bytes]] = deque()
         self._code = Code(1, 1)
-        self.owner = Owner(RANKS, self._code, ["m"], self._sent, lambda node: 1 << 30, base)
+        self.owner = Sender(RANKS, self._code, ["m"], self._sent, lambda node: 1 << 30, base)
         self._source: RegionSource | None = None
         self._told_agent: deque[Message] = deque()
         self._said: deque[Any] = deque()
         self._watermark_known = True
-        self.mirrors, self.mirroring = self._make_node(base)
+        self.standbys, self.standby_feed = self._make_node(base)
         self._given_up: set[str] = set()
         self.send_generation()
         self.owner.met("m")
 
     def close(self) -> None:
         self.owner.close()
-        self.mirroring.leave()
-        self.mirrors.close()
+        self.standby_feed.leave()
+        self.standbys.close()
         self.training.close()
 
     # The owner's node
@@ -278,7 +278,7 @@ class Pair:
             static=True,
             history=HISTORY,
             spec=codec_of(held.spec),
-            mirror=True,
+            standby=True,
         )
         self.owner.begin(Outgoing(window, self._source, sorted(records)))
 
@@ -292,7 +292,7 @@ class Pair:
         """Train a record, if training need not wait."""
         if not self.may_train:
             return False
-        self._open_gate()
+        self._raise_redo_limit()
         self.training.step()
         held = self.training.held
         record = held.log_record(self.training.record)
@@ -302,17 +302,17 @@ class Pair:
         self.owner.committed(record.record)
         return True
 
-    def _open_gate(self) -> None:
+    def _raise_redo_limit(self) -> None:
         held = self.training.held
         assert held.base is not None
-        gate = self.watermark
+        redo_limit = self.watermark
         if not self.wait:
             needed = self.training.record + 1 - self.training.slots + held.spec.trails
             if self.watermark < held.base < needed and self.generation not in self._given_up:
                 self.owner.give_up(self.generation)
                 self._given_up.add(self.generation)
-            gate = max(gate, needed)
-        held.open_gate(gate)
+            redo_limit = max(redo_limit, needed)
+        held.raise_redo_limit(redo_limit)
 
     def _sent(self, node: str, message: WireMessage, payload: memoryview | bytes) -> None:
         self._wire.append((message, bytes(payload)))
@@ -320,27 +320,27 @@ class Pair:
     def send(self, limit: int = 1 << 30) -> None:
         self.owner.pump(limit)
 
-    # The mirror's node
+    # The standby replica's node
 
-    def _make_node(self, record: int | None) -> tuple[Mirrors, Mirroring]:
-        mirrors = Mirrors("m", lambda key, message: self._said.append((key, message)), lambda: 0)
+    def _make_node(self, record: int | None) -> tuple[StandbyReplicas, StandbyFeed]:
+        standbys = StandbyReplicas("m", lambda key, message: self._said.append((key, message)), lambda: 0)
         kind = type(self.training.optimizer)
-        mirrors.optimizers = frozenset([f"{kind.__module__}.{kind.__qualname__}"])
-        mirrors.begin("a", record, None, 1)
-        mirroring = Mirroring(Holder("m", _Room), self._ask, self._told_agent.append)
-        mirroring.begin("a", record, self._code)
-        return mirrors, mirroring
+        standbys.optimizers = frozenset([f"{kind.__module__}.{kind.__qualname__}"])
+        standbys.begin("a", record, None, 1)
+        standby_feed = StandbyFeed(FragmentStore("m", _Room), self._ask, self._told_agent.append)
+        standby_feed.begin("a", record, self._code)
+        return standbys, standby_feed
 
     def replace_agent(self) -> None:
         """It dies, and with it its replicator. Another one is told of a watermark when this training has got past
         it.
         """
-        self.mirroring.leave()
-        self.mirrors.close()
+        self.standby_feed.leave()
+        self.standbys.close()
         self._told_agent.clear()
         self._said.clear()
         self._watermark_known = False
-        self.mirrors, self.mirroring = self._make_node(None)
+        self.standbys, self.standby_feed = self._make_node(None)
         self.lose()
 
     def deliver(self, count: int = 1 << 30) -> int:
@@ -351,11 +351,11 @@ class Pair:
             brought += 1
             match message:
                 case Open():
-                    self._answer(self.mirroring.open(message.window))
+                    self._answer(self.standby_feed.open(message.window))
                 case Put():
-                    self._answer(self.mirroring.put(message.fragment, message.step, payload))
+                    self._answer(self.standby_feed.put(message.fragment, message.step, payload))
                 case Abandon():
-                    self.mirroring.abandon(message.owner, message.generation, message.record)
+                    self.standby_feed.abandon(message.owner, message.generation, message.record)
         return brought
 
     def lose(self) -> None:
@@ -376,35 +376,35 @@ class Pair:
         self.now += 10.0
         self.owner.retry(self.now)
 
-    def _ask(self, message: OpenMirror) -> tuple[MirrorOpened, list[Region]] | MirrorRefused:
-        answer, fds = self.mirrors.open(message)
-        if isinstance(answer, MirrorRefused):
+    def _ask(self, message: OpenStandby) -> tuple[StandbyOpened, list[Region]] | StandbyRefused:
+        answer, fds = self.standbys.open(message)
+        if isinstance(answer, StandbyRefused):
             return answer
         return answer, [Region.open(os.dup(fd)) for fd in fds]
 
     def agent(self, count: int = 1 << 30) -> None:
-        """The mirror's agent takes so many messages of its replicator."""
+        """The standby replica's agent takes so many messages of its replicator."""
         while self._told_agent and count:
             count -= 1
             match self._told_agent.popleft():
-                case MirrorRecord() as record:
-                    self._hear(self.mirrors.record(record))
-                case MirrorSkip() as skipped:
-                    self.mirrors.skip(skipped)
-                case CloseMirror() as closed:
-                    self.mirrors.close_one(closed)
+                case StandbyRecord() as record:
+                    self._hear(self.standbys.record(record))
+                case StandbySkip() as skipped:
+                    self.standbys.skip(skipped)
+                case CloseStandby() as closed:
+                    self.standbys.close_one(closed)
 
     def redo(self) -> None:
         """Redo goes on as far as it may, and the replicator hears of it."""
-        for mirror in list(self.mirrors._all.values()):
-            assert mirror.generation.replica is not None
-            wait_idle(mirror.generation.replica)
+        for standby in list(self.standbys._all.values()):
+            assert standby.generation.replica is not None
+            wait_idle(standby.generation.replica)
         while self._said:
-            self._hear(self.mirrors.told(*self._said.popleft()))
+            self._hear(self.standbys.told(*self._said.popleft()))
 
-    def _hear(self, news: MirrorApplied | MirrorFailed | None) -> None:
+    def _hear(self, news: StandbyApplied | StandbyFailed | None) -> None:
         if news is not None:
-            for _, answer in self.mirroring.heard(news):
+            for _, answer in self.standby_feed.heard(news):
                 assert isinstance(answer, (Stored, NotStored))
                 self._answer(answer)
 
@@ -412,12 +412,12 @@ class Pair:
         """All nodes learn what is acknowledged."""
         if self.owner.acknowledged > self.watermark:
             self.watermark = self.owner.acknowledged
-        self.owner.passed(self.watermark)
+        self.owner.watermark_advanced(self.watermark)
         self._watermark_known |= self.owner.acknowledged == self.training.record
         if self._watermark_known:
-            self.mirroring.passed(self.watermark, self.owner.whole)
-            self.mirrors.passed(self.watermark, self.owner.whole)
-        self._open_gate()
+            self.standby_feed.watermark_advanced(self.watermark, self.owner.whole)
+            self.standbys.watermark_advanced(self.watermark, self.owner.whole)
+        self._raise_redo_limit()
 
     def settle(self) -> None:
         """All that is on its way arrives, and all of it is redone."""
@@ -432,18 +432,20 @@ class Pair:
     # The end
 
     def end(self) -> list[HeldRecords]:
-        """The owner's node is lost, the attempt over: what the mirror's node can produce."""
+        """The owner's node is lost, the attempt over: what the standby replica's node can produce."""
         self.agent()
-        self.mirroring.halt()
+        self.standby_feed.halt()
         self.agent()
-        self.mirrors.halt()
-        return list(self.mirrors.inventory(lambda ranks: None))
+        self.standbys.halt()
+        return list(self.standbys.inventory(lambda ranks: None))
 
     def check(self, record: int) -> None:
-        """The mirror's state after a record is that of the training, bit for bit; later ones can be asked for then."""
-        mirror = self.mirrors.find(RANKS, record, HISTORY)
-        assert mirror is not None
-        held = mirror.generation
+        """The standby replica's state after a record is that of the training, bit for bit; later ones can be asked for
+        then.
+        """
+        standby = self.standbys.find(RANKS, record, HISTORY)
+        assert standby is not None
+        held = standby.generation
         assert held.replica is not None
         held.replica.advance_to(record)
         held.replica.freeze()

@@ -15,7 +15,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import Fragment, seal_stripe
-from memckpt.replication.keeping.fragment_store import Holder
+from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import SLOTS, Keeper, Place, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.layout import Shard, TensorSpec
@@ -38,8 +38,8 @@ class Shelf:
     def __init__(self, limit: int = 1 << 30, keeper: Keeper | None = None) -> None:
         self.limit = limit
         self.rooms: list[MemoryRoom] = []
-        self.holder = Holder("n", self.reserve, keeper)
-        self.holder.begin("a1", 0, CODE)
+        self.fragment_store = FragmentStore("n", self.reserve, keeper)
+        self.fragment_store.begin("a1", 0, CODE)
 
     def reserve(self, nbytes: int) -> MemoryRoom:
         if nbytes > self.limit:
@@ -59,11 +59,11 @@ class Shelf:
         for stripe in range(stripes):
             size = STRIPE_BYTES if stripe < stripes - 1 else 100
             fragment, payload = sealed(record, stripe, stripes, (content * size)[:size], **other)
-            said.append(self.holder.put(fragment, 100 + record, payload))
+            said.append(self.fragment_store.put(fragment, 100 + record, payload))
         return said
 
     def records(self, generation: str = "g") -> list[int]:
-        window = self.holder.window((0, 1), generation)
+        window = self.fragment_store.window((0, 1), generation)
         assert window is not None
         return window.records()
 
@@ -79,12 +79,12 @@ def sealed(
 
 def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
     shelf = Shelf()
-    assert shelf.holder.open(records.window("g", CODE)) is None
+    assert shelf.fragment_store.open(records.window("g", CODE)) is None
     assert shelf.put(3, stripes=3) == [None, None, Stored((0, 1), "g", 3)]
     assert shelf.put(STATIC)[-1] == Stored((0, 1), "g", STATIC)
-    [held] = shelf.holder.held(lambda window: None)
+    [held] = shelf.fragment_store.held(lambda window: None)
     assert (held.records, held.steps, held.static, held.piece, held.node) == ((3,), (103,), True, 0, "n")
-    window = shelf.holder.window((0, 1), "g")
+    window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     found = window.manifest(3)
     assert found is not None
@@ -95,8 +95,8 @@ def test_a_record_is_kept_when_all_of_it_is_here(records: Records) -> None:
         assert (bytes(kept[1]), kept[0].stripe) == (sealed(3, stripe, 3, b"x" * kept[0].length)[1], stripe)
     assert [window.fragment(3, stripe) for stripe in (-1, 3, 1 << 62)] == [None] * 3
     assert window.fragment(4, 0) is None
-    assert shelf.holder.nbytes == sum(len(room.view) for room in shelf.rooms)
-    shelf.holder.close()
+    assert shelf.fragment_store.nbytes == sum(len(room.view) for room in shelf.rooms)
+    shelf.fragment_store.close()
     assert shelf.open_rooms == 0
 
 
@@ -119,15 +119,15 @@ class Memory:
         return {slot: room.mapped_again() for slot, room in self.rooms.items()}
 
 
-def adopted(memory: Memory) -> Holder:
+def adopted(memory: Memory) -> FragmentStore:
     """Another holder, which maps the memory of one that has died."""
     assert memory.place is not None
-    holder = Holder("n", MemoryRoom, memory)
+    holder = FragmentStore("n", MemoryRoom, memory)
     holder.adopt(memory.place.window, memory.place.unit, memory.mapped_again())
     return holder
 
 
-def content(holder: Holder) -> dict[tuple[int, int], tuple[Fragment, bytes]]:
+def content(holder: FragmentStore) -> dict[tuple[int, int], tuple[Fragment, bytes]]:
     """All fragments of all complete records, by record and stripe."""
     window = holder.window((0, 1), "g")
     assert window is not None
@@ -138,13 +138,13 @@ def content(holder: Holder) -> dict[tuple[int, int], tuple[Fragment, bytes]]:
 def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     most = records.window("g", CODE).kept
     for record in range(3, 3 + most + 1):  # the first one's slot is taken by the last
         shelf.put(record, stripes=2, content=bytes([record]))
     shelf.put(STATIC, stripes=3)
-    expected = content(shelf.holder)
-    shelf.holder.leave()
+    expected = content(shelf.fragment_store)
+    shelf.fragment_store.leave()
     holder = adopted(memory)
     assert content(holder) == expected
     assert holder.held(lambda window: None)[0].records == tuple(range(4, 4 + most))
@@ -163,14 +163,14 @@ def test_whole_records_are_found_by_who_maps_their_memory_later(records: Records
 def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     for record in (3, 4):
         shelf.put(record, stripes=2, content=b"x")
-    expected = content(shelf.holder)
-    shelf.holder.leave()
-    shelf.holder = adopted(memory)
-    shelf.holder.begin("a1", None, CODE, rejoined=True)
-    window = shelf.holder.window((0, 1), "g")
+    expected = content(shelf.fragment_store)
+    shelf.fragment_store.leave()
+    shelf.fragment_store = adopted(memory)
+    shelf.fragment_store.begin("a1", None, CODE, rejoined=True)
+    window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     window._records[4].fragments[1][1][7] ^= 1  # a bit of what is kept
     assert shelf.put(3, stripes=2) == [None, Stored((0, 1), "g", 3)]
@@ -180,13 +180,13 @@ def test_what_is_kept_is_checked_when_it_is_sent_once_more(records: Records) -> 
     assert "sent anew" in second.reason
     assert shelf.records() == [3]
     assert shelf.put(4, stripes=2) == [None, Stored((0, 1), "g", 4)]
-    assert content(shelf.holder) == expected
+    assert content(shelf.fragment_store) == expected
     other = shelf.put(4, stripes=2, content=b"y")
     assert isinstance(other[0], NotStored)
-    shelf.holder.close()
+    shelf.fragment_store.close()
 
 
-def drop_beyond(holder: Holder) -> None:
+def drop_beyond(holder: FragmentStore) -> None:
     holder.halt()
     holder.begin("a2", 3, CODE)
 
@@ -196,14 +196,14 @@ def drop_beyond(holder: Holder) -> None:
     [lambda holder: holder.abandon((0, 1), "g", 4), drop_beyond],
     ids=["withdrawn", "not gone on with"],
 )
-def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[Holder], None]) -> None:
+def test_what_was_dropped_is_not_found_again(records: Records, drop: Callable[[FragmentStore], None]) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
     shelf.put(4, stripes=3)
-    drop(shelf.holder)
-    shelf.holder.leave()
+    drop(shelf.fragment_store)
+    shelf.fragment_store.leave()
     assert adopted(memory).held(lambda window: None)[0].records == (3,)
 
 
@@ -213,14 +213,14 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
     memory = Memory()
     shelf = Shelf(keeper=memory)
     window = records.window("g", CODE)
-    shelf.holder.open(window)
+    shelf.fragment_store.open(window)
     for record in range(3, 3 + window.kept):
         shelf.put(record, stripes=3)
     newest = 3 + window.kept
     for stripe in range(present):
         fragment, payload = sealed(newest, stripe, 3, b"y" * STRIPE_BYTES)
-        assert shelf.holder.put(fragment, 0, payload) is None
-    shelf.holder.leave()
+        assert shelf.fragment_store.put(fragment, 0, payload) is None
+    shelf.fragment_store.leave()
     holder = adopted(memory)
     first = 3 if present == 0 else 4
     assert holder.held(lambda window: None)[0].records == tuple(range(first, newest))
@@ -236,8 +236,8 @@ def test_of_a_record_that_was_not_whole_nothing_is_found(records: Records, prese
 def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
     memory = Memory()
     shelf = Shelf(keeper=memory)
-    shelf.holder.open(records.window("g", CODE))
-    shelf.holder.leave()
+    shelf.fragment_store.open(records.window("g", CODE))
+    shelf.fragment_store.leave()
     memory.rooms[SLOTS] = MemoryRoom(100)
     with pytest.raises(ValueError, match="expected a room of"):
         adopted(memory)
@@ -245,54 +245,54 @@ def test_memory_that_fits_no_window_is_refused(records: Records) -> None:
 
 def test_what_is_sent_once_more_is_said_once_more(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3, stripes=2)
-    assert shelf.holder.open(records.window("g", CODE)) is None
+    assert shelf.fragment_store.open(records.window("g", CODE)) is None
     assert shelf.records() == [3]
     assert shelf.put(3, stripes=2) == [None, Stored((0, 1), "g", 3)]
 
 
 def test_half_a_record_is_none(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     first, payload = sealed(3, 0, 2, bytes(STRIPE_BYTES))
-    assert shelf.holder.put(first, 3, payload) is None
-    window = shelf.holder.window((0, 1), "g")
+    assert shelf.fragment_store.put(first, 3, payload) is None
+    window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     assert (window.records(), window.manifest(3), window.fragment(3, 0)) == ([], None, None)
-    shelf.holder.abandon((0, 1), "g", 3)
+    shelf.fragment_store.abandon((0, 1), "g", 3)
     last, payload = sealed(3, 1, 2, b"end")
-    assert shelf.holder.put(last, 3, payload) is None
+    assert shelf.fragment_store.put(last, 3, payload) is None
     # Of another making: what was here of it does not make it whole.
     first, payload = sealed(3, 0, 3, bytes(STRIPE_BYTES))
-    assert shelf.holder.put(first, 3, payload) is None
+    assert shelf.fragment_store.put(first, 3, payload) is None
     second, payload = sealed(3, 1, 3, bytes(STRIPE_BYTES))
-    assert shelf.holder.put(second, 3, payload) is None
+    assert shelf.fragment_store.put(second, 3, payload) is None
     assert window.records() == []
 
 
 def test_the_oldest_goes_when_the_room_is_full(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(STATIC)
     for record in range(1, 9):
         shelf.put(record)
     assert shelf.records() == [4, 5, 6, 7, 8]
-    [held] = shelf.holder.held(lambda window: None)
+    [held] = shelf.fragment_store.held(lambda window: None)
     assert held.static
-    before = shelf.holder.nbytes
+    before = shelf.fragment_store.nbytes
     for record in range(9, 30):
         shelf.put(record)
-    assert shelf.holder.nbytes == before
+    assert shelf.fragment_store.nbytes == before
 
 
 def test_large_records_get_more_room_once(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     for record in range(1, 21):
         assert isinstance(shelf.put(record, stripes=4, content=bytes([record]))[-1], Stored)
     assert shelf.open_rooms == 6
-    window = shelf.holder.window((0, 1), "g")
+    window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     for record in shelf.records():
         for stripe in range(4):
@@ -303,13 +303,13 @@ def test_large_records_get_more_room_once(records: Records) -> None:
 
 def test_no_room_is_said_and_leaves_what_is_here(records: Records) -> None:
     shelf = Shelf(limit=1000)
-    answer = shelf.holder.open(records.window("g", CODE))
+    answer = shelf.fragment_store.open(records.window("g", CODE))
     assert isinstance(answer, NotStored)
     assert "found room for 1000 bytes" in answer.reason
-    assert shelf.holder.window((0, 1), "g") is None
+    assert shelf.fragment_store.window((0, 1), "g") is None
     assert isinstance(shelf.put(3)[0], NotStored)
     shelf.limit = 1 << 30
-    assert shelf.holder.open(records.window("g", CODE)) is None
+    assert shelf.fragment_store.open(records.window("g", CODE)) is None
     shelf.limit = 1000
     answer = shelf.put(3, stripes=2)[0]
     assert isinstance(answer, NotStored)
@@ -339,9 +339,9 @@ WRONG_WINDOWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("wrong", WRONG_WINDOWS)
 def test_a_window_that_cannot_be_is_refused(records: Records, wrong: str) -> None:
     shelf = Shelf()
-    answer = shelf.holder.open(msgspec.structs.replace(records.window("g", CODE), **WRONG_WINDOWS[wrong]))
+    answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), **WRONG_WINDOWS[wrong]))
     assert isinstance(answer, NotStored)
-    assert (shelf.holder.windows(), shelf.open_rooms) == ([], 0)
+    assert (shelf.fragment_store.windows(), shelf.open_rooms) == ([], 0)
 
 
 PIECE = TensorSpec("p", (4,), "float32", Shard((0,), (8,)))
@@ -365,10 +365,10 @@ WRONG_LAYOUTS: dict[str, dict[str, Any]] = {
 def test_a_layout_that_cannot_be_is_refused(records: Records, wrong: str) -> None:
     shelf = Shelf()
     spec = msgspec.msgpack.encode(msgspec.structs.replace(SPEC, **WRONG_LAYOUTS[wrong]))
-    answer = shelf.holder.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
+    answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
     assert isinstance(answer, NotStored)
     assert "layout" in answer.reason
-    assert (shelf.holder.windows(), shelf.open_rooms) == ([], 0)
+    assert (shelf.fragment_store.windows(), shelf.open_rooms) == ([], 0)
 
 
 @given(st.binary(max_size=60), st.integers(0, 400), st.integers(0, 255))
@@ -378,16 +378,16 @@ def test_whatever_a_layout_is_it_is_taken_or_refused(records: Records, junk: byt
     whole = bytearray(records.window("g", CODE).spec)
     whole[at % len(whole)] = byte
     for spec in (bytes(whole), junk):
-        answer = shelf.holder.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
+        answer = shelf.fragment_store.open(msgspec.structs.replace(records.window("g", CODE), spec=spec))
         assert answer is None or isinstance(answer, NotStored)
-        shelf.holder.held(lambda window: None)
-    shelf.holder.close()
+        shelf.fragment_store.held(lambda window: None)
+    shelf.fragment_store.close()
     assert shelf.open_rooms == 0
 
 
 def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     stripe = bytes(100)
     wrong = [
         sealed(3, 0, 1, stripe, piece=1),
@@ -401,46 +401,46 @@ def test_a_fragment_that_cannot_be_is_refused(records: Records) -> None:
     fragment, payload = sealed(3, 0, 1, stripe)
     wrong += [(fragment, payload[:-1]), (fragment, b""), (msgspec.structs.replace(fragment, record=4), payload)]
     for number, (fragment, payload) in enumerate(wrong):
-        answer = shelf.holder.put(fragment, 3, payload)
+        answer = shelf.fragment_store.put(fragment, 3, payload)
         assert isinstance(answer, NotStored), number
         assert "a fragment of it came damaged" in answer.reason
     assert shelf.records() == []
     lacking = records.window("h", CODE)
     lacking = msgspec.structs.replace(lacking, private=True, period=1, kept=4, static=False, record_bytes=512)
-    assert shelf.holder.open(lacking) is None
+    assert shelf.fragment_store.open(lacking) is None
     assert isinstance(shelf.put(STATIC, generation="h")[0], NotStored)  # nothing is sent once there
 
 
 def test_nothing_is_taken_outside_of_its_attempt(records: Records) -> None:
     shelf = Shelf()
     other = msgspec.structs.replace(records.window("g", CODE), attempt="a0")
-    assert isinstance(shelf.holder.open(other), NotStored)
-    shelf.holder.open(records.window("g", CODE))
+    assert isinstance(shelf.fragment_store.open(other), NotStored)
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
-    shelf.holder.halt()
-    assert isinstance(shelf.holder.open(records.window("h", CODE)), NotStored)
+    shelf.fragment_store.halt()
+    assert isinstance(shelf.fragment_store.open(records.window("h", CODE)), NotStored)
     assert isinstance(shelf.put(4)[0], NotStored)
     assert shelf.records() == [3]
 
 
 def test_an_attempt_goes_on_with_what_it_builds_on(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     for record in range(1, 6):
         shelf.put(record)
     shelf.put(STATIC)
-    shelf.holder.begin("a2", 4, CODE)
+    shelf.fragment_store.begin("a2", 4, CODE)
     assert shelf.records() == [1, 2, 3, 4]
     assert isinstance(shelf.put(5)[0], NotStored)
     # One that starts over needs none of it, and may die before it is protected itself.
-    shelf.holder.begin("a3", None, CODE)
+    shelf.fragment_store.begin("a3", None, CODE)
     assert shelf.records() == [1, 2, 3, 4]
     newer = msgspec.structs.replace(records.window("h", CODE), attempt="a3")
-    shelf.holder.open(newer)
-    shelf.holder.passed(3, whole=False)
-    assert [one.window.generation for one in shelf.holder.windows()] == ["g", "h"]
-    shelf.holder.passed(4, whole=True)
-    assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
+    shelf.fragment_store.open(newer)
+    shelf.fragment_store.watermark_advanced(3, whole=False)
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["g", "h"]
+    shelf.fragment_store.watermark_advanced(4, whole=True)
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["h"]
 
 
 def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(records: Records) -> None:
@@ -453,59 +453,59 @@ def test_what_an_attempt_has_no_use_for_goes_where_there_is_no_room_for_both(rec
             return super().reserve(nbytes)
 
     shelf = Small()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(3)
     newer = msgspec.structs.replace(records.window("h", CODE), attempt="a2")
-    shelf.holder.begin("a2", 3, CODE)
-    assert isinstance(shelf.holder.open(newer), NotStored)  # the attempt may yet need what it goes on from
+    shelf.fragment_store.begin("a2", 3, CODE)
+    assert isinstance(shelf.fragment_store.open(newer), NotStored)  # the attempt may yet need what it goes on from
     assert shelf.records() == [3]
-    shelf.holder.begin("a2", None, CODE)
-    assert shelf.holder.open(newer) is None
-    assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
+    shelf.fragment_store.begin("a2", None, CODE)
+    assert shelf.fragment_store.open(newer) is None
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["h"]
 
 
 def test_what_nobody_needs_any_more_goes(records: Records) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     shelf.put(STATIC)
     for record in range(1, 6):
         shelf.put(record)
-    shelf.holder.passed(4, whole=False)
+    shelf.fragment_store.watermark_advanced(4, whole=False)
     assert shelf.records() == [2, 3, 4, 5]  # the state of record 3 as well, for a check of record 4
-    shelf.holder.passed(2, whole=True)
+    shelf.fragment_store.watermark_advanced(2, whole=True)
     assert shelf.records() == [2, 3, 4, 5]
     newer = msgspec.structs.replace(records.window("h", CODE), base=6, history=(Branch(Timeline(2, "b"), None),))
-    assert shelf.holder.open(newer) is None
-    shelf.holder.passed(5, whole=True)
+    assert shelf.fragment_store.open(newer) is None
+    shelf.fragment_store.watermark_advanced(5, whole=True)
     assert shelf.records() == [3, 4, 5]
-    shelf.holder.passed(6, whole=True)  # of which the earlier generation may have been told
-    assert [one.window.generation for one in shelf.holder.windows()] == ["g", "h"]
-    shelf.holder.passed(7, whole=False)
-    assert [one.window.generation for one in shelf.holder.windows()] == ["h"]
+    shelf.fragment_store.watermark_advanced(6, whole=True)  # of which the earlier generation may have been told
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["g", "h"]
+    shelf.fragment_store.watermark_advanced(7, whole=False)
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["h"]
     # Of another attempt, until all that this one has is protected.
-    shelf.holder.begin("a2", 6, CODE)
+    shelf.fragment_store.begin("a2", 6, CODE)
     later = msgspec.structs.replace(newer, generation="i", attempt="a2", base=7)
-    assert shelf.holder.open(later) is None
-    shelf.holder.passed(7, whole=False)
-    assert len(shelf.holder.windows()) == 2
-    shelf.holder.passed(7, whole=True)
-    assert [one.window.generation for one in shelf.holder.windows()] == ["i"]
+    assert shelf.fragment_store.open(later) is None
+    shelf.fragment_store.watermark_advanced(7, whole=False)
+    assert len(shelf.fragment_store.windows()) == 2
+    shelf.fragment_store.watermark_advanced(7, whole=True)
+    assert [one.window.generation for one in shelf.fragment_store.windows()] == ["i"]
 
 
 def test_an_owner_has_only_so_many_generations(records: Records) -> None:
     shelf = Shelf()
-    said = [shelf.holder.open(records.window(f"g{number}", CODE)) for number in range(12)]
+    said = [shelf.fragment_store.open(records.window(f"g{number}", CODE)) for number in range(12)]
     assert said[:8] == [None] * 8
     assert all(isinstance(one, NotStored) and "8 generations" in one.reason for one in said[8:])
     told: Window = records.window("g3", CODE)
-    assert shelf.holder.open(told) is None
+    assert shelf.fragment_store.open(told) is None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "abandon", "passed"]), st.integers(1, 12)), max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_kept_is_what_came_less_what_went(records: Records, operations: list[tuple[str, int]]) -> None:
     shelf = Shelf()
-    shelf.holder.open(records.window("g", CODE))
+    shelf.fragment_store.open(records.window("g", CODE))
     model: set[int] = set()
     past = 0
     for what, record in operations:
@@ -520,14 +520,14 @@ def test_kept_is_what_came_less_what_went(records: Records, operations: list[tup
                     model.remove(min(model))
                 model.add(record)
             case "abandon":
-                shelf.holder.abandon((0, 1), "g", record)
+                shelf.fragment_store.abandon((0, 1), "g", record)
                 model.discard(record)
             case "passed":
-                shelf.holder.passed(record, whole=False)
-                past = shelf.holder.watermark - SPEC.period - 1
+                shelf.fragment_store.watermark_advanced(record, whole=False)
+                past = shelf.fragment_store.watermark - SPEC.period - 1
                 model = {one for one in model if one > past}
         assert shelf.records() == sorted(model)
-    window = shelf.holder.window((0, 1), "g")
+    window = shelf.fragment_store.window((0, 1), "g")
     assert window is not None
     for record in model:
         kept = window.fragment(record, 0)
