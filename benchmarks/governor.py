@@ -15,7 +15,7 @@ from benchmarks.command import Options, run
 from benchmarks.governor_rank import ARMS
 from benchmarks.report import Report, Table, median_and_spread
 from benchmarks.workloads import scratch_directory
-from tests.netns import Network, problem
+from tests.support.cluster.netns import Network, problem
 
 TITLE = "What sending records to peers costs training on a slow link, with and without the governor"
 METHOD = """Two nodes, each with one rank of a GPT under fully_shard and one compute thread, in network namespaces that

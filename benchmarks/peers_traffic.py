@@ -17,7 +17,7 @@ from benchmarks.turns import start_server
 from benchmarks.workloads import scratch_directory
 from memckpt import AgentConfig, ErasureConfig, MemckptConfig
 from memckpt.processes.launch import spawn_agent
-from tests import netns
+from tests.support.cluster import netns
 
 PERIOD = 8
 SIZE = "demo"

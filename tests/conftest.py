@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import shares
+from tests.support import shares
 
 if TYPE_CHECKING:
     from memckpt.storage.store import Store
-    from tests.engine_harness import Lab
-    from tests.s3_server import S3Server
+    from tests.support.faults.s3_server import S3Server
+    from tests.support.trainings.engine_harness import Lab
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def _engine_imported() -> None:
-    from tests.engine_harness import import_ahead
+    from tests.support.trainings.engine_harness import import_ahead
 
     import_ahead()
 
@@ -62,7 +62,7 @@ def _engine_imported() -> None:
 @pytest.fixture
 def lab(_engine_imported: None, tmp_path: Path) -> Iterator[Lab]:
     """Starts trainers and agents; afterwards no process, mapping, socket or lock of theirs may be left."""
-    from tests.engine_harness import Lab
+    from tests.support.trainings.engine_harness import Lab
 
     lab = Lab(tmp_path)
     try:
@@ -108,7 +108,7 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def _s3_server() -> Iterator[S3Server]:
-    from tests.s3_server import S3Server
+    from tests.support.faults.s3_server import S3Server
 
     server = S3Server()
     try:

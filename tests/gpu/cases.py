@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES, UNKNOWN_CHANGE_CASES
-from tests.engine_training import CLASSES, INPUTS, Case, Training
+from tests.support.trainings.engine_cases import ACCUMULATION, OPTIMIZER_CASES, SHAPE_CASES, UNKNOWN_CHANGE_CASES
+from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
 
 
 def alone() -> None:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from tests.engine_harness import Lab
+from tests.support.trainings.engine_harness import Lab
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memckpt.capture import digests
-from tests.engine_harness import Lab
+from tests.support.trainings.engine_harness import Lab
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
 

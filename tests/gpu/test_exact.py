@@ -10,11 +10,11 @@ import importlib
 
 import pytest
 
-from tests.engine_child import Actions, config, kill_self
-from tests.engine_harness import Lab
-from tests.engine_training import Case
 from tests.gpu.cases import BORROWED, OWN
-from tests.test_engine_trainings import kills_of
+from tests.support.trainings.engine_child import Actions, config, kill_self
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_training import Case
+from tests.trainings.test_engine_trainings import kills_of
 
 #: A commit from a device is sent a little later than it is made: a kill right behind it may lose it.
 BEFORE = [("before step", 9)]

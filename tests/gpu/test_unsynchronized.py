@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine_harness import Lab
 from tests.gpu.unsynchronized import STOPS, Kind, train
+from tests.support.trainings.engine_harness import Lab
 
 KINDS = {
     "fp32": Kind(),

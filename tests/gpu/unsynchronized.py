@@ -22,7 +22,7 @@ from torch.nn import functional
 import memckpt
 from memckpt.config import MemckptConfig
 from memckpt.state.tensors import local
-from tests.engine_child import use_device
+from tests.support.trainings.engine_child import use_device
 
 #: The host stops after these steps, and attaches anew.
 STOPS = (5, 6, 11, 16)

@@ -1,0 +1,467 @@
+"""What MemCheckpoint refuses, says, leaves alone and leaves behind; each test in a small run of its own."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import re
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, Timer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memckpt import MemCheckpoint
+from lightning_memckpt import callback as callback_module
+from lightning_memckpt.internals import TrainerInternals
+from lightning_memckpt.loops import behind_batch
+from lightning_memckpt.shadowing import Shadows
+from memckpt.errors import ConfigurationError, UnsupportedStateError
+from tests.support.trainings import fake_session
+
+STEPS = 8
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.fail_at: int | None = None
+        self.failure: BaseException = RuntimeError("as told")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.fail_at:
+            raise self.failure
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Sessions:
+    """Attaches stand-in sessions and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[fake_session.FakeSession] = []
+
+    def attach(self, *arguments: Any, **named: Any) -> fake_session.FakeSession:
+        self.made.append(fake_session.FakeSession(*arguments, **named))
+        return self.made[-1]
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> Sessions:
+    stand_in = Sessions()
+    monkeypatch.setattr(callback_module, "_attach", stand_in.attach)
+    monkeypatch.setattr(callback_module, "_is_encodable", fake_session.is_encodable)
+    return stand_in
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(STEPS * 2, 4)), 2)
+
+
+def trainer(tmp_path: Path, *callbacks: pl.Callback, **arguments: Any) -> pl.Trainer:
+    arguments = {"logger": False, "enable_checkpointing": False, "max_epochs": 1, **arguments}
+    return pl.Trainer(
+        accelerator="cpu",
+        callbacks=list(callbacks),
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+
+
+def fail_at(step: int, tmp_path: Path, *callbacks: pl.Callback, **arguments: Any) -> None:
+    model = Small()
+    model.fail_at = step
+    with pytest.raises(RuntimeError, match="as told"):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run"), *callbacks, **arguments).fit(model, loader())
+
+
+@pytest.mark.parametrize("resume", ["newest", -1, True, 1.5])
+def test_resume_must_be_one_of_the_choices(resume: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected 'auto', 'require', 'never' or a step.*found"):
+        MemCheckpoint(tmp_path, resume=resume)
+
+
+def test_two_callbacks_are_refused(tmp_path: Path, sessions: Sessions) -> None:
+    two = MemCheckpoint(tmp_path / "a"), MemCheckpoint(tmp_path / "b")
+    with pytest.raises(MisconfigurationException, match="expected one MemCheckpoint callback on a Trainer, found 2"):
+        trainer(tmp_path, *two).fit(Small(), loader())
+
+
+def test_callbacks_that_train_by_themselves_are_refused(tmp_path: Path, sessions: Sessions) -> None:
+    with pytest.raises(MisconfigurationException, match=r"LearningRateFinder.*Tuner"):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run"), LearningRateFinder()).fit(Small(), loader())
+
+
+class Tunable(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = 0.1
+        self.batch_size = 1
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.randn(STEPS * 2, 4)), self.batch_size, shuffle=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+def test_a_tuner_before_training_is_left_alone(tmp_path: Path, sessions: Sessions) -> None:
+    def fit(*callbacks: pl.Callback, fails_at: int | None = None) -> Tunable:
+        pl.seed_everything(5, verbose=False)
+        model, tuned = Tunable(), trainer(tmp_path, *callbacks)
+        tuner = Tuner(tuned)
+        assert tuner.lr_find(model, num_training=3, early_stop_threshold=None) is not None
+        assert tuner.scale_batch_size(model, max_trials=1, steps_per_trial=1) == 2
+        assert len(sessions.made) == before
+        model.fail_at = fails_at
+        tuned.fit(model)
+        return model
+
+    before = 0
+    expected = fit()
+    with pytest.raises(RuntimeError, match="as told"):
+        fit(MemCheckpoint(tmp_path / "run"), fails_at=3)
+    before = 1
+    found = fit(MemCheckpoint(tmp_path / "run"))
+    assert torch.equal(found.layer.weight, expected.layer.weight)
+    assert [session.commits for session in sessions.made] == [3, STEPS - 3]
+
+
+def test_unsupported_strategies_are_named(tmp_path: Path, sessions: Sessions) -> None:
+    callback = MemCheckpoint(tmp_path / "run")
+    other = trainer(tmp_path)
+    other.strategy.__class__ = type("TheirStrategy", (pl.strategies.Strategy,), dict(vars(type(other.strategy))))
+    with pytest.raises(MisconfigurationException, match=r"supports SingleDeviceStrategy, DDP.*, found TheirStrategy"):
+        callback.setup(other, Small(), "fit")
+
+
+def test_what_is_said_to_be_replicated_reaches_the_engine(tmp_path: Path, sessions: Sessions) -> None:
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run", replicated=["*.norm.*"])).fit(Small(), loader())
+    assert [session.replicated for session in sessions.made] == [("*.norm.*",)]
+
+
+def test_an_old_lightning_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning.__version__", "2.4.0")
+    with pytest.raises(MisconfigurationException, match=r"needs lightning>=2\.5, found 2\.4\.0"):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(Small(), loader())
+
+
+def test_a_missing_private_name_is_named(tmp_path: Path) -> None:
+    changed = trainer(tmp_path)
+    del changed.fit_loop.epoch_loop._results
+    with pytest.raises(MisconfigurationException, match=r"relies on trainer\.fit_loop\.epoch_loop\._results"):
+        TrainerInternals(changed).verify()
+
+
+def test_a_clean_end_and_a_failure_are_told_apart(tmp_path: Path, sessions: Sessions) -> None:
+    fail_at(3, tmp_path)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(Small(), loader())
+    assert [session.closed for session in sessions.made] == [False, True]
+    assert [session.commits for session in sessions.made] == [3, STEPS - 3]
+
+
+def test_keyboard_interrupt_keeps_the_state(tmp_path: Path, sessions: Sessions) -> None:
+    model = Small()
+    model.fail_at, model.failure = 2, KeyboardInterrupt()
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(model, loader())
+    assert sessions.made[0].closed is False
+
+
+def test_nothing_stays_after_a_failure(tmp_path: Path, sessions: Sessions) -> None:
+    model, data = Small(), loader()
+    model.fail_at = 3
+    failing = trainer(tmp_path, MemCheckpoint(tmp_path / "run"))
+    with pytest.raises(RuntimeError, match="as told"):
+        failing.fit(model, data)
+    assert type(data) is DataLoader
+    assert not any("memckpt" in type(value).__module__ for value in vars(model).values())
+    assert not any("memckpt" in type(value).__module__ for value in vars(failing.strategy).values())
+
+
+def test_the_resume_line_comes_with_the_facts(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(3, tmp_path)
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    with caplog.at_level(logging.INFO, "lightning_memckpt"):
+        trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(Small(), loader())
+    lines = [record.getMessage() for record in caplog.records if record.name == "lightning_memckpt"]
+    # Once when the first fit begins, once when the second one does; and then the resume.
+    assert lines[:2] == ["memckpt: stand-in engine"] * 2
+    assert len(lines) == 3
+    assert re.fullmatch(r"memckpt: resumed at step 3 from files in \d+\.\d\d s, 0 steps lost", lines[2])
+
+
+def test_fast_dev_run_touches_nothing(tmp_path: Path, sessions: Sessions) -> None:
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), fast_dev_run=True).fit(Small(), loader())
+    assert sessions.made == []
+
+
+def test_a_stop_condition_met_before_the_first_step_keeps_the_state(tmp_path: Path, sessions: Sessions) -> None:
+    fail_at(3, tmp_path)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), max_epochs=0).fit(Small(), loader())
+    assert sessions.made[-1].closed is False
+
+
+def checkpoint_at_step_4(tmp_path: Path) -> str:
+    files = ModelCheckpoint(tmp_path / "four", every_n_train_steps=4, save_top_k=-1)
+    trainer(tmp_path, files, enable_checkpointing=True).fit(Small(), loader())
+    return next(str(path) for path in (tmp_path / "four").iterdir() if "step=4" in path.name)
+
+
+@pytest.mark.parametrize(("failed_at", "starts_at"), [(6, 6), (2, 4)])
+def test_the_newer_of_held_state_and_checkpoint_wins(
+    failed_at: int, starts_at: int, tmp_path: Path, sessions: Sessions
+) -> None:
+    file = checkpoint_at_step_4(tmp_path)
+    fail_at(failed_at, tmp_path)
+    again = trainer(tmp_path, MemCheckpoint(tmp_path / "run"))
+    again.fit(Small(), loader(), ckpt_path=file)
+    assert again.global_step == STEPS
+    assert sessions.made[-1].commits == STEPS - starts_at
+
+
+def test_resume_never_leaves_the_checkpoint_in_force(tmp_path: Path, sessions: Sessions) -> None:
+    file = checkpoint_at_step_4(tmp_path)
+    fail_at(6, tmp_path)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run", resume="never")).fit(Small(), loader(), ckpt_path=file)
+    assert sessions.made[-1].commits == STEPS - 4
+
+
+class Unstorable(pl.Callback):
+    """Its state cannot be stored, from the beginning or only later."""
+
+    def __init__(self, *, later: bool) -> None:
+        self.later = later
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls += 1
+        return {"handle": None if self.later and self.calls < 3 else object()}
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_state_that_cannot_be_stored_is_left_out_and_named(
+    later: bool,
+    tmp_path: Path,
+    sessions: Sessions,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), Unstorable(later=later)).fit(Small(), loader())
+    lines = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    lines += [record.getMessage() for record in caplog.records if "not carried over" in record.getMessage()]
+    assert len(lines) == 1
+    assert "callbacks/Unstorable" in lines[0]
+    assert "handle (builtins.object)" in lines[0]
+    assert sessions.made[0].commits == STEPS
+
+
+class Level(pl.Callback):
+    """A plain attribute, which `later` turns into something else in the middle of training."""
+
+    def __init__(self, level: Any, later: Any = None) -> None:
+        self.level = level
+        self.later = later
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.later is not None and trainer.global_step == 3:
+            self.level = self.later
+
+
+@pytest.mark.parametrize("names", ["module.level", ["level"], ["module."], ["module.level", "module.level"], [3]])
+def test_attributes_are_dotted_names(names: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"attributes: expected .*found"):
+        MemCheckpoint(tmp_path, attributes=names)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (object(), "attribute callbacks.Level.level is of type builtins.object"),
+        ({"best": [1, Counter()]}, r"attribute callbacks.Level.level.best.1 is of type collections.Counter"),
+        (nn.Linear(1, 1), "attribute callbacks.Level.level is of type torch.nn.modules.linear.Linear"),
+    ],
+)
+def test_an_attribute_that_would_not_come_back_as_it_is(
+    value: Any, said: str, tmp_path: Path, sessions: Sessions
+) -> None:
+    protected = MemCheckpoint(tmp_path / "run", attributes=["callbacks.Level.level"])
+    with pytest.raises(UnsupportedStateError, match=said):
+        trainer(tmp_path, protected, Level(value)).fit(Small(), loader())
+
+
+@pytest.mark.parametrize("name", ["module.nothing", "datamodule.level", "callbacks.Other.level", "module.layer.no.way"])
+def test_an_attribute_that_is_not_there(name: str, tmp_path: Path, sessions: Sessions) -> None:
+    protected = MemCheckpoint(tmp_path / "run", attributes=[name])
+    with pytest.raises(ConfigurationError, match=f"expected '{name}' to be there"):
+        trainer(tmp_path, protected, Level(1)).fit(Small(), loader())
+
+
+def test_an_attribute_that_turns_into_something_else_is_left_out_and_named(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    protected = MemCheckpoint(tmp_path / "run", attributes=["callbacks.Level.level"])
+    trainer(tmp_path, protected, Level(1, later=object())).fit(Small(), loader())
+    assert sessions.made[0].commits == STEPS
+    lines = [each.getMessage() for each in caplog.records if "not carried over" in each.getMessage()]
+    assert lines == ["memckpt: not carried over a restart: attribute callbacks.Level.level (builtins.object)"]
+
+
+class HoldsAScheduler(torch.optim.lr_scheduler.LRScheduler):
+    """As warm-up wrappers do, whose state_dict() then has the object in it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.inner = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return self.inner.get_lr()
+
+
+class WithForeignScheduler(Small):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [HoldsAScheduler(optimizer)]
+
+
+def test_a_scheduler_that_cannot_be_stored_does_not_end_training(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run")).fit(WithForeignScheduler(), loader())
+    assert sessions.made[0].commits == STEPS
+    assert any("not carried over a restart: LR scheduler 0" in each.getMessage() for each in caplog.records)
+
+
+def test_wall_clock_callbacks_are_announced(
+    tmp_path: Path, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lightning_memckpt"), "propagate", True)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), Timer("00:01:00:00")).fit(Small(), loader())
+    assert any("Timer counts wall-clock time" in record.getMessage() for record in caplog.records)
+
+
+def test_metrics_go_to_the_loggers_only(tmp_path: Path, sessions: Sessions) -> None:
+    fitted = trainer(tmp_path, MemCheckpoint(tmp_path / "run"), logger=CSVLogger(tmp_path / "csv"), log_every_n_steps=2)
+    fitted.fit(Small(), loader())
+    table = next((tmp_path / "csv").rglob("metrics.csv")).read_text().splitlines()
+    column = table[0].split(",").index("memckpt/step")
+    assert [row.split(",")[column] for row in table[1:] if row.split(",")[column]] == ["2.0", "4.0", "6.0", "8.0"]
+    assert not any("memckpt" in name for name in (*fitted.callback_metrics, *fitted.logged_metrics))
+
+
+def test_checkpoint_files_hold_nothing_of_ours(tmp_path: Path, sessions: Sessions) -> None:
+    files = ModelCheckpoint(tmp_path / "files", every_n_train_steps=4)
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), files, enable_checkpointing=True).fit(Small(), loader())
+    saved = torch.load(files.best_model_path, weights_only=False)
+    assert not any("memckpt" in str(key).lower() for key in (*saved, *saved["callbacks"], *saved["loops"]["fit_loop"]))
+    assert "combined_loader" not in saved["loops"]["fit_loop"]["state_dict"]
+
+
+class CopiesTheModule(pl.Callback):
+    def __init__(self) -> None:
+        self.copies: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if not self.copies:
+            kept, pl_module._trainer = pl_module._trainer, None
+            self.copies = [copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))]
+            pl_module._trainer = kept
+
+
+def test_copies_of_the_module_in_training_are_their_own(tmp_path: Path, sessions: Sessions) -> None:
+    copies = CopiesTheModule()
+    trainer(tmp_path, MemCheckpoint(tmp_path / "run"), copies).fit(Small(), loader())
+    assert sessions.made[0].commits == STEPS
+    for each in copies.copies:
+        each.on_train_batch_end(None, None, 0)
+        assert each.on_train_batch_end.__self__ is each
+
+
+def test_shadows_give_back_what_was_there() -> None:
+    class Thing:
+        def name(self) -> str:
+            return "class"
+
+    thing, other = Thing(), Thing()
+    other.name = lambda: "own"  # type: ignore[method-assign]
+    shadows = Shadows()
+    for each in (thing, other):
+        shadows.put(each, "name", lambda original: lambda: original() + " shadowed")
+    assert [thing.name(), other.name()] == ["class shadowed", "own shadowed"]
+    shadows.remove_all()
+    assert [thing.name(), other.name()] == ["class", "own"]
+    assert "name" not in vars(thing)
+
+
+def test_a_shadow_under_a_later_one_becomes_the_original() -> None:
+    class Thing:
+        def name(self) -> str:
+            return "class"
+
+    thing = Thing()
+    shadows = Shadows()
+    shadows.put(thing, "name", lambda original: lambda: original() + " ours")
+    ours = thing.name
+    thing.name = lambda: ours() + " theirs"  # type: ignore[method-assign]
+    shadows.remove_all()
+    assert thing.name() == "class theirs"
+
+
+def loop_state(*, processed: int, validated: int) -> dict[str, Any]:
+    counts = {"ready": processed, "started": processed, "processed": processed, "completed": processed - 1}
+    done = dict.fromkeys(("ready", "started", "processed", "completed"), validated)
+    return {
+        "epoch_loop.batch_progress": {"total": dict(counts), "current": dict(counts), "is_last_batch": True},
+        "epoch_loop.val_loop.batch_progress": {"total": done, "current": dict(done), "is_last_batch": True},
+        "epoch_loop.state_dict": {"_batches_that_stepped": processed - 1},
+    }
+
+
+def test_the_batch_that_ended_counts_as_completed() -> None:
+    before = loop_state(processed=7, validated=2)
+    kept = copy.deepcopy(before)
+    after = behind_batch(before, validation_follows=False)
+    assert before == kept
+    assert after["epoch_loop.batch_progress"]["total"]["completed"] == 7
+    assert after["epoch_loop.batch_progress"]["current"]["completed"] == 7
+    assert after["epoch_loop.state_dict"]["_batches_that_stepped"] == 7
+    assert set(after["epoch_loop.val_loop.batch_progress"]["total"].values()) == {2}
+
+
+def test_a_validation_that_follows_looks_interrupted_in_its_first_batch() -> None:
+    after = behind_batch(loop_state(processed=7, validated=2), validation_follows=True)
+    assert after["epoch_loop.val_loop.batch_progress"] == {
+        "total": {"ready": 3, "started": 3, "processed": 2, "completed": 2},
+        "current": dict.fromkeys(("ready", "started", "processed", "completed"), 0),
+        "is_last_batch": False,
+    }
+    assert after["epoch_loop.state_dict"]["_batches_that_stepped"] == 6

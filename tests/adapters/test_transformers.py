@@ -1,0 +1,307 @@
+"""Exact resume of transformers.Trainer: killed anywhere, a training must end as if it never had been.
+
+One training's processes are killed in turn at the given points; the last one trains to the end. What is compared with
+an undisturbed training that never saw the callback stands in `transformers_cases.train`.
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memckpt.config import StorageConfig
+from memckpt.errors import UnsupportedError, UsageError
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import LocalStore
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.transformers_cases import Attempt, Case, Kill, Trainings, make_trainer, settings
+from transformers_memckpt import MemCheckpointTrainerCallback, protect
+from transformers_memckpt.notes import verify
+
+# Each process counts from its own start. In the order of one training of three epochs with eleven batches each.
+ALL_ALONG: list[Kill] = [
+    ("train_begin", 1),
+    ("micro", 1),
+    ("pre_optimizer", 3),
+    ("step_begin", 1),
+    ("optimizer", 1),
+    ("step_end", 3),
+    ("log", 1),
+    ("prediction", 2),
+    ("evaluate", 1),
+    ("epoch_end", 1),
+    ("epoch_begin", 1),
+    ("step_begin", 1),
+    ("step_begin", 2),
+    ("micro", 4),
+    ("train_begin", 1),
+    ("prediction", 1),
+    ("step_begin", 3),
+    ("train_end", 1),
+]
+
+ACCUMULATED = Case(
+    "accumulated",
+    {
+        "gradient_accumulation_steps": 3,  # eleven batches: the last step of an epoch has two
+        "max_grad_norm": 0.3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "bf16": True,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "include_num_input_tokens_seen": "all",
+    },
+)
+IN_ACCUMULATION: list[Kill] = [
+    ("substep_end", 3),
+    ("micro", 9),
+    ("pre_optimizer", 2),
+    ("prediction", 2),
+    ("step_begin", 2),
+    ("substep_end", 1),
+    ("micro", 5),
+]
+
+BRIEFLY: list[Kill] = [("pre_optimizer", 6), ("step_end", 7), ("step_begin", 3)]
+
+CASES = [
+    Case("two_workers", {"dataloader_num_workers": 2}),
+    Case(
+        "persistent_workers",
+        {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "eval_strategy": "no"},
+    ),
+    Case("sampler_without_seed", {"accelerator_config": {"use_seedable_sampler": False}}),
+    Case("max_steps", {"max_steps": 25}),
+    Case("grouped_by_length", {"train_sampling_strategy": "group_by_length"}),
+    Case("drop_last", {"dataloader_drop_last": True, "accelerator_config": {"split_batches": True}}, samples=46),
+    Case("stream", {"max_steps": 25, "accelerator_config": {"dispatch_batches": False}}, stream=True),
+    Case("plateau", {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}),
+    Case("one_by_one", {"gradient_accumulation_steps": 12}),
+    Case("sgd", {"optim": "sgd"}),
+    Case("adafactor", {"optim": "adafactor"}),
+    Case("neftune", {"neftune_noise_alpha": 5.0}),
+    Case("eval_on_start", {"eval_on_start": True}),
+    Case(
+        "early_stopping",
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 3,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "load_best_model_at_end": True,
+            "save_total_limit": 2,
+        },
+        patience=2,
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def _transformers_imported() -> None:
+    """Before the lab's children are forked: they need not import it again. Trains nothing."""
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.trainer  # noqa: F401
+
+
+@pytest.fixture
+def trainings(_transformers_imported: None, lab: Lab) -> Iterator[Trainings]:
+    return Trainings(lab)
+
+
+def test_nothing_fails_and_nothing_changes(trainings: Trainings) -> None:
+    trainings.survives(Case("plain"), settings(), [])
+
+
+def test_killed_in_a_step_in_an_evaluation_and_between_two_epochs(trainings: Trainings) -> None:
+    kills: list[Kill] = [("pre_optimizer", 3), ("micro", 6), ("prediction", 2), ("epoch_begin", 1), ("step_end", 2)]
+    trainings.survives(Case("plain"), settings(), kills)
+
+
+@pytest.mark.slow
+def test_accumulations_that_do_not_fill_an_epoch(trainings: Trainings) -> None:
+    trainings.survives(ACCUMULATED, settings(), [("micro", 9), ("prediction", 2), ("substep_end", 4)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("left_out", "kill", "differs"),
+    [
+        # Within an epoch the batches that are fetched again bring the generators to where they were.
+        ("generators", ("epoch_begin", 2), "losses differ"),
+        ("generators of fetches", ("pre_optimizer", 6), "losses differ"),
+        ("trainer", ("pre_optimizer", 6), "losses differ"),
+        ("epoch", ("pre_optimizer", 6), "/history"),
+    ],
+)
+def test_the_comparison_notices_what_is_left_out(trainings: Trainings, left_out: str, kill: Kill, differs: str) -> None:
+    with pytest.raises(AssertionError, match=differs):
+        trainings.survives(Case("plain"), settings(), [kill], sabotage=left_out)
+    assert not trainings.lab.agent_answers()  # the training came to its end all the same
+
+
+@pytest.mark.slow
+def test_one_training_killed_all_along(trainings: Trainings) -> None:
+    attempts = trainings.survives(Case("plain"), settings(), ALL_ALONG)
+    assert sum(len(each.events(0, "killed")) for each in attempts) == len(ALL_ALONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_killed_at_random_instants(redo: str, trainings: Trainings) -> None:
+    assert trainings.survive_chance(ACCUMULATED, settings(redo=redo), random.Random(redo)) > 2
+
+
+@pytest.mark.slow
+def test_accumulations_killed_all_along(trainings: Trainings) -> None:
+    trainings.survives(ACCUMULATED, settings(), IN_ACCUMULATION)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_feature(trainings: Trainings, case: Case) -> None:
+    kills = BRIEFLY if case.name != "one_by_one" else [("micro", 8), ("micro", 12)]
+    trainings.survives(case, settings(), kills)
+
+
+@pytest.mark.slow
+def test_with_eager_redo(trainings: Trainings) -> None:
+    trainings.lab.start_agent()
+    trainings.survives(ACCUMULATED, settings(redo="eager"), IN_ACCUMULATION[:4])
+
+
+@pytest.mark.slow
+def test_a_training_whose_memory_is_gone_goes_on_from_storage(trainings: Trainings) -> None:
+    """What a killed trainer leaves goes to storage; then its agent is ended, too."""
+    lab = trainings.lab
+    saved = []
+
+    def lose_memory() -> None:
+        step = lab.status().step
+        deadline = time.monotonic() + 60
+        while not (complete := read_catalog(LocalStore(lab.run_dir / "storage")).complete) or complete[0].step != step:
+            assert time.monotonic() < deadline, f"step {step} is not in storage"
+            select.select([], [], [], 0.05)
+        saved.append(step)
+        lab.stop()
+
+    kills: list[Kill] = [("pre_optimizer", 6), ("prediction", 2)]
+    storage = StorageConfig(min_seconds=3600)
+    attempts = trainings.survives(Case("plain"), settings(storage), kills, between=lose_memory)
+    assert saved == [5, 10]
+    for attempt, step in zip(attempts[1:], saved, strict=True):
+        assert f"resumed at step {step} from storage" in attempt.log
+    # The last step, too, is in storage when the training has ended.
+    assert read_catalog(LocalStore(lab.run_dir / "storage")).complete[0].step == 33
+
+
+@pytest.mark.slow
+def test_a_finished_training_is_at_its_end_and_can_be_made_longer(trainings: Trainings) -> None:
+    config = settings(StorageConfig(min_seconds=3600))
+    case = Case("plain", {"lr_scheduler_type": "constant", "num_train_epochs": 2})
+    done = trainings.run(case, config)
+    again = trainings.run(case, config, seed=7)
+    assert done.codes == again.codes == [0], again.log
+    assert again.losses(0) == []
+    assert again.outcome(0)["weights"] == done.outcome(0)["weights"]
+    assert again.outcome(0)["training loss"] == done.outcome(0)["training loss"]
+    longer = trainings.run(case, config, seed=8, changed={"num_train_epochs": 3})
+    assert [step for step, _ in longer.losses(0)] == list(range(22, 33))
+    assert "num_train_epochs was 2 when the held state was captured and is 3 now" in longer.log
+    whole = trainings.run(case, None, directory=trainings.lab.directory / "whole", changed={"num_train_epochs": 3})
+    assert longer.outcome(0)["weights"] == whole.outcome(0)["weights"]
+
+
+def test_the_user_says_how_to_resume(trainings: Trainings) -> None:
+    case = Case("plain")
+    assert "NothingHeldError" in trainings.run(case, settings(), resume="require").log
+    trainings.run(case, settings(), kill=("pre_optimizer", 6))
+    assert "resumed at step 4 from local memory" in trainings.run(case, settings(), resume=4, kill=("micro", 3)).log
+    anew = trainings.run(case, settings(), resume="never", kill=("micro", 3))
+    # The third batch is the one that the process died in.
+    assert [step for step, _ in anew.losses(0)] == [0, 1]
+    trainings.lab.stop()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_file_and_held_state(trainings: Trainings) -> None:
+    """The newer of them wins, and which it is, is said."""
+    case = Case("plain", {"save_strategy": "epoch"})
+    expected = trainings.run(case, None, directory=trainings.lab.directory / "reference")
+    trainings.run(case, settings(), kill=("pre_optimizer", 14))  # files of step 11
+    held = trainings.run(case, settings(), checkpoint=True, kill=("pre_optimizer", 5))
+    assert "training continues from held step 13, and not from" in held.log
+    trainings.lab.stop()
+    file = trainings.run(case, settings(), checkpoint=True, kill=("pre_optimizer", 3))
+    assert [step for step, _ in file.losses(0)] == [11, 12, 13]
+    final = trainings.run(case, settings())
+    assert final.codes == [0], final.log
+    assert "resumed at step 13" in final.log
+    assert final.outcome(0)["state"] == expected.outcome(0)["state"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"auto_find_batch_size": True}, "expected auto_find_batch_size=False, found True"),
+        ({"gradient_accumulation_steps": 4}, "expected gradient_accumulation_steps=1, as in the run that is continued"),
+    ],
+    ids=["auto_find_batch_size", "accumulation"],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(trainings: Trainings, changed: dict[str, Any], message: str) -> None:
+    case = Case("plain")
+    trainings.run(case, settings(), kill=("pre_optimizer", 7))  # held are 6 batches, and repeated is the last of them
+    refused = trainings.run(case, settings(), changed=changed)
+    assert refused.codes == [3]
+    assert message in refused.log
+    assert trainings.lab.status().step == 6  # and nothing that is held was dropped
+    trainings.lab.stop()
+
+
+def test_a_callback_without_its_trainer_says_how_to_attach_it(trainings: Trainings) -> None:
+    def train_unattached() -> None:
+        attempt = Attempt(Case("plain"), trainings.lab.directory, trainings.lab.directory, None)
+        trainer = make_trainer(attempt)
+        trainer.add_callback(MemCheckpointTrainerCallback(trainings.lab.run_dir))
+        with pytest.raises(UsageError, match=r"call callback.attach\(trainer\) before trainer.train\(\)"):
+            trainer.train()
+        with pytest.raises(UsageError, match="expected one MemCheckpointTrainerCallback on a Trainer, found 2"):
+            protect(trainer, trainings.lab.run_dir)
+
+    child = trainings.lab.fork(train_unattached, "unattached")
+    assert child.wait() == 0, child.log.read_text()
+
+
+def test_a_trainer_without_the_names_we_rely_on_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers
+
+    trainer = object.__new__(transformers.Trainer)
+    monkeypatch.delattr(transformers.Trainer, "_run_epoch")
+    with pytest.raises(UnsupportedError, match=r"relies on Trainer._run_epoch\(..., epoch, ...\), which transformers"):
+        verify(trainer)
+    with pytest.raises(TypeError, match=r"expected a transformers\.Trainer, found builtins\.object"):
+        verify(object())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain"),
+        replace(ACCUMULATED, samples=88),
+        Case("sharded", sharded=True),
+        replace(ACCUMULATED, name="sharded_accumulated", samples=88, sharded=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_two_ranks(trainings: Trainings, case: Case) -> None:
+    kills: list[Kill] = [("pre_optimizer", 4), ("step_begin", 2), ("prediction", 1), ("step_end", 3)]
+    trainings.survives(case, settings(), kills, ranks=2)

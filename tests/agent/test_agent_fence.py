@@ -1,0 +1,139 @@
+"""Fencing: trainers of an earlier attempt are dead before a new one begins, however long they take to die."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from memckpt.agent.fencing import Fence
+from memckpt.errors import RunBusyError
+from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.processes.handles import ProcessHandle
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Hello, Launcher
+from tests.storage.test_storage_runs import until
+
+
+class Victim:
+    """A process that waits to be ended. Its owner closes it."""
+
+    def __init__(self) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            signal.pause()
+            os._exit(0)
+        self.handle = ProcessHandle(self.pid, os.pidfd_open(self.pid))
+
+    def trainer(self, launcher: Launcher, left: bool = False) -> TrainerHandle:
+        return TrainerHandle(0, (0,), self.handle, Channel(None), launcher, 5, left=left)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        """Kill it and leave its zombie, whose handle says that it is dead."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.handle.wait(20)
+
+    def close(self) -> None:
+        self.end()
+        self.handle.close()
+        os.waitpid(self.pid, 0)
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    victim = Victim()
+    yield victim
+    victim.close()
+
+
+@pytest.fixture
+def selector() -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as selector:
+        yield selector
+
+
+BY_HAND, GONE = Launcher(0, 0, 0), Launcher(2**22 + 1, 1, 0)
+
+
+def hello(launcher: Launcher = BY_HAND) -> Hello:
+    return Hello(PROTOCOL_VERSION, "new", 0, 1, (0,), (0,), launcher, ())
+
+
+def attempt(trainer: TrainerHandle) -> Attempt:
+    return Attempt("old", 1, (0,), {0: trainer})
+
+
+def test_one_that_was_killed_and_has_not_ended_is_waited_for_whoever_has_started_it(
+    victim: Victim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection may be closed already: descriptors go one after the other."""
+    for left in (False, True):
+        trainer = victim.trainer(BY_HAND, left)
+        with monkeypatch.context() as patch:
+            patch.setattr(ProcessHandle, "dying", lambda process: True)
+            assert attempt(trainer).fence(hello(), os.getpid()) == [trainer]
+    assert attempt(victim.trainer(BY_HAND, left=True)).fence(hello(), os.getpid()) == [], "it has let go of the run"
+    with pytest.raises(RunBusyError, match=f"held by a live trainer \\(pid {victim.pid}\\)"):
+        attempt(victim.trainer(BY_HAND)).fence(hello(), os.getpid())
+    assert not victim.handle.dying()
+
+
+def test_an_orphan_is_killed(victim: Victim) -> None:
+    trainer = victim.trainer(GONE)
+    assert attempt(trainer).fence(hello(), os.getpid()) == [trainer]
+    assert victim.handle.wait(20)
+    assert victim.handle.dying()
+    assert attempt(trainer).fence(hello(), os.getpid()) == []
+
+
+def test_a_stopped_process_that_was_killed_is_dying(victim: Victim) -> None:
+    """A signal that waits to be handled shows, too: a process in a system call that nothing interrupts."""
+    os.kill(victim.pid, signal.SIGSTOP)
+    until(lambda: victim.handle.state().startswith("T"))
+    assert not victim.handle.dying()
+    victim.handle.kill()
+    assert victim.handle.wait(20)
+    assert victim.handle.dying()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selector: selectors.BaseSelector) -> None:
+    clock = Clock()
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector, clock)
+    assert fence.report() is None
+    assert fence.deadline == 5.0
+    clock.now = 5.0
+    assert fence.report() == (
+        f"killed and not ended since 5 s (at most 60 s): pid {victim.pid} (rank 0), state S (sleeping)"
+    )
+    assert fence.report() is None
+    clock.now = 58.0
+    assert fence.report() is not None
+    assert fence.deadline == 60.0
+    assert not fence.done
+    clock.now = 60.0
+    with pytest.raises(RunBusyError, match=f"not ended within 60 s: pid {victim.pid} .rank 0., state S"):
+        fence.report()
+    fence.close()
+    assert not selector.get_map()
+
+
+def test_the_end_of_the_last_one_wakes_the_loop(victim: Victim, selector: selectors.BaseSelector) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    fence = Fence([victim.trainer(BY_HAND)], 60.0, selector)
+    assert not selector.select(0)
+    victim.end()
+    (event,) = selector.select(20)
+    event[0].data()
+    assert fence.done
+    assert not selector.get_map()
+    assert len(os.listdir("/proc/self/fd")) == before

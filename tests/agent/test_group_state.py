@@ -1,0 +1,338 @@
+"""What a node holds of several sets of shards: whenever a job dies, all of them can produce one record in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.group_state import GroupState
+from memckpt.agent.group_states import GroupStates
+from memckpt.config import StorageConfig
+from memckpt.errors import AgentError
+from memckpt.node.attempt import Attempt
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
+    Commit,
+    Configure,
+    GenerationCommit,
+    Hello,
+    Launcher,
+    Message,
+    Prepare,
+    Resume,
+    Saved,
+    SaveFailed,
+)
+from memckpt.recovery.plan import common_records
+from memckpt.state.layout import StateSpec
+from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+from tests.support.cluster.storage_node import Filled, Process, spec_of
+
+T1, T2 = Timeline(1, "a"), Timeline(2, "b")
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+@dataclass
+class Unit:
+    """Ranks that share a group, and what they have committed: records that can be gone back to, by rank."""
+
+    ranks: tuple[int, ...]
+    world_size: int
+    group: GroupState = field(init=False)
+    spec: StateSpec = field(init=False)
+    attempt: Attempt = field(init=False)
+    told: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spec = msgspec.structs.replace(spec_of(self.ranks, self.world_size), replicas=self.ranks)
+        self.attempt = Attempt("n", self.world_size, tuple(range(self.world_size)))
+        self.group = GroupState(
+            "n",
+            self.ranks,
+            f"n.rank{self.ranks[0]}",
+            tell=lambda message, **kwargs: self.told.append(message),
+            notify=nothing,
+            start_writer=nothing,  # type: ignore[arg-type]
+            save_failed=nothing,
+            announce=nothing,
+        )
+
+    def begins(self, rank: int, record: int) -> None:
+        """A rank writes its part of a generation that begins after a record."""
+        generation = self.group.prepare(rank, Prepare(self.spec, T1, 1, None, False, record))
+        metas = tuple(
+            encode_meta(RecordMeta(virtual, record, True))
+            for virtual in range(record - self.spec.period + 1, record + 1)
+        )
+        for virtual in range(record - self.spec.period + 1, record + 1):
+            generation.ring.seal(virtual, rank)
+        message = GenerationCommit(generation.number, record, record, b"state", metas if rank == self.ranks[0] else ())
+        self.group.generation_committed(rank, message)
+
+    def commits(self, rank: int, record: int) -> None:
+        held = self.group._pending.generation
+        held = held if held is not None and held.started_by(rank) else self.group.held
+        assert held is not None
+        meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
+        held.ring.seal(record, rank)
+        message = Commit(held.number, record, record, b"state", meta if rank == self.ranks[0] else b"")
+        self.group.commit(rank, message, self.attempt)
+
+
+@pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)]], ids=["a-rank-each", "two-share"])
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_whenever_a_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
+    units: list[tuple[int, ...]], data: st.DataObject
+) -> None:
+    """A rank is in no record before all ranks are through the last but one: a backward of them all lies between."""
+    world = sum(len(unit) for unit in units)
+    job = [Unit(unit, world) for unit in units]
+    unit_of = {rank: one for one in job for rank in one.ranks}
+    # What becomes of each record, for all ranks of a unit alike. One that could not be staged is followed by a start;
+    # that happens now and then, and not at every other record.
+    length = data.draw(st.integers(1, 9))
+    fates: dict[tuple[int, ...], list[str]] = {one.ranks: ["begins"] for one in job}
+    last_void = -3
+    for record in range(1, length):
+        for one in job:
+            fate = fates[one.ranks]
+            choices = ["commits", "commits", "begins", *(["void"] if record - last_void > 3 else [])]
+            fate.append("begins" if fate[-1] == "void" else data.draw(st.sampled_from(choices)))
+            if fate[-1] == "void":
+                last_void = record
+    done = dict.fromkeys(range(world), 0)
+    kept: dict[int, set[int]] = {rank: set() for rank in range(world)}
+    try:
+        for _ in range(data.draw(st.integers(0, length * world))):
+            slowest = min(done.values())
+            ready = [rank for rank in done if done[rank] == slowest and slowest < length]
+            if not ready:
+                break
+            rank = data.draw(st.sampled_from(ready))
+            one = unit_of[rank]
+            record = done[rank] + 1
+            match fates[one.ranks][record - 1]:
+                case "begins":
+                    one.begins(rank, record)
+                    kept[rank].add(record)
+                case "commits":
+                    one.commits(rank, record)
+                    kept[rank].add(record)
+            done[rank] = record
+        expected = max(set.intersection(*kept.values()), default=None)
+        found = common_records([one.group.inventory(None) for one in job])
+        assert max(found, default=None) == expected, (fates, done)
+        if expected is not None:
+            for one in job:
+                one.group.begin_attempt()
+                _, prepared = one.group.resume(Resume(expected, Timeline(2, "b"), 1.0))
+                assert prepared.record == expected
+                assert len(prepared.metas) == one.spec.period
+                assert list(one.group.standing_still())[-1] == expected
+                assert not one.group.before
+    finally:
+        for one in job:
+            one.group.close()
+
+
+def test_the_generation_before_goes_once_a_record_shows_that_all_have_the_newer_one() -> None:
+    one = Unit((0,), 2)
+    try:
+        one.begins(0, 1)
+        one.commits(0, 2)
+        one.begins(0, 3)
+        assert list(one.group.standing_still()) == [1, 2, 3]
+        both = one.group.nbytes
+        # Other ranks may find two records later that they have not agreed on the start of theirs.
+        for record in (4, 5, 6):
+            one.commits(0, record)
+            assert list(one.group.standing_still()) == list(range(1, record + 1))
+        one.commits(0, 7)
+        assert list(one.group.standing_still()) == [4, 5, 6, 7]
+        assert one.group.nbytes == both // 2
+    finally:
+        one.group.close()
+
+
+def test_alone_it_keeps_one_generation() -> None:
+    one = Unit((0,), 1)
+    try:
+        one.begins(0, 1)
+        one.begins(0, 2)
+        assert list(one.group.standing_still()) == [2]
+    finally:
+        one.group.close()
+
+
+def test_going_back_behind_the_newer_generation_drops_it() -> None:
+    one = Unit((0,), 2)
+    try:
+        one.begins(0, 1)
+        one.commits(0, 2)
+        one.begins(0, 3)
+        (before,) = one.group.before
+        one.group.begin_attempt()
+        generation, prepared = one.group.resume(Resume(2, Timeline(2, "b"), 1.0))
+        assert generation is before is one.group.held
+        assert prepared.generation == 1
+        record = one.group.inventory(None)
+        assert record.records == (1, 2)
+        assert record.history == (Branch(T1, 2), Branch(Timeline(2, "b"), None))
+        with pytest.raises(AgentError, match="different records: 2 and 1"):
+            one.group.resume(Resume(1, Timeline(2, "b"), 1.0))
+    finally:
+        one.group.close()
+
+
+def introduced(*units: tuple[int, ...]) -> GroupStates:
+    """A node's groups after ranks of these units have come."""
+    groups = GroupStates("n", lambda ranks: nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    for unit in units:
+        groups.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
+    return groups
+
+
+def hold(groups: GroupStates, unit: tuple[int, ...], records: int) -> None:
+    one = Unit(unit, 2)
+    one.group.close()
+    one.group = groups[unit]
+    one.begins(unit[0], 1)
+    for record in range(2, records + 1):
+        one.commits(unit[0], record)
+
+
+def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held() -> None:
+    """It had other units; all ranks of the one before are still there, one of them a record ahead."""
+    groups = introduced((0,), (1,), (0, 1))
+    try:
+        hold(groups, (0,), 3)
+        hold(groups, (1,), 2)
+        assert groups.common() == 2
+        groups.save_held(as_checkpoint=False)
+        groups.save_asked()
+        groups.begin_attempt()
+        assert sorted(one.ranks for one in groups) == [(0,), (1,)]
+    finally:
+        groups.close()
+
+
+def test_all_are_told_as_early_as_the_one_that_was_told_too_late() -> None:
+    groups = introduced((0,), (1,))
+    try:
+        leads = {one.ranks: one.saver._snapshots.lead for one in groups}
+        groups[(0,)].saver._snapshots.hurry()
+        assert [one.saver._snapshots.lead for one in groups] == [2 * leads[0,]] * 2
+    finally:
+        groups.close()
+
+
+def test_a_record_can_be_produced_until_its_slot_is_filled_anew() -> None:
+    """Training that waits for peers has not begun the next one: the watermark may be the oldest that is left."""
+    one = Filled(spec=spec_of((0,), 2))
+    try:
+        for _ in range(6):
+            one.commit()
+        assert one.held.reachable() == [3, 4, 5, 6]
+        one.open(7, 0.0)
+        assert one.held.reachable() == [4, 5, 6]
+    finally:
+        one.close()
+
+
+class Node:
+    """What a node holds through several attempts, each with a rank alone there, and how its parts are called."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._processes: list[Process] = []
+        self.groups = GroupStates("n", lambda ranks: nothing, nothing, self._start, nothing)
+
+    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
+        self._processes.append(Process(received, ended))
+        return cast("HelperProcess", self._processes[-1])
+
+    def begins(self, rank: int) -> None:
+        self.groups.begin_attempt()
+        self.groups.introduce(Hello(1, "a", rank, 2, (rank,), (rank,), Launcher(0, 0, 0), ()))
+
+    def trains(self, rank: int, timeline: Timeline) -> None:
+        self.groups.configure((rank,), Configure(0.0, timeline, StorageConfig()), self._directory)
+        self._hold(rank)
+
+    def adopts(self, rank: int) -> None:
+        self.groups.adopt((rank,))
+        self._hold(rank)
+
+    def _hold(self, rank: int) -> None:
+        filled = Filled(spec=spec_of((rank,), 2))
+        for _ in range(2):
+            filled.commit()
+        self.groups[rank,].take_over(filled.held, ())
+
+    def saves(self) -> dict[tuple[int, ...], tuple[str, Timeline]]:
+        """The name and the timeline of each unit's part."""
+        answers: list[Saved | SaveFailed] = []
+        self.groups.save_record(2, "elsewhere", answers.append)
+        parts = [(process, process.sent.pop().part) for process in self._processes if process.sent]
+        for process, part in parts:
+            process.received(Saved(part.step, part.record, 0, 0.0, 0.0, part.timeline))
+        assert [type(answer) for answer in answers] == [Saved]
+        return {part.ranks: (part.node, part.timeline) for _, part in parts}
+
+
+@pytest.mark.parametrize(("own", "adopted"), [(1, 0), (0, 1)])
+@pytest.mark.parametrize("now", [0, 1])
+def test_a_part_of_adopted_ranks_has_a_name_of_its_own(own: int, adopted: int, now: int, tmp_path: Path) -> None:
+    """Whichever rank the node has in the attempt that adopts, and though parts of its own were saved before."""
+    node = Node(tmp_path)
+    try:
+        node.begins(own)
+        node.trains(own, T1)
+        assert node.saves() == {(own,): ("n", T1)}
+        node.begins(now)
+        node.adopts(adopted)
+        both = {(own,): ("n", T1), (adopted,): (f"n.rank{adopted}", T1)}
+        assert node.saves() == both
+        node.begins(1 - now)  # that attempt got no further
+        node.adopts(adopted)
+        assert node.saves() == both
+        node.groups.discard(Attempt("n", 1, ()))
+        node.begins(now)
+        node.trains(now, T2)
+        assert node.saves() == {(now,): ("n", T2)}
+    finally:
+        node.groups.close()
+
+
+def test_adopted_ranks_are_written_for_the_last_attempt_though_the_node_had_them_in_an_earlier_one(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path)
+    try:
+        node.begins(1)
+        node.trains(1, T1)
+        node.begins(0)  # the nodes have changed places
+        node.trains(0, T2)
+        node.begins(0)
+        node.adopts(1)
+        assert node.saves() == {(0,): ("n", T2), (1,): ("n.rank1", T2)}
+    finally:
+        node.groups.close()
+
+
+def test_nothing_is_adopted_where_no_trainers_were(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.begins(0)
+    with pytest.raises(AgentError, match="expected trainers of the last attempt to have been on node n, found none"):
+        node.groups.adopt((0,))
+    node.groups.close()

@@ -1,0 +1,416 @@
+"""By-value tensors in a ring of their own: as many records of them as can be restored, and no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch import nn
+
+from memckpt.capture import live_state
+from memckpt.capture.live_state import LiveState, SpecRequest
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.checkpointing.writer.records import RecordWriter
+from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
+from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.region import Region
+from memckpt.memory.slots import SlotRing
+from memckpt.node.generation import Generation
+from memckpt.protocol.replication import UnitSource
+from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.writer import Append, LogRecord, OpenLog
+from memckpt.recovery.restore import Restorer
+from memckpt.replication.coding.blob import BlobReader, Extent, Room
+from memckpt.replication.coding.code import Code
+from memckpt.replication.process.source import rooms_for
+from memckpt.state.layout import HEADER_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.records import RecordMeta, Timeline, encode_meta
+from memckpt.state.redo import tensor_at
+from tests.support.cluster.peers_records import RANKS, Network, Node, Records, layout_spec
+from tests.support.cluster.reader_lab import check_right, closing_all
+from tests.support.trainings.engine_child import Control, config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_state import MovingAverage
+from tests.support.trainings.engine_training import Case
+
+# What it takes
+
+
+def example(local_ranks: int, **request: Any) -> StateSpec:
+    """A model of about a million parameters with an average of it, T = 8 and D = 3."""
+    model = nn.Linear(1024, 1024)
+    average = nn.Linear(1024, 1024).requires_grad_(False)
+    live = LiveState(model, [torch.optim.AdamW(model.parameters())], {"average": average})
+    live.growth.changing = {"average.weight", "average.bias"}
+    ranks = tuple(range(local_ranks))
+    arguments = {"mode": "lazy", "period": 8, "slots": 3, "local_ranks": ranks, "world_size": local_ranks}
+    return live.spec(SpecRequest(**{**arguments, **request}))
+
+
+def test_an_average_takes_as_many_copies_as_records_can_be_restored() -> None:
+    spec = example(2)
+    average = 4 * (1024 * 1024 + 1024)
+    before = Layout(msgspec.structs.replace(spec, by_value_slots=0))
+    after = Layout(spec)
+    assert (before.by_value_ring, after.by_value_ring) == (8 + 3, 3 + 1)
+    assert before.slots_bytes - after.slots_bytes == 7 * (2 * average + HEADER_BYTES)
+    # Of the node, in MiB: 11 slots of a gradient (4) and anchors (1.5); 11 or 4 times the averages of two ranks (8).
+    assert [round(one.total_bytes / 2**20) for one in (before, after)] == [149, 93]
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {"mode": "eager"},
+        {"mode": "capture", "period": 1, "every": 5},
+        {"reads_late": True},
+    ],
+)
+def test_elsewhere_they_stay_as_long_as_their_record(request_of: dict[str, Any]) -> None:
+    layout = Layout(example(2, **request_of))
+    assert layout.by_value_ring == layout.ring
+
+
+def test_small_ones_stay_as_long_as_their_record() -> None:
+    """What they take is of no account, and a log of them may be further behind."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    live = LiveState(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {})
+    spec = live.spec(SpecRequest(mode="lazy", period=8, slots=3, local_ranks=(0,), world_size=1))
+    assert spec.by_value
+    assert Layout(spec).by_value_ring == 8 + 3
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "late"),
+    [
+        ({}, False),
+        ({"storage": None}, False),
+        ({"storage": StorageConfig(mode="log")}, True),
+        ({"peers": MirrorConfig()}, True),
+    ],
+)
+def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None:
+    assert MemckptConfig(**settings_of).reads_late is late
+
+
+def test_a_budget_that_is_too_small_says_what_averages_take() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 2 tensors by each of 2 ranks"):
+        Generation(1, example(2), held_bytes=0, budget=1 << 20, threads=1, notify=lambda message: None)
+
+
+def test_how_many_are_held_is_of_no_account_for_what_a_state_is() -> None:
+    """A checkpoint, or a log, goes on under another configuration."""
+    spec = example(2)
+    assert spec.by_value_slots == 4
+    assert msgspec.structs.replace(spec, by_value_slots=0).content() == spec.content()
+
+
+# What is promised is there
+
+
+def ring_spec(ranks: int, period: int, slots: int, by_value_slots: int) -> StateSpec:
+    tensor = TensorSpec("weight", (4,), "float32")
+    return StateSpec(
+        params=(ParamSpec(tensor, (OwnerSpec(0, 0, ()),), True, 0),),
+        optimizers=(OptimizerSpec("torch.optim.sgd", "SGD", b"", (1,), 1, False),),
+        static=(),
+        by_value=(TensorSpec("average", (4,), "float32"),),
+        mode="lazy",
+        period=period,
+        slots=slots,
+        local_ranks=tuple(range(ranks)),
+        world_size=ranks,
+        by_value_slots=by_value_slots,
+    )
+
+
+class Held:
+    """One generation, with what its ranks write into it."""
+
+    def __init__(self, spec: StateSpec, base: int) -> None:
+        notify: Callable[[Message], None] = lambda message: None  # noqa: E731
+        self.spec = spec
+        self.generation = Generation(1, spec, held_bytes=0, budget=None, threads=1, notify=notify)
+        window = range(base - spec.period + 1, base + 1)
+        metas = tuple(encode_meta(RecordMeta(record, base, True)) for record in window)
+        for rank in spec.local_ranks:
+            for virtual in window:
+                self.begin(rank, virtual)
+            self.end(rank, base)
+            for virtual in window:
+                self.generation.ring.seal(virtual, rank, by_value=virtual == base)
+            self.generation.start(rank, GenerationCommit(1, base, base, b"", metas if rank == 0 else ()))
+
+    def begin(self, rank: int, record: int) -> None:
+        self.generation.ring.open_for_writing(record, rank)
+
+    def end(self, rank: int, record: int) -> None:
+        self.generation.ring.open_by_value(record, rank)
+        self.average(rank, record).fill_(100 * record + rank)
+
+    def commit(self, rank: int, record: int) -> None:
+        self.generation.ring.seal(record, rank)
+        meta = encode_meta(RecordMeta(record, record - 1, False)) if rank == 0 else b""
+        self.generation.commit(rank, Commit(1, record, record, b"", meta))
+
+    def average(self, rank: int, record: int) -> Any:
+        layout = self.generation.layout
+        base = layout.by_value_base(record) + layout.by_value_offsets(rank)[0]
+        return tensor_at(self.generation.slots.map, base, (4,), "float32")
+
+    def has_window(self, record: int) -> bool:
+        try:
+            for number in range(record - self.spec.period + 1, record + 1):
+                self.generation.ring.check(number, self.spec.local_ranks)
+        except DamagedStateError:
+            return False
+        return True
+
+
+class Rings(RuleBasedStateMachine):
+    """Ranks of one node that stage, commit and die, with D + 1 records' by-value tensors, and with those of all slots.
+
+    A rank begins a record as soon as it has committed the one before, and ends it once all ranks have: backward takes
+    all of them.
+    """
+
+    ours: Held
+
+    @initialize(ranks=st.integers(1, 3), period=st.integers(1, 5), slots=st.integers(2, 4), base=st.integers(5, 9))
+    def make(self, ranks: int, period: int, slots: int, base: int) -> None:
+        self.ours = Held(ring_spec(ranks, period, slots, slots + 1), base)
+        self.all = Held(ring_spec(ranks, period, slots, 0), base)
+        self.done = dict.fromkeys(range(ranks), base)
+        self.begun: dict[int, int] = {}
+        self.ended: dict[int, int] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "ours"):
+            self.ours.generation.close()
+            self.all.generation.close()
+
+    def ranks_that(self, may: Callable[[int], bool]) -> list[int]:
+        return [rank for rank in self.done if may(rank)]
+
+    def may_begin(self, rank: int) -> bool:
+        return self.begun.get(rank) != self.done[rank] + 1
+
+    def may_end(self, rank: int) -> bool:
+        return not self.may_begin(rank) and self.done[rank] == min(self.done.values()) and rank not in self.ended
+
+    def may_commit(self, rank: int) -> bool:
+        return rank in self.ended
+
+    @precondition(lambda self: hasattr(self, "ours"))
+    @rule(data=st.data(), steps=st.integers(1, 40))
+    def go_on(self, data: st.DataObject, steps: int) -> None:
+        """Some ranks take some of their next steps, in any order."""
+        for _ in range(steps):
+            moves: list[tuple[Callable[[int], bool], Callable[[int], None]]] = [
+                (self.may_begin, self.begin),
+                (self.may_end, self.end),
+                (self.may_commit, self.commit),
+            ]
+            possible = [(move, rank) for may, move in moves for rank in self.ranks_that(may)]
+            move, rank = data.draw(st.sampled_from(possible))
+            move(rank)
+            self.check()
+
+    def begin(self, rank: int) -> None:
+        self.begun[rank] = self.done[rank] + 1
+        for held in (self.ours, self.all):
+            held.begin(rank, self.begun[rank])
+
+    def end(self, rank: int) -> None:
+        self.ended[rank] = self.done[rank] + 1
+        for held in (self.ours, self.all):
+            held.end(rank, self.ended[rank])
+
+    def commit(self, rank: int) -> None:
+        self.done[rank] = self.ended.pop(rank)
+        for held in (self.ours, self.all):
+            held.commit(rank, self.done[rank])
+
+    @precondition(lambda self: hasattr(self, "ours"))
+    @rule()
+    def die(self) -> None:
+        """All ranks die, and go on from the newest record that all have committed."""
+        record = min(self.done.values())
+        assert record == max(self.ours.generation.reachable())
+        for held in (self.ours, self.all):
+            held.generation.settle(record)
+        self.done = dict.fromkeys(self.done, record)
+        self.begun, self.ended = {}, {}
+
+    @invariant()
+    def check(self) -> None:
+        if not hasattr(self, "ours"):
+            return
+        promised = self.ours.generation.reachable()
+        for record in promised:
+            assert self.ours.has_window(record)
+            for rank in self.done:
+                assert self.ours.average(rank, record).tolist() == [100.0 * record + rank] * 4
+        # Whatever could be restored with the by-value tensors of all slots can be with fewer of them.
+        assert set(promised) >= {one for one in self.all.generation.reachable() if self.all.has_window(one)}
+
+
+Rings.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=8, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestRings = Rings.TestCase
+
+
+def test_what_is_overwritten_is_not_promised() -> None:
+    held = Held(ring_spec(1, 2, 3, 4), base=2)
+    with closing(held.generation):
+        for record in (3, 4):
+            held.begin(0, record)
+            held.end(0, record)
+            held.commit(0, record)
+        assert held.generation.reachable() == [2, 3, 4]
+        held.generation.ring.open_by_value(3, 0)
+        assert held.generation.reachable() == [2, 4]
+
+
+def test_a_record_without_its_window_is_not_promised_to_the_attempt_after_the_next() -> None:
+    """One rank was a record ahead, and had begun another; the attempt that goes back dies before its first commit."""
+    held = Held(ring_spec(2, 2, 2, 3), base=2)
+    with closing(held.generation):
+        for record in (3, 4, 5, 6, 7):
+            for rank in (0, 1):
+                held.begin(rank, record)
+            for rank in (0, 1)[: 2 - (record == 7)]:
+                held.end(rank, record)
+                held.commit(rank, record)
+        held.begin(0, 8)
+        assert held.generation.reachable() == [6]
+        held.generation.settle(6)
+        assert not held.has_window(5)
+        assert held.generation.reachable() == [6]
+        assert held.generation.why_not_repeated(6) == "record 5 is not held any more"
+
+
+# Whoever reads records
+
+
+def records_of(**other: Any) -> Records:
+    """Records 2 to 12, of which by-value tensors of the newest 3 are held, gradients of the newest 8."""
+    return Records(layout_spec(period=6, slots=2, by_value_slots=3, **other), base=2, newest=12)
+
+
+@pytest.fixture
+def records() -> Iterator[Records]:
+    with closing(records_of()) as records:
+        yield records
+
+
+def test_a_record_without_its_by_value_tensors_is_not_sent(records: Records) -> None:
+    """Its bytes would be others than those that another holder has of it."""
+    with closing(records.source()) as source:
+        assert [one for one in range(5, 13) if source.intact(one)] == [10, 11, 12]
+        assert source.open(9) is None
+        blob = source.open(10)
+        assert blob is not None
+        blob.release()
+
+
+def test_a_state_is_handed_out_with_the_by_value_tensors_of_its_record() -> None:
+    code, records, node = Code(1, 1), records_of(), Node("live")
+    with closing(code), closing(records), closing(node):
+        node.serving.add(records.serve(12), records.duplicates())
+        source = UnitSource(RANKS, 12, "", "live", (), False, None, 0, 0)
+        result, regions = Network([node]).read(source, records.spec, code)
+        with closing_all(regions):
+            assert result.problem == ""
+            check_right(records, result, regions, record=12)
+
+
+def test_bytes_of_a_record_go_to_both_of_its_slots() -> None:
+    layout = Layout(ring_spec(2, 3, 2, 3))
+    region = Region.create("slots", layout.slots_bytes)
+    with closing(region):
+        begin, nbytes = layout.by_value_area()
+        rooms = rooms_for(layout, region.map, 7)
+        assert [(room.offset, room.view.nbytes) for room in rooms] == [(0, begin), (begin, nbytes)]
+        for room in rooms:
+            room.view[:] = bytes([1]) * room.view.nbytes
+        start = layout.by_value_base(7)
+        assert start - layout.by_value_slot_offset(7) == 4096
+        assert [layout.by_value_offsets(rank) for rank in (0, 1)] == [[0], [64]]
+        assert region.map[start : start + nbytes] == bytes([1]) * nbytes
+        assert region.map[:].count(1) == begin + nbytes
+        del rooms, room
+
+
+@pytest.mark.parametrize("extent", [Extent(3, 2), Extent(4, 4), Extent(9, 3), Extent(0, 8)])
+def test_bytes_that_lie_in_no_room_are_refused(extent: Extent) -> None:
+    reader = BlobReader([Room(0, memoryview(bytearray(4))), Room(6, memoryview(bytearray(4)))])
+    with pytest.raises(DamagedStateError, match="expected bytes within 0 to 4, 6 to 10"):
+        reader._target(extent)
+
+
+def test_the_log_says_when_it_was_too_late_for_by_value_tensors(records: Records, tmp_path: Any) -> None:
+    spec = records.spec
+    timeline = Timeline(1, "a")
+    opened = OpenLog(f"{tmp_path}", "node", spec, 1, timeline, None, 100, 1 << 30, 100.0)
+    writer = RecordWriter(opened, Region.open(os.dup(records.regions[0].fd)))
+    with closing(writer):
+        entry = {number: LogRecord(number, step, *rest) for number, (step, *rest) in records.held.items()}
+        late = writer.append(Append((entry[9],), False))
+        assert "by-value tensors of record 9" in late.hole
+        assert late.taken is None
+        in_time = writer.append(Append((entry[10], entry[11]), False))
+        assert (in_time.hole, in_time.taken) == ("", 11)
+
+
+def test_a_restore_looks_at_the_stamps_of_by_value_tensors() -> None:
+    spec = ring_spec(1, 2, 2, 3)
+    layout = Layout(spec)
+    region = Region.create("slots", layout.slots_bytes)
+    with closing(region):
+        ring = SlotRing(region, layout, 1)
+        model = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(4))})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tensors = {"weight": model["weight"], "average": torch.zeros(4)}
+        restorer = Restorer(layout, region, None, None, ring, tensors, [optimizer])
+        ring.seal(5, 0)
+        tensor_at(region.map, layout.by_value_base(5), (4,), "float32").fill_(5.0)
+        restorer._restore_by_value(5, 0)
+        assert tensors["average"].tolist() == [5.0] * 4
+        ring.open_by_value(5 + 3, 0)
+        with pytest.raises(DamagedStateError, match=r"by-value tensors of record 5.* is being written"):
+            restorer._restore_by_value(5, 0)
+        del restorer
+
+
+# Trainings
+
+
+def hold_few(control: Control) -> None:
+    """Averages of the size of a test's model are held as large ones are; said where that is so."""
+    live_state.SMALL_BY_VALUE_BYTES = 0
+    start = SlotWriter.start_generation
+
+    def noting(self: SlotWriter, record: int) -> Any:
+        if self.spec.by_value:
+            control.journal.note("held", of=self.layout.by_value_ring, slots=self.layout.ring)
+        return start(self, record)
+
+    SlotWriter.start_generation = noting  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_an_average_survives_kills_anywhere(lab: Lab, slots: int) -> None:
+    kills = [("in commit", 8), ("before batch", 9), ("after commit", 14), ("before step", 15), ("after step", 17)]
+    attempts = lab.survives(Case("moving-average", MovingAverage), config("lazy", slots=slots), kills, prepare=hold_few)
+    held = {(one["of"], one["slots"]) for attempt in attempts for one in attempt.of("held")}
+    assert held == {(slots + 1, 4 + slots)}

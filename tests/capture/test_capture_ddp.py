@@ -1,0 +1,99 @@
+"""State that is captured under DDP: all ranks change to it together, and all go back to one capture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_hidden import Agreeing, Counting
+from tests.support.trainings.engine_optimizers import Momentum
+
+NODES = pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+_references: dict[Any, list[Any]] = {}
+
+
+def job_of(lab: Lab, redo: str = "lazy", every: int = 4, **settings: Any) -> Job:
+    return Job(fresh_directory(lab), lab.run_dir, config(redo, capture_every_steps=every), **settings)
+
+
+def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int]) -> str:
+    """Each attempt goes on at the expected step, the last result is the reference's; returns all logs."""
+    key = (job.world_size, job.optimizer)
+    if key not in _references:
+        undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, fails_test=None)
+        assert run(lab, undisturbed) == [0] * job.world_size
+        _references[key] = results(undisturbed)
+    expected = _references[key]
+    attempts: list[Job] = []
+    for number, death in enumerate(deaths):
+        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
+        codes = run(lab, attempts[-1])
+        killed = range(job.world_size) if death.who == "all" else [death.who]
+        assert all(codes[int(rank)] == -9 for rank in killed), codes
+        check_verdicts(attempts, died=True)
+    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
+    assert run(lab, last) == [0] * job.world_size
+    check_verdicts([*attempts, last], died=False)
+    logs = "".join(child.log.read_text() for child in lab._children)
+    for step in [0, *resumed]:
+        assert logs.count(f"resumed: {step}\n") >= job.world_size, logs[-4000:]
+    for ours, theirs in zip(results(last), expected, strict=True):
+        assert ours["resumed"] == resumed[-1]
+        assert not [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
+        assert not [name for name, value in theirs["state"].items() if ours["state"][name] != value]
+    return logs
+
+
+@NODES
+def test_what_an_optimizer_hides_is_captured_on_all_ranks(lab: Lab, nodes: bool) -> None:
+    """The test is over with record 2, where a generation begins; then records 4, 8 and 12 are captured."""
+    deaths = [Death(0, 6, "backward"), Death("all", 9), Death(1, 11, "stepped")]
+    logs = survives(lab, job_of(lab, nodes=nodes, optimizer=Counting), deaths, [4, 8, 8])
+    assert logs.count("steps cannot be redone here") == 2
+
+
+def test_a_step_that_asks_other_ranks_is_captured_and_never_tried_alone(lab: Lab) -> None:
+    """A trial of it would wait for ranks that try something else."""
+    logs = survives(lab, job_of(lab, optimizer=Agreeing), [Death(0, 6, "backward"), Death("all", 9)], [4, 8])
+    assert "its step communicates with other ranks" in logs
+
+
+@NODES
+def test_one_rank_whose_test_fails_is_enough(lab: Lab, nodes: bool) -> None:
+    job = job_of(lab, nodes=nodes, optimizer=Momentum, fails_test=1)
+    logs = survives(lab, job, [Death(0, 2, "backward"), Death("all", 6, "stepped")], [1, 4])
+    assert logs.count("it has failed here; the whole state is captured") == 2
+
+
+def test_all_ranks_pass_and_redo(lab: Lab) -> None:
+    logs = survives(lab, job_of(lab, optimizer=Momentum, every=100), [Death(0, 7), Death("all", 9, "backward")], [7, 9])
+    assert "cannot be redone" not in logs
+
+
+@pytest.mark.parametrize("place", ["backward", "stepped", "committed"])
+def test_ranks_that_differ_by_a_capture_go_back_to_a_common_one(lab: Lab, place: str) -> None:
+    """Rank 0 dies around its commit of record 8, which is captured; the other one may have it or not."""
+    # Steps are counted from 0: record 8 is that of step 7.
+    expected = {"backward": 4, "stepped": 4, "committed": 8}[place]
+    survives(lab, job_of(lab, "capture", nodes=True), [Death(0, 7, place)], [expected])
+
+
+def test_three_ranks_reduce_in_the_layout_they_had(lab: Lab) -> None:
+    survives(lab, job_of(lab, "capture", world_size=3), [Death(2, 6), Death(0, 10, "backward")], [4, 8])
+
+
+def test_a_new_agent_waits_for_a_capture_that_all_make(lab: Lab) -> None:
+    """Between two captures only one node would have what it began with."""
+    job = job_of(lab, "capture", nodes=True)
+    first = replace(job, deaths=[Death("agent", 5), Death("all", 9)])
+    assert run(lab, first) == [-9, -9]
+    logs = "".join(child.log.read_text() for child in lab._children)
+    assert "protected again from step 8 on" in logs
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0, 0]
+    assert [one["resumed"] for one in results(last)] == [8, 8]

@@ -1,0 +1,482 @@
+"""What goes to storage and when, as a node's agent decides it: snapshots, modes, grace, and who waits for an answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import saver as saver_module
+from memckpt.checkpointing.saver import Saver
+from memckpt.config import StorageConfig
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import (
+    Message,
+    Saved,
+    SaveFailed,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+from memckpt.protocol.writer import (
+    Appended,
+    Save,
+)
+from memckpt.state.records import Timeline
+from tests.support.cluster.storage_node import Clock, Filled, Process, RecordsProcess, Steps, spec_of
+
+T1, T2 = Timeline(1, "a"), Timeline(2, "b")
+SEVERAL_NODES = spec_of((0,), world_size=2)
+
+
+class Node:
+    """An agent's saver, the trainers that it orders about, and its processes.
+
+    Attributes:
+        orders: for snapshots, as trainers got them.
+        told: what else trainers were told.
+        failures: how often the agent heard that what was last to be written could not be.
+        checkpoints, records: the processes that were started, the newest last.
+    """
+
+    def __init__(self, directory: Path, clock: Clock, filled: Filled | None = None, **settings: Any) -> None:
+        self._directory, self.clock, self.filled = directory, clock, filled or Filled()
+        self.orders: list[TakeSnapshot] = []
+        self.told: list[Message] = []
+        self.checkpoints: list[Process] = []
+        self.records: list[RecordsProcess] = []
+        self.failures = 0
+        self.saver = Saver("n", self._order, self.told.append, self._start, self._failed)
+        self.attempt = Steps("n", self.held.spec.world_size, self.held.spec.local_ranks)
+        self.config = StorageConfig(**settings)
+        self.begin_attempt(T1)
+
+    @property
+    def held(self) -> Any:
+        return self.filled.held
+
+    def begin_attempt(self, timeline: Timeline) -> None:
+        self.saver.configure(self.config, self._directory, timeline, 1)
+
+    def _order(self, message: Message, fd: int) -> None:
+        assert isinstance(message, TakeSnapshot)
+        self.orders.append(message)
+
+    def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
+        if what == "records":
+            self.records.append(RecordsProcess(received, ended))
+            return cast("HelperProcess", self.records[-1])
+        self.checkpoints.append(Process(received, ended))
+        return cast("HelperProcess", self.checkpoints[-1])
+
+    def _failed(self) -> None:
+        self.failures += 1
+
+    # What trainers do
+
+    def train(self, count: int = 1, seconds: float = 1.0, work: bool = True) -> None:
+        for _ in range(count):
+            self.clock.passes(seconds)
+            self.attempt.at = self.filled.commit()
+            self.saver.after_commit(self.held, self.attempt)
+            if work:
+                self.work()
+
+    def train_until_ordered(self) -> int:
+        """Until a snapshot that has not been taken is due; its record."""
+        count = len(self.orders)
+        while len(self.orders) == count:
+            self.train()
+        return self.orders[-1].record
+
+    def copy(self, record: int, seconds: float = 0.1) -> None:
+        """All ranks have copied their part of a snapshot."""
+        for rank in self.held.spec.local_ranks:
+            self.saver.snapshot_taken(rank, SnapshotTaken(record, seconds))
+
+    # What processes do
+
+    def work(self) -> None:
+        while self.records and self.records[-1].work():
+            pass
+
+    @property
+    def saves(self) -> list[Save]:
+        """The jobs of the newest process for checkpoints."""
+        return list(self.checkpoints[-1].sent) if self.checkpoints else []
+
+    def saved(self, nbytes: int = 1 << 30, cpu_seconds: float = 0.01) -> None:
+        """The oldest job is done, in a second."""
+        part = self.checkpoints[-1].sent.popleft().part
+        self.checkpoints[-1].received(Saved(part.step, part.record, nbytes, 1.0, cpu_seconds, part.timeline))
+
+    def checkpoint(self, cpu_seconds: float = 0.01) -> int:
+        """Train through a whole checkpoint; its record."""
+        record = self.train_until_ordered()
+        self.train(max(0, record - self.attempt.at))
+        self.copy(record)
+        self.saved(cpu_seconds=cpu_seconds)
+        return record
+
+    def refused(self, reason: str = "no room") -> None:
+        """The oldest job has failed."""
+        part = self.checkpoints[-1].sent.popleft().part
+        self.checkpoints[-1].received(SaveFailed(part.step, reason))
+
+    @property
+    def mode(self) -> str:
+        return self.status.mode
+
+    @property
+    def status(self) -> Any:
+        status = self.saver.status(None)
+        assert status is not None
+        return status
+
+    def close(self) -> None:
+        self.saver.close()
+        self.filled.close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (record_log, saver_module, schedule, writer_jobs):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Clock) -> Iterator[Any]:
+    made: list[Node] = []
+
+    def make(filled: Filled | None = None, **settings: Any) -> Node:
+        made.append(Node(tmp_path, clock, filled, **settings))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.close()
+
+
+def logging_node(make: Any, **settings: Any) -> Node:
+    """One that logs, has a checkpoint, and may not afford the next one for a long time."""
+    node: Node = make(mode="log", min_seconds=3600, batch_steps=100, grace_seconds=25.0, **settings)
+    node.checkpoint(cpu_seconds=1000.0)
+    node.train(2)
+    assert node.status.loses_at_most is not None
+    assert len(node.orders) == 1
+    return node
+
+
+# Snapshots that take long
+
+
+def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None:
+    """Trainers may be far ahead when the last one of them has copied its part."""
+    node = make(Filled(spec=spec_of((0, 1)), offset=100), every_steps=10, mode="replica")
+    record = node.train_until_ordered()
+    assert record == 10
+    node.train(60)
+    assert not node.held.knows(record + 1), "those of other records must go, or memory would fill"
+    assert node.held.knows(record)
+    node.copy(record)
+    (save,) = node.saves
+    assert (save.part.record, save.part.step) == (10, 110)
+    assert save.rank_states == {0: b"0 0.0", 1: b"1 0.0"}
+    node.saved()
+    node.train_until_ordered()
+    node.train(10)
+    assert not node.held.knows(record), "they are kept for one snapshot at a time"
+
+
+def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(make: Any) -> None:
+    node = make(every_steps=1, mode="replica")
+    assert node.train_until_ordered() == 3
+    region = node.saver._snapshots._current.region
+    node.held.pinned = None  # whatever has let go of them
+    node.train(19)
+    assert not node.held.knows(3)
+    node.copy(3)
+    assert node.saves == []
+    assert region.fd < 0
+    record = node.train_until_ordered()
+    assert record == node.attempt.at + 4
+    node.train(4)
+    node.copy(record)
+    assert [save.part.record for save in node.saves] == [record]
+
+
+def test_the_same_for_one_that_somebody_waits_for(make: Any) -> None:
+    node = make(every_steps=1000, mode="replica")
+    answers: list[Any] = []
+    node.saver.save_to("elsewhere", answers.append, node.held, training=True)
+    node.train_until_ordered()
+    node.held.pinned = None
+    node.train(20)
+    node.copy(node.orders[-1].record)
+    assert answers == []
+    record = node.train_until_ordered()
+    node.train(4)
+    node.copy(record)
+    (save,) = node.saves
+    assert save.url == "elsewhere"
+    node.saved()
+    assert [(type(answer), answer.record) for answer in answers] == [(Saved, record)]
+
+
+# Modes
+
+
+def test_auto_logs_small_records_where_all_ranks_are_on_one_node(make: Any) -> None:
+    node = make(every_steps=20)
+    node.checkpoint()
+    assert node.mode == "replica"
+    node.checkpoint()
+    assert node.mode == "log"
+
+
+def test_auto_logs_nothing_on_several_nodes(make: Any) -> None:
+    """Each would measure for itself, and one that logs alone writes what nobody can use."""
+    node = make(Filled(spec=SEVERAL_NODES), every_steps=20)
+    for _ in range(3):
+        node.checkpoint()
+        assert node.mode == "replica"
+    assert "several nodes" in node.status.reason
+    assert node.records == []
+
+
+def test_several_nodes_log_where_that_is_asked_for(make: Any) -> None:
+    node = make(Filled(spec=SEVERAL_NODES), every_steps=20, mode="log")
+    node.train()
+    assert (node.mode, node.status.reason) == ("log", "as configured")
+    assert len(node.records) == 1
+
+
+def test_a_new_attempt_goes_on_as_the_one_before_has_found_right(make: Any) -> None:
+    node = make(every_steps=20)
+    node.checkpoint()
+    node.checkpoint()
+    node.begin_attempt(T2)
+    node.saver.resumed(node.attempt.at, T1)
+    node.train()
+    assert node.mode == "log"
+
+
+def test_a_new_attempt_on_several_nodes_does_not_go_on_to_log(make: Any) -> None:
+    node = make(every_steps=20)
+    node.checkpoint()
+    node.checkpoint()
+    assert node.mode == "log"
+    node.saver.forget(node.held)
+    node.filled.close()
+    node.filled = Filled(2, SEVERAL_NODES, base=node.attempt.at)
+    node.begin_attempt(T2)
+    node.train()
+    assert node.mode == "replica"
+    assert node.records[-1].closed
+
+
+def test_the_mode_is_chosen_again_for_a_generation_whose_records_cannot_be_logged(make: Any) -> None:
+    node = logging_node(make)
+    assert node.mode == "log"
+    node.saver.forget(node.held)
+    node.filled.close()
+    node.filled = Filled(2, spec_of(dtype="complex128"), base=node.attempt.at)
+    node.train()
+    assert node.mode == "replica"
+    assert "w is complex128" in node.status.reason
+
+
+# Who waits for an answer
+
+
+def test_an_export_of_what_is_held_is_answered_when_a_new_trainer_comes(make: Any) -> None:
+    node = make(every_steps=1000)
+    node.train(5)
+    answers: list[Any] = []
+    node.saver.save_to("beside", answers.append, node.held, training=False)
+    assert [save.url for save in node.saves] == ["beside"]
+    node.saver.abort()
+    assert [type(answer) for answer in answers] == [SaveFailed]
+    assert not node.saver.saving
+
+
+def test_an_export_whose_order_died_with_its_trainers_is_made_by_the_next_ones(make: Any) -> None:
+    node = make(every_steps=1000)
+    node.train(5)
+    answers: list[Any] = []
+    node.saver.save_to("beside", answers.append, node.held, training=True)
+    node.train()
+    assert [order.record for order in node.orders] == [8]
+    node.saver.abort()
+    node.begin_attempt(T2)
+    node.filled.settle(6)
+    node.saver.resumed(6, T1)
+    node.attempt.at = 6
+    node.train()
+    assert [order.record for order in node.orders] == [8, 9]
+    node.train(2)
+    node.copy(9)
+    node.saved()
+    assert [(type(answer), answer.record) for answer in answers] == [(Saved, 9)]
+
+
+def test_two_who_wait_are_both_answered_though_an_order_was_missed(make: Any) -> None:
+    node = make(every_steps=1000)
+    node.train(5)
+    answers: dict[str, Any] = {}
+    for url in ("first", "second"):
+        node.saver.save_to(url, lambda answer, url=url: answers.setdefault(url, answer), node.held, training=True)
+        node.train()
+    node.saver.snapshot_taken(0, SnapshotTaken(8, 0.0, missed=True))
+    for url in ("first", "second"):
+        record = node.train_until_ordered()
+        node.train(4)
+        node.copy(record)
+        assert [save.url for save in node.saves] == [url]
+        node.saved()
+    assert {url: type(answer) for url, answer in answers.items()} == {"first": Saved, "second": Saved}
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["before-the-order", "after-the-order"])
+def test_an_export_gets_what_trainers_left_when_they_die_meanwhile(make: Any, ordered: bool) -> None:
+    """Else whoever waits would have to until somebody starts the training again."""
+    node = make(every_steps=1000)
+    node.train(5)
+    answers: list[Any] = []
+    node.saver.save_to("beside", answers.append, node.held, training=True)
+    node.train(int(ordered))
+    assert len(node.orders) == ordered
+    node.saver.save_asked(node.held)
+    assert [(save.url, save.part.record) for save in node.saves] == [("beside", node.attempt.at)]
+    node.saver.save_asked(node.held)
+    assert len(node.saves) == 1
+    node.saved()
+    assert [type(answer) for answer in answers] == [Saved]
+
+
+def test_a_snapshot_of_the_run_s_own_is_not_dropped_for_nobody(make: Any) -> None:
+    node = make(every_steps=10)
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.saver.save_asked(node.held)
+    node.copy(record)
+    assert [save.part.record for save in node.saves] == [record]
+
+
+# Grace
+
+
+def test_a_checkpoint_in_a_grace_period_is_given_up_at_its_end(make: Any, clock: Clock) -> None:
+    node = make(min_seconds=3600, grace_seconds=25.0, mode="replica")
+    for number in (1, 2):  # the first steps are stored at once, the next ones in a grace period
+        record = node.train_until_ordered()
+        node.train(record - node.attempt.at)
+        node.copy(record)
+        assert len(node.saves) == 1
+        if number == 1:
+            node.saved()
+            node.train(2)
+            assert len(node.orders) == 1
+            node.saver.preempt()
+    assert node.saver.deadline() == clock.now + 25.0
+    clock.passes(24.9)
+    node.saver.look_at_clock()
+    assert node.saver.saving
+    clock.passes(0.1)
+    node.saver.look_at_clock()
+    assert not node.saver.saving
+    assert node.checkpoints[-1].closed
+    assert isinstance(node.told[-1], SaveFailed)
+    assert "took too long" in node.told[-1].reason
+
+
+def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make: Any) -> None:
+    node = make(min_seconds=3600, mode="replica")
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.copy(record)
+    node.train(2)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    node.refused()
+    assert [one.step for one in node.told if isinstance(one, SaveFailed)] == [record]
+    assert node.failures == 0
+    assert node.saver.saving
+    node.refused("still no room")
+    assert node.failures == 1
+    assert not node.saver.saving
+
+
+def test_in_a_grace_period_the_log_is_written_and_that_is_enough(make: Any) -> None:
+    node = logging_node(make)
+    node.saver.preempt()
+    node.train(20)
+    assert len(node.orders) == 1
+    assert node.status.step == node.attempt.at - 19
+
+
+def test_writing_the_log_in_a_grace_period_ends_with_it(make: Any, clock: Clock) -> None:
+    node = logging_node(make)
+    node.saver.preempt()
+    until = clock.now + 25.0
+    node.train(work=False)
+    assert node.saver.deadline() == until
+    clock.passes(23.9)
+    node.saver.look_at_clock()
+    assert not node.records[-1].closed
+    clock.passes(0.1)
+    node.saver.look_at_clock()
+    assert node.records[-1].closed
+    assert "took too long" in node.status.alarm
+
+
+def lost_by_writer(node: Node) -> None:
+    node.records[-1].received(Appended(None, None, 0, 0, 0.0, hole="no room"))
+
+
+def lost_with_writer(node: Node) -> None:
+    node.records[-1].ended("it was killed")
+
+
+def lost_by_being_slow(node: Node) -> None:
+    node.train(node.held.layout.ring + 2, seconds=0.001, work=False)
+
+
+LOST = pytest.mark.parametrize("lose", [lost_by_writer, lost_with_writer, lost_by_being_slow])
+
+
+@LOST
+def test_a_hole_in_the_log_in_a_grace_period_makes_a_whole_checkpoint_at_once(make: Any, lose: Any) -> None:
+    node = logging_node(make)
+    node.saver.preempt()
+    node.train(work=False)  # what there is has been handed on, to be written
+    lose(node)
+    node.train(1, work=False)
+    assert len(node.orders) == 2
+    record = node.orders[-1].record
+    node.train(max(0, record - node.attempt.at), work=False)
+    node.copy(record)
+    assert [save.part.record for save in node.saves] == [record]
+
+
+@LOST
+def test_a_hole_at_any_other_time_waits_for_what_a_checkpoint_may_cost(make: Any, lose: Any) -> None:
+    node = logging_node(make)
+    node.train(work=False)
+    lose(node)
+    node.train(10, work=False)
+    assert len(node.orders) == 1
+
+
+def test_nothing_is_said_of_a_hole_more_than_once(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    node = logging_node(make)
+    with caplog.at_level(logging.WARNING, "memckpt.agent"):
+        lost_with_writer(node)
+        node.train(50, seconds=0.01)
+    assert [record.message for record in caplog.records if "has a hole" in record.message] == [
+        f"the log has a hole behind record {node.attempt.at - 50}: it was killed"
+    ]

@@ -1,0 +1,234 @@
+"""A full storage, as a node's agent sees it: when it tries again, and how the log ends in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import saver as saver_module
+from memckpt.checkpointing.writer import records
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import Message, SaveFailed
+from memckpt.protocol.writer import Appended, LookForRoom, OpenLog, Room, Save
+from memckpt.state.records import Timeline
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.store import LocalStore
+from tests.checkpointing.test_saver import Node
+from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
+from tests.support.faults.full_disk import LimitedDisk
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (record_log, saver_module, schedule, writer_jobs, records):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def make(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(**settings: Any) -> Node:
+        nodes.append(Node(tmp_path, clock, **settings))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def fail(node: Node, missing: int | None = None) -> float:
+    """Train until a checkpoint is handed to the process, and have it fail; returns the seconds that took."""
+    began = node.clock.now
+    record = node.train_until_ordered()
+    node.train(max(0, record - node.attempt.at))
+    node.copy(record)
+    seconds = node.clock.now - began
+    looks(node)
+    assert isinstance(node.checkpoints[-1].sent.popleft(), Save)
+    node.checkpoints[-1].received(SaveFailed(record, "no room", missing))
+    return float(seconds)
+
+
+def looks(node: Node) -> int:
+    """How often it has been asked for room; each is answered with nothing known."""
+    sent = node.checkpoints[-1].sent
+    count = 0
+    while sent and isinstance(sent[0], LookForRoom):
+        look = sent.popleft()
+        node.checkpoints[-1].received(Room(look.url, None))
+        count += 1
+    return count
+
+
+def test_a_checkpoint_that_fails_is_tried_again_ever_more_seldom(make: Callable[..., Node]) -> None:
+    node = make(mode="replica", min_seconds=0.5, overhead=1.0)
+    waited = [fail(node) for _ in range(10)]
+    assert waited[1] < 10
+    assert waited[-1] >= 60
+    assert waited == sorted(waited)
+    record = node.train_until_ordered()
+    node.train(max(0, record - node.attempt.at))
+    node.copy(record)
+    node.saved()
+    assert fail(node) < 10, "after one that is written a failure is the first one again"
+
+
+def test_when_there_is_room_again_the_next_step_is_taken(make: Callable[..., Node]) -> None:
+    node = make(mode="replica", min_seconds=0.5, overhead=1.0)
+    for _ in range(8):
+        fail(node, missing=1000)
+    orders = len(node.orders)
+    node.train(3)
+    assert len(node.orders) == orders
+    sent = node.checkpoints[-1].sent
+    look = next(one for one in sent if isinstance(one, LookForRoom))
+    node.checkpoints[-1].received(Room(look.url, 999))
+    node.train(1)
+    assert len(node.orders) == orders, "that is too little"
+    node.checkpoints[-1].received(Room(look.url, 1000))
+    node.train(1)
+    assert len(node.orders) == orders + 1
+
+
+def test_room_is_looked_for_now_and_then_and_only_where_it_was_missing(make: Callable[..., Node]) -> None:
+    node = make(mode="replica", min_seconds=100.0, overhead=1.0)
+    fail(node)
+    node.train(10)
+    assert looks(node) == 0
+    node.clock.passes(1000)
+    fail(node, missing=1000)
+    found = 0
+    for _ in range(10):
+        node.train(1)
+        found += looks(node)
+    assert 4 <= found <= 6
+
+
+# The log
+
+
+def test_records_that_wait_for_room_call_for_a_checkpoint(make: Callable[..., Node]) -> None:
+    node = make(mode="log", min_seconds=1000.0, batch_steps=2)
+    node.checkpoint()
+    node.train(3)
+    orders = len(node.orders)
+    node.train(20)
+    assert len(node.orders) == orders
+    at = node.attempt.at
+    node.records[-1].received(Appended(at, at, at, 0, 0.0, short="no room for records"))
+    node.train(1, work=False)
+    assert len(node.orders) == orders + 1
+
+
+def test_a_log_that_has_become_large_ends_in_a_checkpoint(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_log, "_LEAST_BYTES", 20_000)
+    monkeypatch.setattr(record_log, "_CHECKPOINTS", 1)
+    node = make(mode="log", min_seconds=1e6, batch_steps=2)
+    node.checkpoint()
+    orders, written = len(node.orders), 0
+    for _ in range(200):
+        node.train(1)
+        written = sum(one.nbytes for one in read_catalog(LocalStore(Path(node.status.url))).batches)
+        if len(node.orders) > orders:
+            break
+    assert len(node.orders) == orders + 1
+    assert 20_000 < written < 23_000
+
+
+class SmallProcess(RecordsProcess):
+    """One with little memory, that leaves room for a checkpoint of 5000 bytes."""
+
+    batch_bytes = 1 << 20
+
+    def send(self, message: Message, fds: Sequence[int]) -> None:
+        if isinstance(message, OpenLog):
+            message = msgspec.structs.replace(message, batch_bytes=self.batch_bytes, reserve=5000)
+        super().send(message, fds)
+
+
+class Writer:
+    """A log on a disk that has little room."""
+
+    def __init__(self, disk: LimitedDisk, clock: Clock, batch_bytes: int = 1 << 20) -> None:
+        self._filled = Filled()
+        self.disk, self._clock = disk, clock
+        self.answers: list[Appended] = []
+        self._process = SmallProcess(self._said)
+        self._process.batch_bytes = batch_bytes
+        self._log = record_log.RecordLog("n", lambda: cast("HelperProcess", self._process), lambda: None)
+        self._log.configure(str(disk.root), 2, 60.0, Timeline(1, "a"))
+
+    def _said(self, message: Appended) -> None:
+        self.answers.append(message)
+        self._log.appended(message)
+
+    def commit(self, count: int) -> None:
+        for _ in range(count):
+            self._clock.passes(1.0)
+            self._filled.commit()
+            self._log.collect(self._filled.held)
+            while self._process.work():
+                pass
+
+    def close(self) -> None:
+        self._log.close()
+        self._filled.close()
+
+    @property
+    def batches(self) -> list[tuple[int, int]]:
+        return [(one.first, one.last) for one in read_catalog(LocalStore(self.disk.root)).batches]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LimitedDisk:
+    return LimitedDisk(monkeypatch, tmp_path / "disk")
+
+
+def test_records_wait_in_memory_for_room_and_leave_room_for_a_checkpoint(disk: LimitedDisk, clock: Clock) -> None:
+    writer = Writer(disk, clock)
+    try:
+        writer.commit(4)
+        assert writer.batches == [(1, 2), (3, 4)]
+        disk.room = disk.used() + 5000
+        writer.commit(20)
+        assert writer.batches == [(1, 2), (3, 4)]
+        assert disk.refused == 0
+        assert "has no room for records 5 to " in writer.answers[2 + 4].short
+        disk.room = None
+        writer.commit(12)
+        assert writer.batches[2][0] == 5, "there is no hole"
+        assert writer.batches[2][1] >= 24
+        assert not any(one.hole for one in writer.answers)
+        assert writer.answers[-1].short == ""
+    finally:
+        writer.close()
+
+
+def test_no_more_waits_than_a_batch_may_take(disk: LimitedDisk, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    writer = Writer(disk, clock, batch_bytes=200)
+    try:
+        writer.commit(2)
+        disk.room = disk.used() + 5000
+        writer.commit(400)
+        assert sum(bool(one.hole) for one in writer.answers) > 5
+        warned = [
+            one for one in caplog.records if one.levelname in ("WARNING", "ERROR") and one.name != "memckpt.storage"
+        ]
+        assert len(warned) < 8
+        assert caplog.text.count("Traceback") <= 2
+        disk.room = None
+        writer.commit(40)
+        assert writer.answers[-1].hole == ""
+        assert writer.batches[-1][1] > 400
+    finally:
+        writer.close()

@@ -1,0 +1,351 @@
+"""Exact resume of the data position: every run here is a child process, and "dies" means SIGKILL.
+
+A chain is one training in several processes: each one consumes some batches, stores its position and is
+killed; the next one resumes. What the chain saw, batch by batch, with the state of every generator after
+each step, must be what one uninterrupted run saw whose loader was never grafted.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler
+
+from memckpt import dataloader as data
+from memckpt.state import rng
+from tests.support.cluster.processes import be_subreaper
+from tests.support.trainings.data_jobs import (
+    EPOCHS,
+    NONE,
+    PERSISTENT,
+    TWO,
+    Job,
+    Tamper,
+    Trainer,
+    each_kind_of_workers,
+    in_child,
+)
+from tests.support.trainings.loader_cases import (
+    BATCH,
+    BATCHES,
+    MAKERS,
+    SAMPLES,
+    Augmented,
+    Doubling,
+    LazyGlobal,
+    Workers,
+    loaded,
+    make,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _orphans_come_to_us() -> Iterator[None]:
+    """Workers of a killed child become our children, so that their end can be waited for."""
+    be_subreaper(True)
+    yield
+    be_subreaper(False)
+
+
+# Of 6 batches per epoch: the first one, mid-epoch, the epoch's end, the next one's first, and on.
+KILLS = {NONE: [1, 4, 6, 7, 8, 11], TWO: [3, 6, 7], PERSISTENT: [1, 6, 7]}
+NAMES = [name for name in MAKERS if name != "iterable"]
+CHAINS = [(name, workers) for name in NAMES for workers in (NONE, PERSISTENT)] + [
+    (name, TWO)
+    for name in ("shuffle", "own-generator", "random-object", "distributed", "unbatched", "stateful", "init-fn")
+]
+
+
+@pytest.mark.parametrize(("name", "workers"), CHAINS, ids=str)
+def test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees(name: str, workers: Workers, tmp_path: Path) -> None:
+    job = Job(lambda: make(name, workers), tmp_path, epochs=2 if workers == TWO else EPOCHS)
+    expected = job.uninterrupted()
+    assert len(expected.steps) >= job.epochs * BATCHES
+    assert job.uninterrupted(grafted=True) == expected
+    assert job.chain(KILLS[workers]) == expected
+
+
+@each_kind_of_workers
+@pytest.mark.parametrize("name", ["own-generator", "stateful"])
+def test_an_epoch_that_ends_before_its_data_does(name: str, workers: Workers, tmp_path: Path) -> None:
+    job = Job(lambda: make(name, workers), tmp_path, limit=3)
+    expected = job.uninterrupted()
+    assert len(expected.steps) == EPOCHS * 3
+    assert job.uninterrupted(grafted=True) == expected
+    assert job.chain([2, 3, 5]) == expected
+
+
+@each_kind_of_workers
+def test_the_order_of_iterating_and_restoring_the_generators_is_free(workers: Workers, tmp_path: Path) -> None:
+    job = Job(lambda: make("own-generator", workers), tmp_path, epochs=2, iterate_first=True)
+    assert job.chain([4, 6]) == job.uninterrupted()
+
+
+@pytest.mark.parametrize("workers", [TWO, PERSISTENT], ids=str)
+def test_a_validation_loader_between_its_passes(workers: Workers, tmp_path: Path) -> None:
+    def make_validation() -> DataLoader[Any]:
+        return DataLoader(Augmented(9), BATCH, **workers.arguments())
+
+    job = Job(lambda: make("shuffle", NONE), tmp_path, make_validation=make_validation)
+    expected = job.uninterrupted()
+    assert job.uninterrupted(grafted=True) == expected
+    assert job.chain([2, 9]) == expected
+
+
+@pytest.mark.slow  # a spawned worker imports torch
+def test_spawned_workers(tmp_path: Path) -> None:
+    job = Job(lambda: make("init-fn", Workers(1, start="spawn")), tmp_path)
+    forked = Job(lambda: make("init-fn", Workers(1)), tmp_path)
+    assert job.chain([8]) == forked.uninterrupted()
+
+
+@each_kind_of_workers
+def test_a_stream_is_read_again_up_to_the_position(workers: Workers, tmp_path: Path) -> None:
+    job = Job(lambda: make("iterable", workers), tmp_path, epochs=2)
+    expected = job.uninterrupted()
+    assert job.uninterrupted(grafted=True) == expected
+    assert job.chain([2, 7]) == expected
+
+
+def test_what_was_consumed_counts_not_what_was_fetched_ahead(tmp_path: Path) -> None:
+    def count() -> tuple[int, int]:
+        loader = make("shuffle", TWO)
+        data.graft(loader)
+        iterator = iter(loader)
+        next(iterator)
+        current = data.position(loader)["pass"]
+        return current["batches"], current["dispatched"]
+
+    assert in_child(tmp_path / "result", count) == (1, 5)
+
+
+@each_kind_of_workers
+@pytest.mark.parametrize("name", ["shuffle", "iterable"])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_batches_a_wrapper_holds_are_handed_out_again(ahead: int, name: str, workers: Workers, tmp_path: Path) -> None:
+    """Without workers the augmentation of those is not the same: they are loaded at another time."""
+
+    def indices(batch: Any) -> Any:
+        return batch[0].tolist() if workers == NONE else repr(batch)
+
+    def start() -> tuple[dict[str, Any], list[Any]]:
+        torch.manual_seed(1)
+        loader = make(name, workers)
+        data.graft(loader)
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        return data.position(loader, ahead=ahead), [indices(batch) for batch in iterator]
+
+    def again(position: dict[str, Any]) -> list[Any]:
+        loader = make(name, workers)
+        data.graft(loader)
+        data.resume(loader, position)
+        return [indices(batch) for batch in loader]
+
+    position, rest = in_child(tmp_path / "result", start)
+    repeated = in_child(tmp_path / "result", lambda: again(position))
+    assert len(repeated) == ahead + len(rest)
+    assert repeated[ahead:] == rest
+
+
+@each_kind_of_workers
+def test_a_resumed_loader_may_be_iterated_twice_before_it_is_used(workers: Workers, tmp_path: Path) -> None:
+    def start() -> tuple[dict[str, Any], list[Any]]:
+        torch.manual_seed(1)
+        loader = make("shuffle", workers)
+        data.graft(loader)
+        iterator = iter(loader)
+        next(iterator)
+        return data.position(loader), [batch[0].tolist() for batch in iterator]
+
+    def again(position: dict[str, Any]) -> tuple[bool, list[Any], list[Any]]:
+        loader = make("shuffle", workers)
+        data.graft(loader)
+        data.resume(loader, position)
+        before = rng.capture()
+        iter(loader)
+        untouched = data.position(loader)["pass"] == position["pass"] and rng.capture() == before
+        rest = [batch[0].tolist() for batch in loader]
+        return untouched, rest, [batch[0].tolist() for batch in loader]
+
+    position, rest = in_child(tmp_path / "result", start)
+    untouched, repeated, next_pass = in_child(tmp_path / "result", lambda: again(position))
+    assert untouched
+    assert repeated == rest
+    assert len(next_pass) == BATCHES
+
+
+@each_kind_of_workers
+def test_skipped_samples_are_not_loaded(workers: Workers, tmp_path: Path) -> None:
+    def positioned() -> dict[str, Any]:
+        loader = DataLoader(Augmented(), BATCH, **workers.arguments())
+        data.graft(loader)
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        return data.position(loader)
+
+    def rest(position: dict[str, Any]) -> list[int]:
+        loader = DataLoader(Augmented(log=tmp_path / "log"), BATCH, **workers.arguments())
+        data.graft(loader)
+        data.resume(loader, position)
+        return [int(index) for batch in loader for index in batch[0]]
+
+    position = in_child(tmp_path / "result", positioned)
+    expected = list(range(3 * BATCH, SAMPLES))
+    assert in_child(tmp_path / "result", lambda: rest(position)) == expected
+    assert sorted(loaded(tmp_path / "log")) == expected
+
+
+# -- each of these takes one thing out of the resume; the oracle above has to notice
+
+
+def _other_phase() -> dict[str, Any]:
+    with rng.preserved():
+        torch.rand(7), random.random(), np.random.rand()
+        return {"global": rng.capture(), "own": {"generators": {}, "attributes": {}}}
+
+
+def _without_global_generators(state: dict[str, Any]) -> None:
+    state["rng"] = None
+
+
+def _without_construction(state: dict[str, Any]) -> None:
+    state["position"]["pass"]["construction"] = _other_phase()
+
+
+def _without_worker_states(state: dict[str, Any]) -> None:
+    state["position"]["pass"]["worker_states"] = {}
+
+
+def _without_own_state(state: dict[str, Any]) -> None:
+    state["position"]["own"] = {"generators": {}, "attributes": {}}
+
+
+def _without_dispatched_ahead(state: dict[str, Any]) -> None:
+    current = state["position"]["pass"]
+    current.update(dispatched=current["batches"], dispatched_digest=current["digest"], sampler_ended=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "limit", "kill_at", "tamper"),
+    [
+        ("shuffle", NONE, None, 3, _without_global_generators),
+        ("shuffle", TWO, None, 3, _without_worker_states),
+        ("shuffle", TWO, None, 3, _without_global_generators),
+        ("shuffle", TWO, None, 1, _without_construction),
+        ("shuffle", PERSISTENT, 3, 1, _without_construction),
+        ("random-object", TWO, None, 3, _without_dispatched_ahead),
+        ("own-generator", NONE, None, 3, _without_own_state),
+        ("random-object", NONE, None, 3, _without_own_state),
+        ("epoch-counter", NONE, 3, 3, _without_own_state),
+    ],
+)
+def test_negative_control(
+    name: str, workers: Workers, limit: int | None, kill_at: int, tamper: Tamper, tmp_path: Path
+) -> None:
+    job = Job(lambda: make(name, workers), tmp_path, epochs=2, limit=limit, tamper=tamper)
+    assert job.chain([kill_at]) != job.uninterrupted()
+
+
+def test_negative_control_of_the_sampler_start(tmp_path: Path) -> None:
+    def _without_sampler_start(state: dict[str, Any]) -> None:
+        state["position"]["pass"]["sampler_start"] = [_other_phase()] * 2
+
+    job = Job(lambda: make("shuffle", NONE), tmp_path, tamper=_without_sampler_start)
+    with pytest.raises(data.DataPositionError, match="RandomSampler does not repeat"):
+        job.chain([3])
+
+
+# -- errors
+
+
+def test_a_sampler_that_draws_between_the_steps_is_found_out(tmp_path: Path) -> None:
+    job = Job(lambda: DataLoader(Augmented(), BATCH, sampler=LazyGlobal()), tmp_path)
+    with pytest.raises(data.DataPositionError, match=r"LazyGlobal does not repeat .* torch\.Generator of its own"):
+        job.chain([3])
+
+
+@each_kind_of_workers
+@pytest.mark.parametrize(("samples", "message"), [(SAMPLES + 1, "does not repeat"), (BATCH, "ended after 1 batches")])
+def test_other_data_is_found_out(samples: int, message: str, workers: Workers, tmp_path: Path) -> None:
+    sizes = [SAMPLES]
+    job = Job(lambda: DataLoader(Augmented(sizes[0]), BATCH, shuffle=True, **workers.arguments()), tmp_path)
+    assert job.process(lambda: Trainer(job, grafted=True).run(3)) is None
+    sizes[0] = samples
+    error = job.process(lambda: Trainer(job, grafted=True).run(None))
+    assert isinstance(error, data.DataPositionError)
+    assert message in str(error)
+
+
+def test_a_failed_resume_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    loader = make("shuffle", NONE)
+    data.graft(loader)
+    iterator = iter(loader)
+    next(iterator)
+    position = data.position(loader)
+    assert data.position(loader, ahead=1)["pass"]["batches"] == 0
+    with pytest.raises(data.DataPositionError, match="at most 1 batches, found a caller that is 2 ahead"):
+        data.position(loader, ahead=2)
+    other = DataLoader(Augmented(SAMPLES - 1), BATCH, shuffle=True)
+    data.graft(other)
+    data.resume(other, position)
+    iterator = iter(other)
+    for again in (iterator, iterator, iter(other)):
+        with pytest.raises(data.DataPositionError, match="does not repeat"):
+            next(again)
+
+
+def test_a_position_of_another_loader_is_refused() -> None:
+    loader = make("shuffle", NONE)
+    with pytest.raises(data.DataPositionError, match=r"call graft\(\) first"):
+        data.position(loader)
+    data.graft(loader)
+    position = data.position(loader)
+    other = make("shuffle", TWO)
+    data.graft(other)
+    with pytest.raises(data.DataPositionError, match=r"expected 0 workers, .* found 2"):
+        data.resume(other, position)
+    with pytest.raises(data.DataPositionError, match="of format 2, found None"):
+        data.resume(loader, {})
+    with pytest.raises(TypeError, match="expected a torch DataLoader, found list"):
+        data.graft([])  # type: ignore[arg-type]
+
+
+def test_a_missing_generator_is_refused() -> None:
+    loader, bare = make("own-generator", NONE), make("shuffle", NONE)
+    data.graft(loader)
+    data.graft(bare)
+    with pytest.raises(data.DataPositionError, match=r"a random generator at loader\.generator"):
+        data.resume(bare, data.position(loader))
+
+
+def test_reasons_against_a_loader() -> None:
+    assert data.unreplayable(make("shuffle", TWO)) is None
+    assert "IterableDataset" in (data.unreplayable(make("iterable", NONE)) or "")
+    assert "overrides __iter__" in (data.unreplayable(Doubling(Augmented())) or "")
+    unordered = DataLoader(Augmented(), num_workers=2, in_order=False)
+    assert "in_order=False" in (data.unreplayable(unordered) or "")
+    data.graft(unordered)
+    with pytest.raises(data.DataPositionError, match="in_order=False"):
+        data.resume(unordered, data.position(unordered))
+    secret = SequentialSampler(range(3))
+    secret.random = random.SystemRandom()  # type: ignore[attr-defined]
+    assert "loader.sampler.random is a SystemRandom" in (
+        data.unreplayable(DataLoader(Augmented(), sampler=secret)) or ""
+    )
+
+
+def test_a_lazy_sampler_is_noticed_while_it_runs() -> None:
+    loader = DataLoader(Augmented(), BATCH, sampler=LazyGlobal())
+    data.graft(loader)
+    assert data.unreplayable(loader) is None
+    list(loader)
+    assert "BatchSampler" in (data.unreplayable(loader) or "")

@@ -1,0 +1,133 @@
+"""A process that is stopped or dead-locked is told from one that is busy, and from one that waits for its turn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from memckpt.errors import AgentGoneError
+from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.replication import Halt, Halted
+from tests.support.cluster.peers_harness import wait_for
+from tests.support.cluster.processes import kill_and_wait
+
+
+@pytest.fixture
+def page() -> Iterator[LifePage]:
+    page = LifePage.create()
+    yield page
+    page.close()
+
+
+@contextlib.contextmanager
+def child(body: Callable[[], None]) -> Iterator[int]:
+    """A process that does something and then nothing."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            body()
+            signal.pause()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        kill_and_wait(pid)
+        os.waitpid(pid, 0)
+
+
+def compute() -> None:
+    while True:
+        pass
+
+
+def wait_for_a_lock_that_is_taken() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+def looks_quiet(watch: LifeWatch) -> None:
+    """Wait until a process counts as standing still."""
+    wait_for(watch.stands_still, "it stands still")
+
+
+@pytest.mark.parametrize("body", [lambda: None, wait_for_a_lock_that_is_taken], ids=["sleeps", "dead-locked"])
+def test_a_process_that_does_nothing_stands_still(page: LifePage, body: Callable[[], None]) -> None:
+    with child(body) as pid:
+        looks_quiet(LifeWatch(page, pid, 0.2, "main"))
+
+
+def test_a_process_that_computes_lives_until_it_is_stopped(page: LifePage) -> None:
+    """Its loop comes round never, as in a call that takes long."""
+    with child(compute) as pid:
+        now = 0.0
+        watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
+        for _ in range(100):
+            now += 1.0
+            assert not watch.stands_still()
+        os.kill(pid, signal.SIGSTOP)
+        looks_quiet(LifeWatch(page, pid, 0.2, "main"))
+
+
+def test_a_loop_that_comes_round_lives(page: LifePage) -> None:
+    with child(lambda: None) as pid:
+        now = 0.0
+        watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
+        watch.look()
+        for _ in range(100):
+            now += 1.0
+            page.beat()
+            assert watch.look() == 0.0
+        for seconds in range(1, 15):
+            now += 1.0
+            assert watch.look() == seconds
+        assert not watch.stands_still()
+        now += 1.0
+        assert watch.stands_still()
+
+
+def test_who_was_stopped_itself_has_seen_nothing(page: LifePage) -> None:
+    with child(lambda: None) as pid:
+        now = 0.0
+        watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
+        watch.look()
+        now += 3600.0
+        assert watch.look() <= 2 * watch.pause
+
+
+def test_the_counter_comes_round(page: LifePage) -> None:
+    page._words[0] = 2**64 - 1
+    page.beat()
+    assert page.beats == 0
+    page.close()
+    page.beat()
+    assert page.beats == -1
+
+
+def test_a_replicator_that_is_stopped_is_not_waited_for() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    own = LifePage.create()
+    with selectors.DefaultSelector() as selector:
+        process = HelperProcess(
+            "memckpt.replication.process", [], selector, lambda message: None, lambda reason: None, 60.0, own
+        )
+        with contextlib.closing(process):
+            assert process.ask(Halt(), Halted, 60.0) == Halted()
+            assert not process.stands_still()
+            os.kill(process._process.pid, signal.SIGSTOP)
+            process.watch_for(0.5)
+            beats = own.beats
+            with pytest.raises(AgentGoneError, match=r"no sign of life for 0\.5 s"):
+                process.ask(Halt(), Halted, 600.0)
+            assert own.beats > beats, "the agent's own loop counts as alive meanwhile"
+            assert process.stands_still()
+    own.close()
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,337 @@
+"""When the slots of a new generation are made: once nobody can need the old one, and at the latest when asked twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memckpt.agent.group_states import GroupStates
+from memckpt.errors import MemoryBudgetError
+from memckpt.memory.region import Region
+from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.node.generation import Generation
+from memckpt.protocol.trainer import (
+    Commit,
+    Gap,
+    GenerationCommit,
+    Hello,
+    Launcher,
+    Message,
+    NeedSlots,
+    Prepare,
+    SlotsMade,
+)
+from memckpt.recovery.plan import common_records
+from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
+from tests.support.cluster.storage_node import spec_of
+
+Units = list[tuple[int, ...]]
+
+
+class Node:
+    """The agent of a node in which ranks begin generations and commit records, and wait where they have to.
+
+    Attributes:
+        waiting: ranks that have written a start and do not go on before its slots are there.
+        told: what has been told to each unit, oldest first.
+    """
+
+    def __init__(self, units: Units, world_size: int | None = None, budget: int | None = None) -> None:
+        ranks = tuple(rank for unit in units for rank in unit)
+        self.units = {rank: unit for unit in units for rank in unit}
+        self.world_size = world_size or len(ranks)
+        self.budget = budget
+        self.waiting: set[int] = set()
+        self.told: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
+        self.groups = GroupStates("n", self._teller, nothing, nothing, nothing)  # type: ignore[arg-type]
+        self.attempt = Attempt("a", self.world_size, ranks)
+        for rank, unit in self.units.items():
+            hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())
+            self.groups.introduce(hello)
+            trainer = TrainerHandle(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
+            self.attempt.trainers[rank] = trainer
+
+    def _teller(self, ranks: tuple[int, ...]) -> Callable[..., None]:
+        def tell(message: Message, **settings: Any) -> None:
+            self.told[ranks].append(message)
+            if isinstance(message, SlotsMade):
+                self.waiting -= set(ranks)
+
+        return tell
+
+    def spec(self, rank: int) -> StateSpec:
+        unit = self.units[rank]
+        # Large enough that slots are worth more than their headers.
+        param = ParamSpec(TensorSpec("w", (5_000,), "float32"), (), True, 0)
+        owned = msgspec.structs.replace(spec_of(unit).params[0], tensor=param.tensor)
+        return msgspec.structs.replace(
+            spec_of(unit, self.world_size), params=(owned,), replicas=unit, by_value_slots=0, shared=()
+        )
+
+    def prepares(self, rank: int, record: int) -> Generation:
+        """A rank asks for a generation and is through the record."""
+        group = self.groups[self.units[rank]]
+        return group.prepare(rank, Prepare(self.spec(rank), Timeline(1, "a"), 1, self.budget, False, record))
+
+    def begins(self, rank: int, record: int) -> None:
+        """A rank writes its part of a generation that begins after a record, and asks for the slots."""
+        unit, spec = self.units[rank], self.spec(rank)
+        generation = self.prepares(rank, record)
+        virtual = range(record - spec.period + 1, record + 1)
+        for number in virtual:
+            generation.ring.seal(number, rank)
+        metas = tuple(encode_meta(RecordMeta(number, record, True)) for number in virtual)
+        start = GenerationCommit(generation.number, record, record, b"state", metas if rank == unit[0] else ())
+        self.attempt.trainers[rank].next_record = record + 1
+        self.groups[unit].generation_committed(rank, start)
+        self.groups.make_slots(self.attempt)
+        self.waiting.add(rank)
+        self.asks(rank, generation.number)
+
+    def asks(self, rank: int, generation: int, now: bool = False) -> None:
+        unit = self.units[rank]
+        self.groups[unit].want_slots(rank, NeedSlots(generation, now))
+        self.groups.make_slots(self.attempt, now=unit if now else ())
+
+    def commits(self, rank: int, record: int) -> None:
+        unit = self.units[rank]
+        group = self.groups[unit]
+        building = group._pending.generation
+        held = building if building is not None and building.started_by(rank) else group.held
+        assert held is not None
+        assert held.whole, "a record is staged in slots that are not there"
+        meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, b""),)))
+        held.ring.seal(record, rank)
+        message = Commit(held.number, record, record, b"state", meta if rank == unit[0] else b"")
+        self.attempt.trainers[rank].next_record = record + 1
+        group.commit(rank, message, self.attempt)
+        self.groups.make_slots(self.attempt)
+
+    def goes_through(self, rank: int, record: int) -> None:
+        """A rank could not stage a record."""
+        self.attempt.trainers[rank].next_record = record + 1
+        self.groups.make_slots(self.attempt)
+
+    def leaves(self, rank: int) -> None:
+        self.attempt.trainers[rank].left = True
+        self.groups.make_slots(self.attempt)
+
+    def held(self, rank: int) -> list[int]:
+        """Records that its unit can produce."""
+        return list(self.groups[self.units[rank]].standing_still())
+
+    def generations(self, rank: int) -> int:
+        group = self.groups[self.units[rank]]
+        return len(group.before) + (group.held is not None)
+
+
+def nothing(*arguments: Any, **settings: Any) -> None:
+    pass
+
+
+@pytest.fixture
+def node() -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def make(*arguments: Any, **settings: Any) -> Node:
+        made.append(Node(*arguments, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.groups.close()
+
+
+def test_ranks_that_share_slots_wait_for_each_other(node: Callable[..., Node]) -> None:
+    one = node([(0, 1)])
+    one.begins(0, 1)
+    assert one.waiting == {0}
+    one.begins(1, 1)
+    assert not one.waiting
+    one.commits(0, 2)
+    one.begins(1, 2)  # the other one writes its part a moment later
+    assert one.held(0) == [1]
+    one.begins(0, 2)
+    assert (one.held(0), one.generations(0), one.waiting) == ([2], 1, set())
+
+
+def test_the_old_one_goes_when_the_other_ranks_of_the_node_are_through_the_record(node: Callable[..., Node]) -> None:
+    one = node([(0,), (1,)])
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    one.begins(0, 2)
+    assert one.waiting == {0}
+    assert one.held(0) == [1, 2]
+    size = Layout(one.spec(0)).total_bytes
+    state = sum(length for _, length in Layout(one.spec(0)).start_ranges(2))
+    assert one.groups[(0,)].nbytes == size + state < 2 * size
+    one.commits(1, 2)
+    assert not one.waiting
+    assert (one.held(0), one.generations(0)) == ([2], 1)
+    assert one.groups[(0,)].nbytes == size
+
+
+def test_where_another_rank_could_not_stage_the_record_both_are_held(node: Callable[..., Node]) -> None:
+    one = node([(0,), (1,)])
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    one.begins(0, 2)
+    one.goes_through(1, 2)
+    assert not one.waiting
+    assert one.held(0) == [1, 2]
+    assert one.generations(0) == 2
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["stands-still", "gone"])
+def test_a_rank_that_does_not_come_holds_nobody_up_for_ever(node: Callable[..., Node], gone: bool) -> None:
+    one = node([(0, 1)])
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    one.begins(0, 2)
+    assert one.waiting == {0}
+    if gone:
+        one.leaves(1)
+    else:
+        one.asks(0, 2, now=True)
+    assert not one.waiting
+    assert one.held(0) == [1]
+    assert one.groups[(0, 1)].nbytes == 2 * Layout(one.spec(0)).total_bytes
+
+
+def test_a_rank_that_is_through_the_record_without_a_start_is_not_waited_for(node: Callable[..., Node]) -> None:
+    """It had lost its agent for a moment, and has not heard of the generation."""
+    one = node([(0, 1)])
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    one.begins(0, 2)
+    one.goes_through(1, 2)
+    assert not one.waiting
+    assert one.held(0) == [1]
+
+
+def test_a_job_that_dies_keeps_the_old_one_though_both_do_not_fit(node: Callable[..., Node]) -> None:
+    size = Layout(Node([(0,)]).spec(0)).total_bytes
+    one = node([(0,), (1,)], budget=size * 5 // 2)
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    one.begins(0, 2)
+    assert one.waiting == {0}
+    one.leaves(1)
+    assert "agent.memory_budget_bytes" in one.told[0,][-1].problem  # type: ignore[union-attr]
+    assert one.held(0) == [1, 2]
+    assert one.held(1) == [1]
+
+
+def test_ranks_of_other_nodes_are_not_waited_for(node: Callable[..., Node]) -> None:
+    """It takes records to know that they are past the old one, and until then both are held."""
+    one = node([(0,)], world_size=2)
+    one.begins(0, 1)
+    one.begins(0, 2)
+    assert not one.waiting
+    assert one.held(0) == [1, 2]
+    assert one.groups[(0,)].nbytes == 2 * Layout(one.spec(0)).total_bytes
+
+
+def test_where_both_do_not_fit_the_old_one_goes_and_that_is_said(node: Callable[..., Node]) -> None:
+    size = Layout(Node([(0,)], world_size=2).spec(0)).total_bytes
+    one = node([(0,)], world_size=2, budget=size * 3 // 2)
+    one.begins(0, 1)
+    one.begins(0, 2)
+    assert not one.waiting
+    assert one.held(0) == [2]
+    gaps = [message for message in one.told[0,] if isinstance(message, Gap)]
+    assert ["agent.memory_budget_bytes" in gap.reason for gap in gaps] == [True]
+
+
+def test_a_generation_that_does_not_fit_alone_leaves_the_old_one(node: Callable[..., Node]) -> None:
+    size = Layout(Node([(0,)]).spec(0)).total_bytes
+    one = node([(0,)], budget=size)
+    one.begins(0, 1)
+    one.budget = size - 1
+    with pytest.raises(MemoryBudgetError, match="expected room for"):
+        one.prepares(0, 2)
+    assert one.held(0) == [1]
+
+
+def test_no_memory_for_slots_is_said_to_all_and_the_start_stays(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node([(0, 1)])
+    failing = [True]
+    original = Region.reserve
+
+    def reserve(self: Region, name: str) -> None:
+        if failing:
+            raise MemoryBudgetError("none left")
+        original(self, name)
+
+    monkeypatch.setattr(Region, "reserve", reserve)
+    for rank in (0, 1):
+        one.begins(rank, 1)
+    assert one.told[0, 1][-1] == SlotsMade(1, problem="none left")
+    assert one.held(0) == [1]
+    failing.clear()
+    for rank in (0, 1):
+        one.begins(rank, 3)
+    assert one.told[0, 1][-1] == SlotsMade(2)
+    assert one.held(0) == [3]
+
+
+def test_slots_of_a_generation_that_was_dropped_are_asked_for_in_vain(node: Callable[..., Node]) -> None:
+    one = node([(0, 1)])
+    one.asks(0, 7)
+    assert one.told[0, 1] == [SlotsMade(7, dropped=True)]
+
+
+@pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)], [(0, 1, 2)]], ids=["alone", "two", "all-share"])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_whenever_a_node_s_job_dies_all_ranks_can_go_back_to_the_newest_record_of_all(
+    units: Units, data: st.DataObject
+) -> None:
+    """And nobody waits for ever. A rank enters a record when all ranks are through the one before."""
+    world = sum(len(unit) for unit in units)
+    one = Node(units)
+    length = data.draw(st.integers(1, 9))
+    fates: dict[tuple[int, ...], list[str]] = {unit: ["begins"] for unit in units}
+    last_void = -3
+    for record in range(2, length + 1):
+        for fate in fates.values():
+            choices = ["commits", "commits", "begins", *(["void"] if record - last_void > 4 else [])]
+            fate.append("begins" if fate[-1] == "void" else data.draw(st.sampled_from(choices)))
+            if fate[-1] == "void":
+                last_void = record
+    done = dict.fromkeys(range(world), 0)
+    kept: dict[int, set[int]] = {rank: set() for rank in range(world)}
+    try:
+        for _ in range(data.draw(st.integers(0, length * world))):
+            slowest = min(done.values())
+            if slowest == length:
+                break
+            ready = [rank for rank in done if done[rank] == slowest and rank not in one.waiting]
+            assert ready, "everybody waits"
+            rank = data.draw(st.sampled_from(ready))
+            record = done[rank] + 1
+            match fates[one.units[rank]][record - 1]:
+                case "begins":
+                    one.begins(rank, record)
+                    kept[rank].add(record)
+                case "commits":
+                    one.commits(rank, record)
+                    kept[rank].add(record)
+                case _:
+                    one.goes_through(rank, record)
+            done[rank] = record
+        if min(done.values()) == max(done.values()):
+            assert not one.waiting
+        expected = max(set.intersection(*kept.values()), default=None)
+        found = common_records([group.inventory(None) for group in one.groups])
+        assert max(found, default=None) == expected, (fates, done)
+    finally:
+        one.groups.close()

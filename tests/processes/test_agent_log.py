@@ -1,0 +1,78 @@
+"""The log of an agent never blocks its loop, whatever the log is written to."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from pathlib import Path
+
+from memckpt.config import AgentConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status, stop_agent
+from memckpt.processes.launch import spawn_agent
+from memckpt.processes.log import QueuedLines
+from tests.storage.test_storage_runs import until
+
+
+def fill(fd: int) -> None:
+    """Until a pipe takes nothing more."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+    try:
+        while True:
+            os.write(fd, b"x" * 4096)
+    except BlockingIOError:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def logger_to(handler: logging.Handler) -> logging.Logger:
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    return logger
+
+
+def test_lines_are_written_in_order() -> None:
+    read_fd, write_fd = os.pipe()
+    handler = QueuedLines(write_fd)
+    logger = logger_to(handler)
+    for number in range(100):
+        logger.info("line %d", number)
+    handler.stop()
+    os.close(write_fd)
+    with open(read_fd) as stream:
+        assert stream.read().split("\n") == [*(f"line {number}" for number in range(100)), ""]
+
+
+def test_what_finds_no_room_is_dropped_and_counted() -> None:
+    read_fd, write_fd = os.pipe()
+    fill(write_fd)
+    handler = QueuedLines(write_fd, most_waiting=10)
+    logger = logger_to(handler)
+    logger.info("that the thread hangs with")
+    until(handler._lines.empty)
+    for number in range(1000):
+        logger.info("line %d", number)
+    assert handler.dropped == 990
+    with open(read_fd) as stream:
+        while not stream.readline().endswith("line 9\n"):  # now there is room
+            pass
+        logger.info("after")
+        handler.stop()
+        os.close(write_fd)
+        rest = stream.read()
+    assert rest == "(the log takes nothing: 990 lines were dropped here)\nafter\n"
+
+
+def test_a_log_that_takes_nothing_holds_no_agent_up(tmp_path: Path) -> None:
+    """As on a disk that hangs. (A full pipe in the place of the file.)"""
+    address = AgentAddress.of(tmp_path, "node")
+    os.mkfifo(address.log_path)
+    reader = os.open(address.log_path, os.O_RDWR)
+    fill(reader)
+    pid = spawn_agent(address, AgentConfig(linger_seconds=60.0, start_seconds=20.0))
+    status = ask_status(address)
+    assert status is not None
+    assert status.pid == pid
+    assert stop_agent(address) == pid
+    os.close(reader)

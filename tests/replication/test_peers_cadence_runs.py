@@ -1,0 +1,66 @@
+"""Links that carry a part of what records need: nodes are lost, and training goes on from the last state by value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.cluster.peers_lab import (
+    Act,
+    PeersRank,
+    bounds,
+    fail,
+    finishes,
+    goes_on,
+    peers_config,
+    peers_job,
+    told,
+)
+from tests.support.cluster.sharded_cases import Setup
+from tests.support.cluster.sharded_lab import PROCESS_GROUP_SECONDS, Death, check_verdict, noted, reference
+from tests.support.trainings.engine_harness import Lab
+
+slow = pytest.mark.slow
+#: Of what a node may send. A record has 350 KB, so that it takes seconds; steps take some hundredths of one.
+_RATE = 100_000
+#: Records are not sent any more from about here on.
+_SPACED = 10
+
+
+def until_states_are_sent(rank: PeersRank) -> None:
+    """Wait until records are not sent any more."""
+    assert rank.session is not None
+    client = rank.session._link.client
+    while not client.waits_suspended:
+        assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "records are sent for long"
+
+
+def until_one_is_there(rank: PeersRank) -> None:
+    """Wait until a state that was sent by value is with the peers of every node."""
+    assert rank.session is not None
+    client = rank.session._link.client
+    while not client.whole or client.watermark < _SPACED:
+        assert rank.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
+    rank.journal.note("protected", step=rank.step, acknowledged=client.watermark)
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+@pytest.mark.parametrize(("data", "ranks"), [(1, 2), pytest.param(2, 3, marks=slow)])
+def test_a_node_is_lost_that_could_not_send_every_record(lab: Lab, redo: str, data: int, ranks: int) -> None:
+    """Before that only its trainer is, which goes on at the very step that it had begun."""
+    config = peers_config(data, 1, redo, ack="proceed", rate_bytes_per_second=_RATE)
+    job = peers_job(lab, Setup(world_size=ranks), config, last_step=60)
+    expected = reference(lab, job)
+    acts = [Act(0, _SPACED, "forward", until_states_are_sent), Act(0, 40, "forward", until_one_is_there)]
+    died = fail(lab, replace(job, acts=acts, protected_at=(0,)), Death("node1", 43, "backward"))
+    assert len(next(iter(noted(died, "protected")))) == 2
+    low, high = bounds(died)
+    assert _SPACED <= low < high
+    acts = [Act(0, 50, "forward", until_states_are_sent)]
+    again = fail(lab, died.again(lab, acts=acts), Death(1, 52, "backward"))
+    assert goes_on(again, low, high) < 43
+    assert check_verdict(again) == {"none"}, told(lab)
+    last = again.again(lab)
+    finishes(lab, last, expected)
+    assert goes_on(last, 52, 52, "local memory") == 52

@@ -1,0 +1,233 @@
+"""Trainings whose replicators speak over a network that is cut or slow, or with one that does not read: bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from memckpt.config import AgentConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
+from memckpt.protocol.replication import PeersStatus
+from memckpt.session import agent_client as client
+from tests.support.cluster import netns
+from tests.support.cluster.netns import Network
+from tests.support.cluster.peers_lab import (
+    Act,
+    PeersJob,
+    PeersRank,
+    bounds,
+    fail,
+    finishes,
+    goes_on,
+    peers_config,
+    peers_job,
+    ranks_of,
+    replicator_of,
+    revive_agents,
+    told,
+    train,
+)
+from tests.support.cluster.sharded_cases import Setup
+from tests.support.cluster.sharded_lab import NO_PROCESS_GROUP, TRIES, Death, logs, noted, reference
+from tests.support.trainings.engine_harness import Child, Lab
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(netns.problem(as_root=True) is not None, reason=str(netns.problem(as_root=True))),
+]
+
+PATIENCE_SECONDS = 40.0
+#: What is on its way to one peer at the most, and a message more.
+MOST_BEHIND_BYTES = (32 << 20) + (1 << 20)
+SLOW_BITS_PER_SECOND = 5_000_000
+SLOTS = 3
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(4) as network:
+        yield network
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What keeps node1 from reading or being read, and what ends that.
+
+    Attributes:
+        silent: whether nothing is heard of node1 meanwhile.
+    """
+
+    name: str
+    begin: Callable[[PeersJob], None]
+    end: Callable[[PeersJob], None]
+    silent: bool = True
+
+
+def _network(job: PeersJob) -> Network:
+    assert job.network is not None
+    return job.network
+
+
+TROUBLES = [
+    Trouble("cut", lambda job: _network(job).cut(1), lambda job: _network(job).mend(1)),
+    Trouble(
+        "slow",
+        lambda job: _network(job).limit(1, SLOW_BITS_PER_SECOND),
+        lambda job: _network(job).unlimit(1),
+        silent=False,
+    ),
+    Trouble(
+        "stopped",
+        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGSTOP),
+        lambda job: os.kill(replicator_of(job, "node1"), signal.SIGCONT),
+    ),
+]
+#: A replicator that is stopped here is not to be replaced.
+PATIENT = AgentConfig(linger_seconds=60.0, liveness_seconds=600.0)
+troubles = pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.name)
+
+
+def until(job: PeersJob, what: Callable[[PeersStatus], bool], *names: str) -> None:
+    """Wait until something is true of what these nodes' agents say of their peers."""
+    assert job.run_dir is not None
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    for name in names:
+        while True:
+            status = ask_status(AgentAddress.of(job.run_dir, name))
+            if status is not None and status.peers is not None and what(status.peers):
+                break
+            assert time.monotonic() < deadline, f"{name} says: {status}"
+            time.sleep(0.1)
+
+
+def degraded(trouble: Trouble) -> Callable[[PeersStatus], bool]:
+    def is_degraded(status: PeersStatus) -> bool:
+        silent = any(not link.connected for link in status.links) or "has said nothing" in status.problem
+        return not status.protected and bool(status.problem) and (silent or not trouble.silent)
+
+    return is_degraded
+
+
+def lags(job: PeersJob) -> list[int]:
+    """By how many records training was ahead of what is acknowledged, at each commit."""
+    return [each["step"] + 1 - each["acknowledged"] for rank in noted(job, "committed") for each in rank]
+
+
+@troubles
+def test_training_goes_on_without_peers_and_is_protected_when_they_are_back(
+    lab: Lab, network: Network, trouble: Trouble
+) -> None:
+    """So many steps that what is sent in vain would be more than may wait for one peer."""
+    config = peers_config(1, 1, ack="proceed", agent=PATIENT)
+    job = peers_job(lab, Setup(world_size=2), config, network=network, last_step=180)
+    expected = reference(lab, job)
+
+    def looks(rank: PeersRank) -> None:
+        until(rank.job, lambda status: degraded(trouble)(status) and status.gap is not None, "node0")
+        until(rank.job, degraded(trouble), "node1")
+        until(rank.job, lambda status: all(link.behind_bytes <= MOST_BEHIND_BYTES for link in status.links), "node0")
+
+    acts = [
+        Act(0, 3, "forward", lambda rank: trouble.begin(rank.job)),
+        Act(0, 170, "forward", looks),
+        Act(0, 172, "forward", lambda rank: trouble.end(rank.job)),
+    ]
+    died = fail(lab, replace(job, acts=acts, protected_at=(2, 175)), Death("node1", 177, "backward"))
+    assert len(noted(died, "acted")[0]) == len(acts)
+    assert max(lags(died)) > SLOTS
+    assert "the replicator is gone" not in logs(lab)
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(died))
+
+
+@troubles
+def test_training_waits_for_peers_that_are_away(lab: Lab, network: Network, trouble: Trouble) -> None:
+    config = peers_config(2, 1, agent=PATIENT, ack_timeout_seconds=600.0)
+    job = peers_job(lab, Setup(world_size=3), config, network=network)
+    expected = reference(lab, job)
+
+    class Ends(logging.Handler):
+        """Ends the trouble when training has said that it waits."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "training waits for peers" in record.getMessage():
+                logging.getLogger("memckpt").removeHandler(self)
+                until(job, degraded(trouble), "node0", "node1", "node2")
+                trouble.end(job)
+
+    def prepare(rank: int) -> None:
+        client._PATIENCE_SECONDS = 1.0
+        if rank == 0 and trouble.silent:
+            logging.getLogger("memckpt").addHandler(Ends())
+
+    acts = [Act(0, 3, "forward", lambda rank: trouble.begin(rank.job))]
+    attempt = replace(job, acts=acts, prepare=prepare, protected_at=(2, 9))
+    finishes(lab, attempt, expected)
+    assert max(lags(attempt)) <= SLOTS
+    if trouble.silent:
+        assert "training waits for peers" in told(lab)
+
+
+# A node that is cut off, given up, and comes back
+
+
+def cut_off(lab: Lab, job: PeersJob, lost: int) -> Child:
+    """Run an attempt until a node is cut off and all other ranks are dead; the rank that is left."""
+    for _ in range(TRIES):
+        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
+        codes = [child.wait(PATIENCE_SECONDS * 3) for rank, child in enumerate(ranks) if rank != lost]
+        if NO_PROCESS_GROUP not in codes:
+            break
+        ranks[lost].wait()
+        for left in job.directory.iterdir():
+            left.unlink()
+    assert set(codes) == {-signal.SIGKILL}, told(lab)
+    return ranks[lost]
+
+
+def test_a_node_that_was_given_up_and_comes_back_changes_nothing(lab: Lab, network: Network) -> None:
+    job = peers_job(lab, Setup(world_size=3), peers_config(2, 1), network=network)
+    expected = reference(lab, job)
+
+    def cut(rank: PeersRank) -> None:
+        network.cut(1)
+        for pid in ranks_of(rank.job, ["node0", "node2"]):
+            os.kill(pid, signal.SIGKILL)
+        signal.pause()
+
+    first = replace(job, acts=[Act(1, 6, "backward", cut)], protected_at=(4,))
+    revive_agents(lab, first)
+    stale = cut_off(lab, first, 1)
+    assert stale.alive()
+
+    def comes_back(rank: PeersRank) -> None:
+        network.mend(1)
+        until(rank.job, lambda status: status.refused > 0, "node0", "node2")
+
+    def is_whole(rank: PeersRank) -> None:
+        def unspoilt(status: PeersStatus) -> bool:
+            known = {link.node for link in status.links} | {node for node, _, _ in status.kept}
+            return status.protected and "node1" not in known
+
+        until(rank.job, unspoilt, "node0", "node2", "node3")
+
+    names = ("node0", "node3", "node2")
+    acts = [Act(0, 8, "forward", comes_back), Act(0, 9, "forward", is_whole)]
+    second = fail(lab, first.again(lab, names=names, acts=acts, protected_at=(7, 8)), Death("node3", 9, "backward"))
+    goes_on(second, *bounds(first))
+    assert len(noted(second, "acted")[0]) == 2
+    assert stale.alive()
+
+    # Its agent is still there, with what it has of the timeline that was left: it takes part again.
+    last = second.again(lab, names=())
+    finishes(lab, last, expected)
+    goes_on(last, *bounds(second))
+    assert stale.wait() == -signal.SIGKILL

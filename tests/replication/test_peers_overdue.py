@@ -1,0 +1,180 @@
+"""Nodes that acknowledge nothing, or are not heard: when training does not wait for them, and when it does again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+import pytest
+
+from memckpt.memory.life import LifePage, LifeWatch
+from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
+from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
+from tests.support.cluster.replicator_node import Node
+
+
+def test_time_counts_from_the_last_progress_and_only_while_somebody_looks() -> None:
+    overdue, now = Overdue(10.0), 0.0
+
+    def after(seconds: int, **owing: int) -> frozenset[str]:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            overdue.look(owing, now)
+        return overdue.nodes
+
+    after(1, b=0, c=0)
+    assert not after(9, b=0, c=1)
+    assert after(1, b=0, c=1) == {"b"}
+    assert after(1, b=1, c=1) == {"c"}
+    assert not after(1, b=1), "c owes nothing any more"
+    now += 3600.0  # the replicator was stopped itself
+    assert not after(1, b=1)
+    assert after(9, b=1) == {"b"}
+
+
+def test_a_silent_node_is_not_waited_for_once_its_trainers_are_known_to_live() -> None:
+    absence, now = Absence(10.0), 0.0
+
+    def after(seconds: int, newest: int) -> frozenset[str]:
+        nonlocal now
+        for _ in range(seconds):
+            now += 1.0
+            absence.look({"b": 0.0}, newest, 1, now)
+        return absence.nodes
+
+    after(1, 5)
+    assert not after(11, 6), "the record may have been made before"
+    assert after(1, 7) == {"b"}
+    absence = Absence(10.0)
+    after(1, 5)
+    assert not after(10 * LOST_LIMITS - 1, 6)
+    assert after(1, 6) == {"b"}, "not for ever"
+    absence.look({"b": now}, 6, 1, now)
+    assert not absence.nodes
+
+
+@pytest.fixture(params=["a", "b"], ids=["leads", "follows"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    with closing(Node(request.param)) as node:
+        node.send_own()
+        yield node
+
+
+def works(node: Node, seconds: int = 1) -> Acknowledged:
+    """Let time pass; what the node says of itself."""
+    for _ in range(seconds):
+        node.now += 1.0
+        node.member.work(node.now)
+    return node.member._told
+
+
+def others(node: Node) -> list[str]:
+    return [name for name in "abc" if name != node.name]
+
+
+def store(node: Node, holder: str, *records: int) -> None:
+    rank = ("abc".index(node.name),)
+    node.says(holder, *(Stored(rank, "own", record) for record in records))
+
+
+def passed(node: Node) -> WatermarkAdvanced:
+    return next(one for one in reversed(node.wire.told) if isinstance(one, WatermarkAdvanced))
+
+
+def test_training_does_not_wait_for_a_holder_that_acknowledges_nothing(node: Node) -> None:
+    limit = int(node.job.ack_timeout_seconds)
+    one, other = others(node)
+    records = sorted(record for record in node.records["abc".index(node.name)].held)
+    store(node, other, STATIC, *records)
+    assert not works(node, limit).lost
+    assert works(node, 2).lost
+    assert f"does not wait for {one}" in node.member.status("plain", "").problem
+    store(node, one, STATIC, *records[:1])
+    assert not works(node).lost, "it makes progress"
+    assert works(node, limit + 1).lost
+    store(node, one, *records[1:])
+    assert not works(node, 2 * limit).lost, "it has all that there is"
+
+
+def test_a_holder_that_only_refuses_acknowledges_nothing(node: Node) -> None:
+    one, other = others(node)
+    records = sorted(record for record in node.records["abc".index(node.name)].held)
+    store(node, other, STATIC, *records)
+    rank = ("abc".index(node.name),)
+    for _ in range(2 * int(node.job.ack_timeout_seconds)):
+        node.line.taken[one] += 1  # the link acknowledges what is then refused
+        node.says(one, NotStored(rank, "own", 2, "no memory", True))
+        works(node)
+    assert node.member._told.lost
+
+
+def test_what_waits_here_for_its_turn_is_not_blamed_on_its_holder(node: Node) -> None:
+    for peer in others(node):
+        for owner in node.member.senders:
+            owner.met(peer)  # all of it is to be sent, and nothing is on its way
+    node.member.pacer.delay = lambda *_: 3600.0  # type: ignore[method-assign]
+    assert not works(node, 3 * int(node.job.ack_timeout_seconds)).lost
+
+
+def test_training_that_does_not_wait_for_peers_waits_for_none(node: Node) -> None:
+    node.job = msgspec.structs.replace(node.job, wait=False)
+    node.replicator._join(Join(node.job))
+    node.send_own()
+    assert not works(node, 3 * int(node.job.ack_timeout_seconds)).lost
+
+
+def test_a_silent_node_is_given_up_by_the_leader_and_a_silent_leader_by_all(node: Node) -> None:
+    limit, silent = int(node.job.ack_timeout_seconds), others(node)[0]
+    store(node, others(node)[1], STATIC, *sorted(node.records["abc".index(node.name)].held))
+    node.member.unheard = frozenset([silent])
+    node.line.heard_at = {silent: 0.0}
+    works(node)
+    own = node.member.senders[0]
+    newest = own.newest or 0
+    for record in (newest + 1, newest + 2):
+        own.committed(record)
+    own.pump(1 << 30)
+    store(node, others(node)[1], newest + 1, newest + 2)
+    works(node, limit + 1)
+    assert node.member.watermark.waits_suspended
+    assert passed(node).waits_suspended
+    assert not node.member.watermark.whole
+    node.member.unheard = frozenset()
+    node.line.heard_at = {silent: node.now}
+    works(node)
+    assert not node.member.watermark.waits_suspended
+
+
+def test_nobody_waits_for_a_node_whose_trainers_go_on_without_their_agent(node: Node) -> None:
+    for peer in others(node):
+        store(node, peer, STATIC, *sorted(node.records["abc".index(node.name)].held))
+    assert not works(node).lost
+    node.replicator._handle(Deserted(), [])
+    assert works(node).lost
+    rank = ("abc".index(node.name),)
+    record = node.records[rank[0]].held[2]
+    node.replicator._handle(SendRecord(rank, "own", 3, *record), [])
+    assert not works(node).lost, "the agent has records again"
+
+
+def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
+    """Its page is moved by nobody, and there is no such process."""
+    with closing(Node()) as node, closing(LifePage.create()) as page:
+        node.replicator._agent = watch = LifeWatch(page, -1, 0.0, "all")
+        watch.look()
+        node.replicator._look_at_agent()
+        assert "stands still" in node.member.deserted
+
+
+def test_whoever_takes_part_again_has_strayed_as_far_as_it_knows() -> None:
+    with closing(Node()) as node:
+        node.replicator._join(Join(msgspec.structs.replace(node.job, record=None), rejoin=True))
+        assert node.member._out_of_reach
+        assert works(node).lost
+        node.says("a", Watermark(0, False))
+        works(node)
+        assert not node.member._out_of_reach, "nothing is committed yet"

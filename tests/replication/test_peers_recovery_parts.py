@@ -1,0 +1,287 @@
+"""Recoveries that are given up, cut off or slow, from the agent's, the trainer's and the replicator's side."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt.agent.replication.recovery import Recovery
+from memckpt.config import AgentConfig, ErasureConfig
+from memckpt.errors import AgentError, AgentGoneError
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.replication import (
+    BadSourceSeen,
+    Describe,
+    Described,
+    Fill,
+    Filled,
+    Join,
+    PeerNode,
+    Recover,
+    Recovered,
+    RecoveryProgress,
+)
+from memckpt.recovery.peers import BadSource, Fetch
+from memckpt.recovery.plan import RestoreRecord, StartOver
+from memckpt.replication.transport.wire import WindowIs
+from memckpt.session import peers as session_peers
+from memckpt.session.agent_client import AgentClient
+from memckpt.state.records import Timeline
+from tests.support.cluster.replicator_node import Node
+from tests.support.trainings.recovery_lab import SPEC, Place, source
+
+
+class Fetching:
+    """A recovery of two units, and what it says to the replicator and the trainer."""
+
+    def __init__(self, number: int) -> None:
+        self.places = {(0,): Place(), (1,): Place()}
+        self.sent: list[Any] = []
+        self.done: list[Any] = []
+        message = Recover(5, (), (source(0), source(1)), None)
+        places: Any = self.places.get
+        self.recovery = Recovery(
+            number, message, places, lambda message, fds: self.sent.append(message), self.done.append
+        )
+        self.recovery.start()
+
+
+# The agent's side
+
+
+def test_what_a_replicator_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
+    now = Fetching(2)
+    assert [(one.source.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
+    now.recovery.answered(Described((0,), SPEC, recovery=1))
+    now.recovery.answered(Described((0,), None, "nobody says", recovery=1))
+    assert not now.places[(0,)].rooms
+    assert not now.done
+    now.recovery.answered(Described((0,), SPEC, recovery=2))
+    now.recovery.answered(Filled((0,), recovery=1))
+    [room] = now.places[(0,)].rooms
+    assert not room.filled
+    now.recovery.answered(Filled((0,), recovery=2))
+    assert now.places[(0,)].held is room
+    assert room.filled
+
+
+@pytest.mark.parametrize(
+    "said", [Filled((7,), recovery=1), Described((7,), SPEC, recovery=1), Filled((1,), recovery=1)]
+)
+def test_an_answer_to_what_was_not_asked_is_ignored(said: Described | Filled) -> None:
+    now = Fetching(1)
+    now.recovery.answered(said)
+    assert not now.done
+    for ranks in ((0,), (1,)):
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Described(ranks, SPEC, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+        now.recovery.answered(Filled(ranks, recovery=1))
+    assert [len(place.rooms) for place in now.places.values()] == [1, 1]
+    assert [type(one) for one in now.done] == [Recovered]
+    assert not now.done[0].problem
+
+
+def test_a_replicator_that_dies_as_it_is_asked_fails_the_recovery_once() -> None:
+    done: list[Any] = []
+
+    def send(message: object, fds: object) -> None:
+        recovery.fail("the replicator is gone")
+
+    recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
+    recovery.start()
+    assert [one.problem for one in done] == ["the replicator is gone"]
+
+
+def test_what_fails_for_a_reason_of_the_node_itself_is_blamed_on_nobody() -> None:
+    now = Fetching(1)
+    bad = BadSourceSeen("c", (0,), "g")
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.fail("no room")
+    assert now.done[-1].bad == ()
+    now = Fetching(1)
+    now.recovery.answered(Described((0,), SPEC, "", (bad,), recovery=1))
+    now.recovery.answered(Described((1,), None, "too few", (bad,), recovery=1))
+    assert now.done[-1].bad == (bad, bad)
+
+
+# The trainer's side
+
+
+class Alone:
+    """Stands for the ranks of a job of which this is the only one."""
+
+    rank, node, nonce, groups, local_ranks = 0, "a", "a1", ((0,),), (0,)
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        return [work()]
+
+
+class Answering:
+    """Stands for the link to an agent whose answers to Recover are known before."""
+
+    def __init__(self, *answers: Recovered) -> None:
+        self.client = self
+        self.answers = list(answers)
+        self.passed = 0
+
+    def send(self, message: object) -> None:
+        pass
+
+    def recover(self, message: Recover, progress: object) -> Recovered:
+        return self.answers.pop(0)
+
+
+FETCH = Fetch((0,), "a", 5, generation="g", pieces=(("c", 0),), data=1, period=2)
+RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
+NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
+
+
+def carry_out(*answers: Recovered, before: bool = False, patience: float = 300.0) -> tuple[Any, list[set[BadSource]]]:
+    """The plan that is carried out in the end, and without what each of the plans was made."""
+    link, asked = Answering(*answers), []
+
+    def plan_without(bad: Collection[BadSource], before: bool) -> RestoreRecord | StartOver:
+        asked.append(set(bad))
+        fetches = (replace(FETCH, before=before),)
+        return StartOver(Timeline(2, "n"), "lost", False) if bad else replace(RESTORE, fetches=fetches)
+
+    ranks: Any = Alone()
+    ours: Any = link
+    tier = session_peers.Peers(
+        ErasureConfig(data=1, tolerate=1, recovery_patience_seconds=patience), ranks, ours, AgentConfig()
+    )
+    tier._nodes = tuple(PeerNode(name, "tcp://127.0.0.1:4321", (name,)) for name in "ab")
+    tier.units = [("a", (0,))]
+    try:
+        return tier.carry_out(plan_without, SPEC, before), asked
+    finally:
+        assert not link.answers
+
+
+@pytest.fixture
+def client() -> Iterator[tuple[AgentClient, Channel]]:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Of one message: a recovery is not bound to it.
+    client, channel = AgentClient(Channel(ends[0]), AgentConfig(start_seconds=0.01)), Channel(ends[1])
+    with closing(channel):
+        yield client, channel
+        client.abandon()
+
+
+def test_a_trainer_waits_for_a_recovery_as_long_as_its_agent_lives(
+    client: tuple[AgentClient, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, agent = client
+    answers = deque([None, None, RecoveryProgress(5), None, Recovered(nbytes=7)])
+    limits: list[float | None] = []
+
+    def poll(timeout: float | None) -> tuple[Any, list[int]] | None:
+        limits.append(timeout)
+        answer = answers.popleft()
+        return None if answer is None else (answer, [])
+
+    heard: list[RecoveryProgress] = []
+    with monkeypatch.context() as context:
+        context.setattr(trainer.channel, "poll", poll)
+        assert trainer.recover(Recover(5, (), (), None), heard.append) == Recovered(nbytes=7)
+    assert heard == [RecoveryProgress(5)]
+    assert not answers
+    agent.send(RecoveryProgress(6))
+    agent.shut_down()
+    with pytest.raises(AgentGoneError):
+        trainer.recover(Recover(5, (), (), None), heard.append)
+
+
+def test_a_node_that_cannot_fetch_for_a_reason_of_its_own_ends_the_start_and_drops_nothing() -> None:
+    assert carry_out(NO_ROOM, Recovered()) == (RESTORE, [set(), set()])
+    with pytest.raises(AgentError, match="no room"):
+        carry_out(NO_ROOM, NO_ROOM)
+
+
+def test_sources_that_prove_to_be_bad_are_left_out_of_the_next_plan() -> None:
+    plan, asked = carry_out(NO_ROOM, BAD)
+    assert isinstance(plan, StartOver)
+    assert asked == [set(), set(), {BadSource("c", (0,), "g")}]
+
+
+QUIET = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True),))
+BOTH = Recovered("too few", (BadSourceSeen("c", (0,), "g", silent=True), BadSourceSeen("d", (0,), "g")))
+
+
+def test_a_source_that_does_not_answer_is_asked_again_where_it_is_needed(caplog: pytest.LogCaptureFixture) -> None:
+    plan, asked = carry_out(QUIET, QUIET, Recovered())
+    assert plan == RESTORE
+    assert asked[-1] == set()
+    assert "c did not answer, and step 50 cannot be had without" in caplog.text
+    assert "to go on without, from the beginning, start again with peers.recovery_patience_seconds=0" in caplog.text
+
+
+def test_patience_ends(caplog: pytest.LogCaptureFixture) -> None:
+    plan, asked = carry_out(QUIET, patience=0.0)
+    assert isinstance(plan, StartOver)
+    assert asked[-1] == {BadSource("c", (0,), "g")}
+    assert "c did not answer for 0 s: training goes on from the beginning" in caplog.text
+
+
+def test_who_does_not_answer_is_not_waited_for_where_the_plan_does_without_others_alike() -> None:
+    """One source is damaged, and without it nothing can be had anyway."""
+    plan, asked = carry_out(BOTH)
+    assert isinstance(plan, StartOver)
+    assert asked[-1] == {BadSource("c", (0,), "g"), BadSource("d", (0,), "g")}
+
+
+def test_the_record_before_costs_no_source_that_is_of_use_without_it() -> None:
+    plan, asked = carry_out(BAD, Recovered(), before=True)
+    assert isinstance(plan, RestoreRecord)
+    assert [fetch.before for fetch in plan.fetches] == [False]
+    assert asked == [set(), set()]
+
+
+# The replicator's side
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with closing(Node()) as node:
+        yield node
+
+
+def read_two(node: Node, recovery: int) -> list[Any]:
+    """Have the replicator ask of one unit, and fill another; the regions that it fills."""
+    regions = node.records[0].duplicates()
+    node.replicator._handle(Describe(source(2), recovery), [])
+    node.replicator._fill(Fill(source(0), node.records[0].spec, recovery), regions)
+    return regions
+
+
+def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None:
+    first = read_two(node, 1)
+    [former] = node.replicator._asking
+    second = read_two(node, 2)
+    assert {region.fd for region in first} == {-1}
+    assert all(region.fd >= 0 for region in second)
+    assert len(node.replicator._readers) == len(node.replicator._asking) == 1
+    [asking] = node.replicator._asking
+    spec = msgspec.msgpack.encode(node.records[2].spec)
+    for one in (former, asking):
+        for peer in ("a", "c"):
+            node.says(peer, WindowIs(min(one.requests), (2,), spec))
+    node.replicator._finish_readers()
+    assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
+
+
+def test_a_plan_that_is_made_once_more_ends_what_is_read_by_the_former_code(node: Node) -> None:
+    regions = read_two(node, 1)
+    node.replicator._join(Join(node.job))
+    assert {region.fd for region in regions} == {-1}
+    assert not node.replicator._readers
+    assert not node.replicator._asking
+    assert not [one for one in node.wire.told if isinstance(one, (Filled, RecoveryProgress))]

@@ -1,0 +1,489 @@
+"""The agent and its replicators: what they are told, how they die, and what takes their place."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt.agent.replication import peers
+from memckpt.agent.replication.peers import Peers
+from memckpt.agent.replication.standbys import StandbyReplicas
+from memckpt.errors import AgentError, AgentGoneError, PeerError
+from memckpt.processes import helper_process
+from memckpt.processes.backoff import Backoff
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.channel import Channel
+from memckpt.protocol.replication import (
+    Described,
+    Filled,
+    GiveUp,
+    Halt,
+    Halted,
+    Holds,
+    Join,
+    Listen,
+    Listening,
+    ListPieces,
+    PeerJob,
+    PeerNode,
+    Pieces,
+    Recover,
+    RecoveryProgress,
+    SendGeneration,
+    WatermarkAdvanced,
+)
+from tests.support.trainings.recovery_lab import SPEC, Place, source
+
+
+class Desk:
+    """An agent's part in the tier. Its replicators are what a test makes of them.
+
+    Attributes:
+        started: those that it has started, all of them.
+        make: makes the next one.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeReplicator] = []
+        self.make: Callable[[Desk, Callable[[str], None]], FakeReplicator] = FakeReplicator
+        self.lost: list[str] = []
+        self.places = {(0,): Place(), (1,): Place()}
+        monkeypatch.setattr(peers, "HelperProcess", self._start)
+        standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
+        find: Any = self.places.get
+        nothing: Any = None
+        self.peers = Peers(nothing, find, find, lambda passed: None, self.lost.append, standbys)
+
+    def _start(
+        self, module: str, arguments: object, selector: object, received: Any, ended: Any, *watched: object
+    ) -> FakeReplicator:
+        replicator = self.make(self, ended)
+        self.started.append(replicator)
+        return replicator
+
+    def join(self, **other: Any) -> None:
+        self.peers.join(Join(msgspec.structs.replace(JOB, **other)))
+
+
+class FakeReplicator:
+    """Stands for the process."""
+
+    address = "tcp://127.0.0.1:4321"
+
+    def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
+        self.ended = ended
+        self.sent: list[Any] = []
+        self.asked: list[Any] = []
+        self.closed = False
+        self.stopped = False
+
+    look_at = None
+
+    def stands_still(self) -> bool:
+        return self.stopped
+
+    def watch_for(self, liveness_seconds: float) -> None:
+        pass
+
+    def send(self, message: object, fds: object) -> None:
+        assert not self.closed
+        self.sent.append(message)
+
+    def ask(self, message: object, expected: type, timeout: float, patience: float | None = None) -> Any:
+        assert not self.closed
+        self.asked.append(message)
+        if self.stopped:
+            raise AgentGoneError("it has shown no sign of life")
+        if isinstance(message, Listen):
+            return Listening(f"tcp://127.0.0.1:{message.port}" if message.port else self.address)
+        return Pieces(()) if isinstance(message, ListPieces) else Halted()
+
+    def close(self, last: object = None) -> None:
+        self.closed = True
+
+
+LISTEN = Listen("a1", "a", "127.0.0.1", 0, None)
+JOB = PeerJob("a1", (PeerNode("a", FakeReplicator.address, ("a",)),), (), "erasure", 1, 1, "", True, None, 0.01, 0)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    desk = Desk(monkeypatch)
+    with closing(desk.peers):
+        yield desk
+
+
+@pytest.mark.parametrize(
+    "end", [lambda desk: desk.peers.begin_attempt(), lambda desk: desk.peers.close(), lambda desk: desk.join()]
+)
+def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Callable[[Desk], None]) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers.recover(Recover(5, (), (source(0), source(1)), None), answers.append)
+    desk.peers._received(Described((0,), SPEC, recovery=1))
+    [room] = desk.places[(0,)].rooms
+    assert not room.closed
+    end(desk)
+    assert room.closed
+    assert [bool(one.problem) for one in answers] == [True]
+    desk.peers._received(Filled((0,), recovery=1))
+    assert not room.filled
+
+
+# Replicators that die
+
+
+def dies_of(kind: type) -> type[FakeReplicator]:
+    """A replicator that dies as it is sent a message of this type."""
+
+    class Dies(FakeReplicator):
+        def send(self, message: object, fds: object) -> None:
+            if isinstance(message, kind):
+                raise AgentGoneError("killed")
+            super().send(message, fds)
+
+    return Dies
+
+
+def eager_holding(base: int, newest: int, slots: int) -> Any:
+    """Stands for a group with a generation that is complete."""
+    held = SimpleNamespace(
+        complete=True, base=base, committed={0: newest}, number=1, replica=None, regions=(), sendable=dict,
+        spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
+        log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
+    )  # fmt: skip
+    return SimpleNamespace(held=held, ranks=(0,), history=())
+
+
+def broken(desk: Desk, ended: Callable[[str], None]) -> FakeReplicator:
+    """One that dies as it is asked."""
+
+    class Broken(FakeReplicator):
+        def ask(self, message: object, *arguments: object) -> Any:
+            raise AgentGoneError("the port is taken")
+
+    return Broken(desk, ended)
+
+
+def test_a_replicator_that_dies_before_the_plan_is_made_is_replaced_where_it_listened(desk: Desk) -> None:
+    before = desk.peers.listen(LISTEN)
+    desk.started[0].ended("killed")
+    assert desk.started[0].closed
+    assert not desk.started[1].closed
+    assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
+    assert desk.peers.listen(LISTEN) == before
+    desk.join()
+    assert [type(one) for one in desk.started[1].sent] == [Join]
+    # From now on peers are told where another one listens.
+    desk.started[1].ended("killed")
+    assert desk.started[2].asked[0] == LISTEN
+    assert [type(one) for one in desk.started[2].sent] == [Join]
+    assert not desk.lost
+
+
+def test_a_replicator_that_stands_still_is_killed_and_replaced(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers.look_at_clock()
+    assert len(desk.started) == 1
+    desk.started[0].stopped = True
+    desk.peers.look_at_clock()
+    assert [one.closed for one in desk.started] == [True, False]
+    assert [type(one) for one in desk.started[1].sent] == [Join]
+
+
+def test_a_replicator_that_stands_still_as_it_begins_to_listen_is_replaced(desk: Desk) -> None:
+    class Stopped(FakeReplicator):
+        def __init__(self, desk: Desk, ended: Callable[[str], None]) -> None:
+            super().__init__(desk, ended)
+            self.stopped = True
+            if len(desk.started) == 1:
+                desk.make = FakeReplicator
+
+    desk.make = Stopped
+    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
+    assert [one.closed for one in desk.started] == [True, True, False]
+    desk.peers.begin_attempt()
+    desk.peers.close()
+    desk.make = Stopped
+    desk.started.clear()
+    desk.started.extend([FakeReplicator(desk, lambda reason: None)] * 2)
+    with pytest.raises(AgentError, match="no sign of life"):
+        desk.peers.listen(LISTEN)
+
+
+def test_a_replicator_that_stands_still_where_others_know_it_is_replaced_at_its_address(desk: Desk) -> None:
+    before = desk.peers.listen(LISTEN)
+    desk.started[0].stopped = True
+    assert desk.peers.listen(LISTEN) == before
+    assert [one.closed for one in desk.started] == [True, False]
+    assert desk.started[1].asked[0] == msgspec.structs.replace(LISTEN, port=4321)
+
+
+def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    desk.peers._backoff = Backoff(lambda: now)
+    desk.peers.listen(LISTEN)
+    desk.join()
+    pauses = []
+    for _ in range(10):
+        living = len(desk.started)
+        desk.started[-1].ended("killed")
+        deadline = desk.peers.deadline()
+        pauses.append(0.0 if deadline is None else deadline - now)
+        if deadline is not None:
+            assert len(desk.started) == living
+            assert desk.lost[-1] == f"killed; another replicator is started in {pauses[-1]:.0f} s"
+            now = deadline - 0.1
+            desk.peers.look_at_clock()
+            assert len(desk.started) == living
+            now = deadline
+            desk.peers.look_at_clock()
+        assert len(desk.started) == living + 1
+        assert [type(one) for one in desk.started[-1].sent] == [Join]
+        assert desk.peers.deadline() is None
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 32, 60, 60]
+    now += 60  # the last one has lived
+    desk.started[-1].ended("killed")
+    assert desk.peers.deadline() is None
+    assert not desk.started[-1].closed
+
+
+def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not_pass_the_watermark(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    group: Any = SimpleNamespace(held=None, ranks=(0,))
+    desk.peers.listen(LISTEN)
+    desk.join()
+    desk.peers._received(WatermarkAdvanced(7, True))
+    desk.make = broken
+    desk.started[0].ended("killed")
+    for _ in range(3):
+        assert all(one.closed for one in desk.started)
+        assert "killed; no other one takes its place: the replicator does not answer" in desk.lost[-1]
+        assert desk.lost[-1].count("the port is taken") == 1
+        assert desk.peers.redo_limit(group) == 7
+        now = desk.peers.deadline() or 0.0
+        desk.peers.look_at_clock()
+    tried = len(desk.started)
+    with pytest.raises(AgentError, match="the port is taken"):
+        desk.peers.listen(LISTEN)
+    assert len(desk.started) == tried + 1
+    desk.make = FakeReplicator
+    # A trainer that is back does not wait for the clock.
+    assert desk.peers.listen(LISTEN).address == FakeReplicator.address
+    desk.peers.join(Join(JOB, rejoin=True))
+    assert [type(one) for one in desk.started[-1].sent] == [Join]
+    assert desk.peers.deadline() is None
+    desk.started[-1].ended("killed")
+    desk.peers.begin_attempt()
+    assert desk.peers.deadline() is None
+
+
+def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: Desk) -> None:
+    group = eager_holding(base=4, newest=9, slots=3)
+    desk.make = dies_of(SendGeneration)
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    for _ in range(3):
+        desk.peers.sync(group)
+    assert len(desk.started) == 3
+    assert desk.peers.deadline() is not None
+    # Nobody is there who could answer: redo goes on as far as the slots ask for.
+    assert desk.peers.redo_limit(group) == 9 - (3 - 2)
+    desk.make = FakeReplicator
+    desk.peers.recover(Recover(5, (), (), None), lambda answer: None)  # it is not waited with any more
+    desk.peers.sync(group)
+    assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
+    assert desk.peers.redo_limit(group) == 0
+    assert isinstance(desk.started[-1].sent[-1], GiveUp)
+
+
+def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:
+    group = eager_holding(base=4, newest=9, slots=3)
+    desk.make = dies_of(GiveUp)
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    desk.peers.sync(group)
+    desk.make = broken
+    assert desk.peers.redo_limit(group) == 9 - (3 - 2)
+
+
+def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dies(FakeReplicator):
+        def ask(self, message: object, *arguments: Any) -> Any:
+            if isinstance(message, ListPieces) and not isinstance(self.asked[-1], Listen):
+                self.ended("it was not in its right mind")
+                raise AgentGoneError("what it said has led to its end")
+            return super().ask(message, *arguments)
+
+    desk.make = Dies
+    desk.peers.listen(LISTEN)
+    desk.join()
+    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: "")
+    answers: list[Any] = []
+    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    assert [one.problem for one in answers] == ["the replicator is gone"]
+    assert [one.closed for one in desk.started] == [True, False]
+
+
+def test_a_replicator_knows_what_else_is_held_here(desk: Desk) -> None:
+    def told() -> list[int]:
+        return [one.nbytes for one in desk.started[-1].sent if isinstance(one, Holds)]
+
+    desk.peers.tell_own(5)  # there is none yet
+    desk.peers.listen(LISTEN)
+    desk.join()
+    for nbytes in (7, 7, 8):
+        desk.peers.tell_own(nbytes)
+    assert told() == [7, 8]
+    desk.started[-1].ended("killed")
+    desk.peers.tell_own(8)
+    assert told() == [8]
+
+
+def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk) -> None:
+    desk.peers.listen(LISTEN)
+    desk.make = broken
+    desk.started[0].ended("killed")
+    assert all(one.closed for one in desk.started)
+    assert len(desk.lost) == 1
+    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (source(0),), None), desk.lost.append)):
+        with pytest.raises(PeerError, match=r"killed.*the port is taken"):
+            ask()
+    desk.peers.join(Join(JOB, rejoin=True))
+    desk.make = FakeReplicator
+    desk.peers.begin_attempt()
+    desk.peers.listen(LISTEN)
+    desk.join()
+    assert [type(one) for one in desk.started[-1].sent] == [Join]
+
+
+def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_handed_out(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    desk.peers.listen(LISTEN)
+    desk.join()
+    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: desk.started[0].ended("killed") or "")
+    desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
+    assert [one.problem for one in answers] == ["the replicator is gone"]
+
+
+def test_a_replicator_that_dies_as_it_is_halted_is_let_go_of(desk: Desk) -> None:
+    class Dies(FakeReplicator):
+        def ask(self, message: Any, *arguments: Any) -> Any:
+            if isinstance(message, Halt):
+                self.ended("it was not in its right mind")
+                raise AgentGoneError("what it said has led to its end")
+            return super().ask(message, *arguments)
+
+    desk.make = Dies
+    for _ in range(2):
+        desk.peers.listen(LISTEN)
+        desk.peers.begin_attempt()
+        assert all(one.closed for one in desk.started)
+
+
+class Started:
+    """Stands for a process that was started; `channel` is its end. What it does once it is looked at is `looked`."""
+
+    pid = 1
+
+    def __init__(self, arguments: object, pass_fds: list[int], **other: object) -> None:
+        self.channel = Channel(socket.socket(fileno=os.dup(pass_fds[0])))
+        self.looked: Callable[[], int | None] = lambda: None
+
+    def poll(self) -> int | None:
+        return self.looked()
+
+    def kill(self) -> None:
+        self.channel.close()
+
+    def wait(self, timeout: float) -> int:
+        return 0
+
+
+@pytest.fixture
+def helper(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[HelperProcess, Any, list[Any]]]:
+    received: list[Any] = []
+    monkeypatch.setattr(helper_process.subprocess, "Popen", Started)
+
+    def take(message: Any) -> None:
+        received.append(message)
+        if isinstance(message, WatermarkAdvanced):
+            process.close()
+
+    with selectors.DefaultSelector() as selector:
+        process = HelperProcess("memckpt.replication.process", [], selector, take, received.append)
+        with closing(process):
+            yield process, process._process, received
+
+
+def test_an_answer_is_not_waited_for_from_a_process_that_was_let_go_of(helper: Any) -> None:
+    process, started, received = helper
+    started.channel.send(RecoveryProgress(1))
+    started.channel.send(WatermarkAdvanced(1, True))
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+    assert [type(one) for one in received] == [RecoveryProgress, WatermarkAdvanced]
+    with pytest.raises(AgentGoneError):
+        process.ask(Halt(), Halted, 10.0)
+
+
+def test_last_words_are_heard_and_those_that_make_no_sense_end_nothing(
+    helper: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, started, received = helper
+    heard: list[Any] = []
+    started.channel.send(RecoveryProgress(1))
+    started.channel.sock.send(b"i no message")
+    process.close(heard.append)
+    assert heard == [RecoveryProgress(1)]
+    assert received == []
+    assert "make no sense" in caplog.text
+    assert process._channel.fileno() < 0
+
+
+def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    process, started, _ = helper
+    started.looked = lambda: started.channel.send(Halted())
+    with caplog.at_level(logging.WARNING):
+        assert process.ask(Halt(), Halted, 0.01, patience=20.0) == Halted()
+    assert "it lives" in caplog.text
+    started.looked = lambda: -9
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=20.0)
+    started.looked = lambda: None
+    with pytest.raises(AgentGoneError, match="no answer"):
+        process.ask(Halt(), Halted, 0.01, patience=0.02)
+
+
+@pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no more"), OSError(errno.ENOMEM, "no memory")])
+def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **other: object) -> None:
+        raise error
+
+    monkeypatch.setattr(helper_process.subprocess, "Popen", fail)
+    before = set(os.listdir("/proc/self/fd"))
+    with selectors.DefaultSelector() as selector, pytest.raises(AgentError, match=error.args[1]):
+        HelperProcess("memckpt.replication.process", [], selector, lambda message: None, lambda reason: None)
+    assert set(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,142 @@
+"""Files past the page cache, and commit files that are read once."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from memckpt.checkpointing.writer import writer
+from memckpt.errors import ForeignStateError
+from memckpt.memory.region import Region
+from memckpt.protocol.writer import Save
+from memckpt.storage import drain
+from memckpt.storage.catalog import read_catalog, remove
+from memckpt.storage.owner import claim
+from memckpt.storage.store import LocalStore
+from tests.storage.test_storage import part_of, some_state, write
+
+
+def test_what_is_written_is_on_the_medium_piece_by_piece_and_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it does not throw out of memory what training reads, and is read back from the medium."""
+    monkeypatch.setattr(drain, "_PIECE_BYTES", 1 << 20)
+    advised: list[tuple[int, int]] = []
+    advise = os.posix_fadvise
+
+    def noting(fd: int, offset: int, length: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_DONTNEED
+        advised.append((offset, length))
+        advise(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noting)
+    data = os.urandom(5 << 20)
+    with LocalStore(tmp_path).create("a") as stream:
+        for start in range(0, len(data), 1 << 20):
+            stream.write(data[start : start + (1 << 20)])
+    assert advised == [(index << 20, 1 << 20) for index in range(4)] + [(0, 0)]
+    assert LocalStore(tmp_path).read("a") == data
+
+
+def test_an_error_that_the_medium_reports_early_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says it once: the fsync at the end would succeed."""
+    monkeypatch.setattr(drain, "_PIECE_BYTES", 1)
+
+    def failing(*_: Any) -> int:
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    draining = drain.Draining((tmp_path / "x").open("wb"))
+    draining._sync_range = failing
+    with pytest.raises(OSError, match="No space left"):
+        draining.write(b"data")
+
+
+def test_a_file_system_without_early_writing_is_synced_at_the_end(tmp_path: Path) -> None:
+    def refusing(*_: Any) -> int:
+        ctypes.set_errno(errno.ESPIPE)
+        return -1
+
+    with (tmp_path / "x").open("wb") as file:
+        draining = drain.Draining(file)
+        draining._sync_range = refusing
+        for _ in range(3):
+            draining.write(bytes(drain._PIECE_BYTES))
+        draining.finish()
+    assert (tmp_path / "x").stat().st_size == 3 * drain._PIECE_BYTES
+
+
+def test_commit_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(tmp_path)
+    for record in range(1, 6):
+        write(store, part_of(record))
+    known: dict[str, Any] = {}
+    first = read_catalog(store, known)
+    read: list[str] = []
+    opened = LocalStore._open
+    monkeypatch.setattr(LocalStore, "_open", lambda self, path: read.append(path) or opened(self, path))  # type: ignore[func-returns-value]
+    assert read_catalog(store, known) == first
+    remove(store, first.complete[-1])
+    part = write(store, part_of(6))
+    read.clear()
+    second = read_catalog(store, known)
+    assert [one.record for one in second.complete] == [6, 5, 4, 3, 2]
+    assert [path for path in read if path.startswith("commit/")] == [part.commit_path]
+    assert set(known) == {path for path in second.files if path.startswith("commit/")}
+
+
+def test_of_several_nodes_the_last_one_tidies_up_and_the_others_read_no_more_than_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, spec = LocalStore(tmp_path), some_state().spec
+    claim(store, "run")
+    writer._known.clear()
+    region = Region.create("test", 4096)
+    read: list[str] = []
+    opened = LocalStore._open
+    monkeypatch.setattr(LocalStore, "_open", lambda self, path: read.append(path) or opened(self, path))  # type: ignore[func-returns-value]
+
+    def save(record: int, rank: int) -> list[str]:
+        part = part_of(record, node=f"n{rank}", ranks=(rank,), world_size=3, run="run", full=False, serves=(rank,))
+        part = msgspec.structs.replace(part, full=True)
+        read.clear()
+        job = Save(store.url, part, spec, "snapshot", 1, {rank: b""}, 1, None, witness="owner.json")
+        writer.save(job, [region, region])
+        return [path for path in read if path.startswith("commit/")]
+
+    try:
+        for record in range(1, 5):
+            for rank in range(3):
+                writer._known.clear()  # each node has a writer of its own
+                found = save(record, rank)
+                if rank == 1:
+                    assert len(found) == 1, "the other part of this checkpoint, and no other checkpoint's"
+            assert [one.record for one in read_catalog(store).complete] == [record]
+    finally:
+        region.close()
+
+
+def test_a_part_of_other_ranks_is_not_replaced(tmp_path: Path) -> None:
+    store, spec = LocalStore(tmp_path), some_state().spec
+    region = Region.create("test", 4096)
+
+    def save(rank: int, state: bytes) -> None:
+        part = part_of(1, node="n", ranks=(rank,), world_size=2, full=True, serves=(rank,))
+        writer.save(Save(store.url, part, spec, "snapshot", 1, {rank: state}, 1, None), [region, region])
+
+    try:
+        save(1, b"first")
+        before = {path: store.read(path) for path in store.find("")}
+        with pytest.raises(ForeignStateError, match=r"part of ranks \[0\], found that of ranks \[1\], which is kept"):
+            save(0, b"other")
+        assert {path: store.read(path) for path in store.find("")} == before
+        save(1, b"again")
+        assert len(store.find("")) == len(before)
+    finally:
+        region.close()

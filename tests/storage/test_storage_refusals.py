@@ -1,0 +1,189 @@
+"""What a storage refuses without being broken: to delete, to list for a moment, to sync directories."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from memckpt.checkpointing.writer.writer import save
+from memckpt.errors import StorageError
+from memckpt.memory.region import Region
+from memckpt.protocol.trainer import Saved
+from memckpt.protocol.writer import Save
+from memckpt.storage import store as store_module
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.format import Part
+from memckpt.storage.store import LocalStore, open_store
+from tests.storage.test_storage import part_of, some_state, write
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    with_state = Region.create("test", 4096)
+    try:
+        yield with_state
+    finally:
+        with_state.close()
+
+
+def saved(place: Path, part: Part, region: Region, keep_last: int = 1, **rest: Any) -> Saved:
+    """A checkpoint of no tensors, written as the writer process does."""
+    spec = some_state().spec
+    job = Save(str(place), part, spec, "snapshot", 1, {0: b""}, keep_last=keep_last, keep_every_steps=None, **rest)
+    return save(job, [region, region])
+
+
+# Deleting
+
+
+def refuse_to_delete(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """As a bucket with an object lock does, or a directory without permission."""
+    delete = LocalStore._delete
+
+    def refuse(self: LocalStore, path: str) -> None:
+        if path == refused:
+            raise PermissionError(errno.EPERM, "Operation not permitted", path)
+        delete(self, path)
+
+    monkeypatch.setattr(LocalStore, "_delete", refuse)
+
+
+def test_a_refused_delete_is_no_failed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
+) -> None:
+    """It is reported beside the checkpoint, which is there; what else may go, goes."""
+    store = LocalStore(tmp_path)
+    kept, gone = write(store, part_of(1)), write(store, part_of(2))
+    refuse_to_delete(monkeypatch, kept.commit_path)
+    message = saved(tmp_path, part_of(3), region)
+    assert message.step == 3
+    assert f"could not delete {kept.commit_path}" in message.untidy
+    assert [one.record for one in read_catalog(store).complete] == [3, 1]
+    assert store.find(gone.base_directory) == []
+    assert store.find(kept.base_directory) != [], "a commit file that stays keeps what it names"
+
+
+def test_leftovers_that_cannot_be_deleted_do_not_stop_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
+) -> None:
+    store, dead = LocalStore(tmp_path), part_of(2)
+    store.write(dead.state_path, b"half")
+    store.write(f"{dead.base_directory}/__0_0.distcp", b"half")
+    refuse_to_delete(monkeypatch, dead.state_path)
+    message = saved(tmp_path, part_of(3), region, abandoned=(dead,))
+    assert f"could not delete {dead.state_path}" in message.untidy
+    assert store.find(dead.base_directory) == []
+    monkeypatch.undo()
+    assert saved(tmp_path, part_of(4), region).untidy == ""
+    assert dead.state_path not in store.find("")
+
+
+def test_a_listing_that_fails_behind_the_commit_is_no_failed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, region: Region
+) -> None:
+    store, part = LocalStore(tmp_path), part_of(3)
+    find = LocalStore._find
+
+    def fail(self: LocalStore, *where: Any) -> Iterator[str]:
+        if (tmp_path / part.commit_path).exists():
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+        return find(self, *where)
+
+    monkeypatch.setattr(LocalStore, "_find", fail)
+    assert "Connection timed out" in saved(tmp_path, part, region).untidy
+    monkeypatch.undo()
+    assert [one.record for one in read_catalog(store).complete] == [3]
+
+
+# Listing
+
+
+class Flaky(LocalFileSystem):
+    """As `sftp://`, `smb://`, `webdav://`: fsspec's generic `find()`. Listings of `failing` time out."""
+
+    protocol = "flaky"
+    cachable = False
+    failing = ""
+
+    def ls(self, path: str, detail: bool = False, **rest: Any) -> Any:
+        if Flaky.failing and str(path).endswith(Flaky.failing):
+            raise OSError(errno.ETIMEDOUT, "Connection timed out")
+        return super().ls(path, detail=detail, **rest)
+
+    def find(self, *arguments: Any, **rest: Any) -> Any:
+        return AbstractFileSystem.find(self, *arguments, **rest)
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return LocalFileSystem._strip_protocol(str(path).replace("flaky://", ""))
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
+    monkeypatch.setattr(Flaky, "failing", "")
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    return Flaky
+
+
+@pytest.mark.parametrize("failing", ["commit", "000000000001", "base", "node"])
+def test_a_listing_that_fails_is_an_error_and_no_empty_store(tmp_path: Path, flaky: type[Flaky], failing: str) -> None:
+    store = open_store(f"flaky://{tmp_path}")
+    assert read_catalog(store).complete == (), "a place where nothing is yet"
+    for record in (1, 2):
+        write(LocalStore(tmp_path), part_of(record))
+    assert [one.record for one in read_catalog(store).complete] == [2, 1]
+    flaky.failing = failing
+    if failing in ("000000000001", "node"):  # of one checkpoint, which is named and hides no other
+        assert any(path.endswith(failing) for path in read_catalog(store).unlisted)
+        return
+    with pytest.raises(StorageError, match=r"could not list .* Connection timed out"):
+        read_catalog(store)
+
+
+# Syncing directories
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "_unsynced", set(), raising=False)
+
+
+def refuse_to_sync(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    sync = os.fsync
+
+    def refuse(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+@pytest.mark.usefixtures("nothing_said")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_directories_that_cannot_be_synced_are_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    refuse_to_sync(monkeypatch, number)
+    for record in (1, 2):
+        write(LocalStore(tmp_path), part_of(record))
+    assert [one.record for one in read_catalog(LocalStore(tmp_path)).complete] == [2, 1]
+    said = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "cannot be synced" in said[0].getMessage()
+
+
+@pytest.mark.usefixtures("nothing_said")
+def test_any_other_error_of_a_sync_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_sync(monkeypatch, errno.EIO)
+    with pytest.raises(StorageError, match="could not write a/b"):
+        LocalStore(tmp_path).write("a/b", b"x")

@@ -1,0 +1,448 @@
+"""When memory is gone, training resumes from storage: trainers and agents are killed, results compared."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from memckpt.checkpointing import job_maker
+from memckpt.config import StorageConfig
+from memckpt.errors import MemoryBudgetError, UsageError
+from memckpt.storage.catalog import Catalog, read_catalog, verify
+from memckpt.storage.export import export
+from memckpt.storage.store import LocalStore, open_store
+from tests.conftest import Bucket
+from tests.support.cluster.processes import kill_and_wait
+from tests.support.faults.frozen import differences, outcome
+from tests.support.trainings.engine_cases import PLAIN, SHAPE_CASES
+from tests.support.trainings.engine_child import Action, Actions, Control, config, kill_agent, kill_both, kill_self
+from tests.support.trainings.engine_harness import Lab, collect
+from tests.support.trainings.engine_training import Case
+
+REDO = pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+LIMIT_SECONDS = 60.0
+
+
+def stored(redo: str, every_steps: int | None = 5, **settings: Any) -> Any:
+    """A configuration with a storage tier; None: nothing is stored while training runs."""
+    storage = StorageConfig(every_steps=every_steps, min_seconds=3600, **settings)
+    return config(redo, storage=storage)
+
+
+def until_stored(step: int) -> Action:
+    """The trainer waits here until its agent has told it that a step, or a later one, is in storage."""
+
+    def wait(control: Control) -> None:
+        session = control.session
+        assert session is not None
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (session.stored_step or 0) < step:
+            left = deadline - time.monotonic()
+            if not select.select([session._link.client.channel], [], [], max(0.0, left))[0]:
+                raise TimeoutError(f"step {step} is not in storage, only {session.stored_step}")
+            session._listen()
+
+    return wait
+
+
+def until_ordered(control: Control) -> None:
+    """The trainer waits here until its agent has ordered a snapshot; one that is late is ordered for a later step.
+
+    With eager redo nothing is ordered: the trainer cannot be far ahead of the replica.
+    """
+    session = control.session
+    assert session is not None
+    while session.mode != "eager" and session._link.client._order is None:
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
+# Of a run that stores every five steps: no order comes too late for step 5, nor for step 10 once step 5 is there.
+BEFORE_5: Actions = {("after commit", 3): until_ordered}
+BEFORE_10: Actions = {("after commit", 8): until_ordered}
+
+
+def until_not_stored(control: Control) -> None:
+    """The trainer waits here until it has been told that a step could not be stored."""
+    session = control.session
+    assert session is not None
+    while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
+        assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
+        session._listen()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        select.select([], [], [], 0.05)
+
+
+def catalog_of(lab: Lab) -> Catalog:
+    return read_catalog(LocalStore(lab.run_dir / "storage"))
+
+
+def newest(lab: Lab) -> int | None:
+    complete = catalog_of(lab).complete
+    return complete[0].step if complete else None
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager"])
+def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo)
+    actions: Actions = {("after commit", 7): until_stored(5), ("backward", 9): kill_both}
+    first = lab.train(PLAIN, settings, actions={**BEFORE_5, **actions})
+    actions = {("after commit", 12): until_stored(10), ("in commit", 14): kill_both}
+    second = lab.train(PLAIN, settings, seed=2, actions={**BEFORE_10, **actions})
+    assert second.restored_step == 5
+    final = lab.train(PLAIN, settings, seed=3)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, first, second, final)
+    assert newest(lab) == PLAIN.steps
+
+
+def average_swapped_in(control: Control) -> None:
+    """As averaging does at the end of a training: in the sight of torch's counters."""
+    assert control.session is not None
+    assert control.session._staging.writer is not None
+    with torch.no_grad():
+        for param in control.session._staging.writer.params:
+            param.add_(1.0)
+
+
+def average_put_through_data(control: Control) -> None:
+    """Past the counters."""
+    assert control.session is not None
+    assert control.session._staging.writer is not None
+    for param in control.session._staging.writer.params:
+        param.data.copy_(param.data + 1.0)
+
+
+def optimizer_state_dropped(control: Control) -> None:
+    """Whoever wants the memory back."""
+    assert control.training is not None
+    for optimizer in control.training.optimizers:
+        optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [average_swapped_in, average_put_through_data, optimizer_state_dropped])
+def test_what_is_changed_after_the_last_step_is_not_in_storage(lab: Lab, change: Action) -> None:
+    settings = stored("lazy", every_steps=None)
+    lab.train(PLAIN, settings, actions={("after commit", PLAIN.steps): change})
+    again = lab.train(PLAIN, settings, seed=2)
+    assert again.restored_step == PLAIN.steps
+    lab.check_same(PLAIN, again)
+
+
+def test_an_order_that_died_with_its_trainer_is_given_again(lab: Lab) -> None:
+    settings = stored("lazy")
+    first = lab.train(PLAIN, settings, actions={**BEFORE_5, ("forward", 4): kill_self})
+    actions: Actions = {**BEFORE_10, ("after commit", 12): until_stored(10), ("forward", 14): kill_self}
+    second = lab.train(PLAIN, settings, seed=2, actions=actions)
+    assert second.restored_step == 3
+    final = lab.train(PLAIN, settings, seed=3)
+    lab.check_same(PLAIN, first, second, final)
+
+
+@pytest.mark.slow
+@REDO
+def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
+    settings = stored(redo, url=bucket.url)
+    actions: Actions = {
+        **BEFORE_5,
+        ("after commit", 7): until_stored(5),
+        **BEFORE_10,
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    first = lab.train(PLAIN, settings, actions=actions)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    assert "resuming from storage" in final.log
+    lab.check_same(PLAIN, first, final)
+    store = open_store(bucket.url)
+    checkpoints = read_catalog(store).complete
+    assert checkpoints[0].step == PLAIN.steps
+    assert len(checkpoints) == 2
+    assert [verify(store, one) for one in checkpoints] == [[], []]
+
+
+@REDO
+def test_what_a_dead_trainer_left_in_memory_goes_to_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    kill_and_wait(lab.status().pid)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    assert "resuming from storage at step 8: nothing is held in local memory" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+def test_what_goes_to_storage_meanwhile_stays_before_the_step_that_is_repeated(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert "resuming from local memory at step 8" in final.log
+    assert final.verdict[0] == "equal"
+    lab.check_same(PLAIN, died, final)
+
+
+def test_without_room_for_a_copy_storage_comes_first(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica itself is taken on to what goes to storage, and nothing is before it."""
+
+    def refuse(nbytes: int, held: int, budget: int | None, detail: str) -> None:
+        if detail == "a copy of the state on its way to storage":
+            raise MemoryBudgetError("there is no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job_maker, "check_budget", refuse)
+        lab.start_agent()
+    settings = stored("eager", every_steps=None)
+    died = lab.train(PLAIN, settings, actions={("backward", 9): kill_self})
+    until(lambda: newest(lab) == 8)
+    reason = "the replica has gone past record 7: its step was repeated before, or what is held has gone to storage"
+    final = lab.train(PLAIN, settings, seed=2, unchecked=[reason])
+    assert (final.restored_step, final.verdict[0]) == (8, "none")
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+def test_a_clean_end_leaves_the_final_step_in_storage(lab: Lab, redo: str) -> None:
+    settings = stored(redo, every_steps=None)
+    done = lab.train(PLAIN, settings)
+    assert done.log.count("the final step is being brought to storage") == 1
+    assert newest(lab) == PLAIN.steps
+    assert not lab.agent_answers()
+    longer = replace(PLAIN, name="plain-longer", steps=PLAIN.steps + 4)
+    final = lab.train(longer, settings, seed=2, resume="require")
+    assert final.restored_step == PLAIN.steps
+    lab.check_same(longer, done, final)
+
+
+def test_a_newcomer_that_comes_at_once_is_served_from_memory(lab: Lab) -> None:
+    """What was to be written is not needed any more, and nothing is lost by giving it up."""
+    settings = stored("eager", every_steps=None)
+    lab.survives(PLAIN, settings, [("backward", 6), ("after commit", 9), ("in commit", 11)])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(lab: Lab) -> None:
+    settings = stored("lazy")
+    actions: Actions = {
+        **BEFORE_5,
+        ("after commit", 7): until_stored(5),
+        **BEFORE_10,
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    died = lab.train(PLAIN, settings, actions=actions)
+    checkpoint = catalog_of(lab).complete[0]
+    assert checkpoint.step == 10
+    damaged = next(file for file in checkpoint.part_serving(0).files if file.path.endswith(".distcp"))
+    path = lab.run_dir / "storage" / damaged.path
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    refused = lab.begin(PLAIN, settings, resume=10)
+    ended = collect(*refused)
+    assert ended.code == 3
+    assert f"no checkpoint in storage is whole: step 10: {damaged.path}: expected checksum" in ended.log
+    lab.stop()
+    final = lab.train(PLAIN, settings, seed=2)
+    assert f"passed over: step 10: {damaged.path}: expected checksum" in final.log
+    assert final.restored_step == 5
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_is_told_to_end_saves_first_and_training_goes_on(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+
+    def preempt(control: Control) -> None:
+        assert control.session is not None
+        pid = control.session.agent_pid
+        assert pid is not None
+        handle = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGTERM)
+        assert select.select([handle], [], [], LIMIT_SECONDS)[0]
+        os.close(handle)
+
+    died = lab.train(PLAIN, settings, actions={("after commit", 8): preempt, ("backward", 10): kill_both})
+    assert "training goes on without protection" in died.log
+    assert newest(lab) == 8
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_sigterm_to_the_trainer_brings_the_newest_step_to_storage_while_training_goes_on(lab: Lab) -> None:
+    """Whoever had the signal before still gets it: here a handler that lets training go on."""
+    settings = stored("lazy", every_steps=None)
+    received: list[int] = []
+
+    def prepare(control: Control) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+
+    def preempt(control: Control) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+
+    actions: Actions = {
+        # The first checkpoint, which is taken without being asked for, is out of the way.
+        ("after commit", 2): until_ordered,
+        ("after commit", 6): until_stored(1),
+        ("backward", 7): preempt,
+        ("after commit", 7): until_ordered,
+        ("after commit", 12): until_stored(7),
+        ("backward", 14): kill_both,
+    }
+    died = lab.train(PLAIN, settings, prepare=prepare, actions=actions)
+    kept = newest(lab)
+    assert kept in range(7, 13)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == kept
+    lab.check_same(PLAIN, died, final)
+
+
+def test_sigterm_that_ends_the_trainer_leaves_its_last_step_in_storage(lab: Lab) -> None:
+    settings = stored("eager", every_steps=None)
+
+    def end(control: Control) -> None:
+        control.journal.note("killed", who="nobody", step=control.step)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ended = collect(*lab.begin(PLAIN, settings, actions={("forward", 9): end}))
+    assert ended.code == -signal.SIGTERM
+    until(lambda: newest(lab) == 8)
+    lab.stop()
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, ended, final)
+
+
+def test_storage_that_cannot_be_written_never_stops_training_and_is_used_again_when_it_can(
+    lab: Lab, tmp_path: Path
+) -> None:
+    place = tmp_path / "mount"
+    place.write_text("not a directory")
+    settings = stored("lazy", url=str(place / "inside"))
+
+    def repair(control: Control) -> None:
+        place.unlink()
+
+    actions: Actions = {
+        **BEFORE_5,
+        ("after commit", 7): until_not_stored,
+        ("after commit", 8): repair,
+        ("after commit", 9): until_ordered,
+        ("after commit", 12): until_stored(10),
+        ("backward", 13): kill_both,
+    }
+    died = lab.train(PLAIN, settings, actions=actions)
+    assert "step 5 did not get to storage" in died.log
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_dies_alone_is_followed_by_one_that_saves(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=10)
+    actions: Actions = {
+        ("forward", 3): kill_agent,
+        ("after commit", 6): until_ordered,
+        ("after commit", 12): until_stored(10),
+        ("backward", 14): kill_both,
+    }
+    died = lab.train(PLAIN, settings, actions=actions)
+    final = lab.train(PLAIN, settings, seed=2)
+    assert final.restored_step == 10
+    lab.check_same(PLAIN, died, final)
+
+
+def test_storage_of_another_model_is_refused(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=None)
+    lab.train(PLAIN, settings)
+    other = next(case for case in SHAPE_CASES if case.name == "buffers")
+    ended = collect(*lab.begin(other, settings))
+    assert ended.code == 3
+    assert "belongs to another model or optimizer. First difference: held:" in ended.log
+    lab.stop()
+    assert newest(lab) == PLAIN.steps
+
+
+def test_only_so_many_checkpoints_are_kept(lab: Lab) -> None:
+    settings = stored("lazy", every_steps=2, keep_last=2, keep_every_steps=5)
+    # The order comes two records ahead, and one checkpoint is written at a time.
+    actions: dict[tuple[str, int], Action] = {("after commit", step): until_ordered for step in (2, 8, 14)}
+    actions |= {("after commit", step): until_stored(step - 2) for step in (6, 12, 18)}
+    lab.train(PLAIN, settings, actions=actions)
+    steps = sorted(one.step for one in catalog_of(lab).complete)
+    assert 10 in steps
+    assert steps[-1] == PLAIN.steps
+    assert 4 not in steps
+    assert len(steps) == 3
+
+
+# What a checkpoint could get wrong: state that is missing, not a tensor, not cut, not fp32, in buffers or elsewhere.
+NAMES = (
+    "scaler-fused-clip bf16-adamw groups tensor-rate tied unused channels-last odd buffers moving-average alternating"
+)
+SHAPES = [case for case in SHAPE_CASES if case.name in NAMES.split()]
+
+
+@pytest.mark.slow
+@REDO
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+def test_whatever_is_trained_resumes_from_storage(lab: Lab, redo: str, case: Case) -> None:
+    """Once from a snapshot, once from what a dead trainer left."""
+    settings = stored(redo, every_steps=4)
+    actions: Actions = {
+        ("after commit", 2): until_ordered,
+        ("after commit", 7): until_stored(4),
+        ("after commit", 8): kill_both,
+    }
+    first = lab.train(case, settings, actions=actions)
+    second = lab.train(case, settings, seed=2, actions={("after commit", case.steps - 1): kill_self})
+    assert second.restored_step in (4, 8)
+    until(lambda: newest(lab) == case.steps - 1)
+    kill_and_wait(lab.status().pid)
+    final = lab.train(case, settings, seed=3)
+    assert final.restored_step == case.steps - 1
+    lab.check_same(case, first, second, final)
+
+
+@pytest.mark.parametrize("name", ["groups", pytest.param("tied", marks=pytest.mark.slow), "buffers"])
+def test_an_export_holds_what_was_trained(lab: Lab, name: str, tmp_path: Path) -> None:
+    """Loaded with torch alone into a new model and optimizer, it is the state at the end of the training."""
+    case = next(one for one in SHAPE_CASES if one.name == name)
+    done = lab.train(case, stored("lazy", every_steps=None))
+    assert done.outcome is not None
+    store = LocalStore(lab.run_dir / "storage")
+    checkpoint = catalog_of(lab).complete[0]
+    export(store, checkpoint, tmp_path / "state.pt", "torch")
+    export(store, checkpoint, tmp_path / "model.safetensors", "safetensors")
+    with pytest.raises(UsageError, match="exists"):
+        export(store, checkpoint, tmp_path / "state.pt", "torch")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    training = case.build()
+    training.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(training.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    found = outcome(training)
+    assert differences(done.outcome["parameters"], found["parameters"]) == []
+    assert differences(done.outcome["optimizers"], found["optimizers"]) == []
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors.keys() == state["model"].keys()
+    assert all(torch.equal(tensors[name], value) for name, value in state["model"].items())

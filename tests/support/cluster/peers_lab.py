@@ -1,0 +1,459 @@
+"""Attempts of trainings whose nodes keep each other's records, and what happens to nodes, agents and replicators."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import ask_status
+from memckpt.protocol.replication import Recover, Recovered
+from memckpt.session.peers import Peers
+from tests.support.cluster.netns import Network
+from tests.support.cluster.peers_harness import wait_for
+from tests.support.cluster.processes import command, kill_and_wait
+from tests.support.cluster.sharded_cases import Setup
+from tests.support.cluster.sharded_lab import (
+    PROCESS_GROUP_SECONDS,
+    Death,
+    Job,
+    Rank,
+    check_same,
+    check_verdict,
+    fresh_directory,
+    logs,
+    node,
+    noted,
+    reference,
+    results,
+    run,
+)
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+
+#: On which replicators listen that have a network namespace to themselves.
+_PORT = 4077
+#: How long a rank may live whose node is on a network of its own.
+_NETWORK_SECONDS = 150
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a rank does when its training reaches a place for the first time."""
+
+    rank: int
+    step: int
+    place: str
+    do: Callable[[PeersRank], None]
+
+
+@dataclass(frozen=True)
+class PeersJob(Job):
+    """One attempt.
+
+    Attributes:
+        names: of the nodes, in the order of the ranks on them; empty: node0, node1, ...
+        acts: what ranks do where.
+        protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
+        network: over which agents and replicators of node0, node1, ... speak; ranks share the loopback. None: all do.
+    """
+
+    names: tuple[str, ...] = ()
+    acts: Sequence[Act] = ()
+    protected_at: Sequence[int] = ()
+    network: Network | None = None
+
+    def node(self, rank: int) -> str:
+        index = rank * self.nodes // self.world_size
+        return self.names[index] if self.names else f"node{index}"
+
+    @property
+    def node_names(self) -> list[str]:
+        """Each once, in the order of the ranks."""
+        return list(dict.fromkeys(self.node(rank) for rank in range(self.world_size)))
+
+    def again(self, lab: Lab, **changes: Any) -> PeersJob:
+        """The next attempt: nothing is planned for it but these.
+
+        One that starts over has number 0: its training begins with the same numbers as the undisturbed one.
+        """
+        planned: dict[str, Any] = {"deaths": (), "acts": (), "protected_at": (), "prepare": None, "wait_at": None}
+        planned |= {"directory": fresh_directory(lab), "number": self.number + 1, **changes}
+        return replace(self, **planned)
+
+
+def peers_config(data: int, tolerate: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+    """Peers on the loopback."""
+    own = ("ack", "rate_bytes_per_second", "ack_timeout_seconds")
+    ours = {name: settings.pop(name) for name in own if name in settings}
+    return config(redo, peers=ErasureConfig(data=data, tolerate=tolerate, host="127.0.0.1", **ours), **settings)
+
+
+def standby_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptConfig:
+    """Replicas on other nodes of the loopback."""
+    ours = {name: settings.pop(name) for name in ("ack",) if name in settings}
+    return config(redo, peers=MirrorConfig(copies=copies, host="127.0.0.1", **ours), **settings)
+
+
+def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
+    """The first attempt, one rank to a node; the launcher ends all ranks when one has died."""
+    settings.setdefault("nodes", setup.world_size)
+    settings.setdefault("launcher", True)
+    return PeersJob(setup, fresh_directory(lab), lab.run_dir, config, **settings)
+
+
+# In a rank
+
+
+class PeersRank(Rank):
+    """One rank of an attempt."""
+
+    job: PeersJob
+
+    def __init__(self, job: PeersJob, rank: int) -> None:
+        super().__init__(job, rank)
+        self._known = 0
+        self._acts = {(act.step, act.place): act for act in job.acts if act.rank == rank}
+        self.journal.note("started", pid=os.getpid())
+
+    @property
+    def acknowledged(self) -> int:
+        """The newest record that this rank knows to be with the peers of every node."""
+        if self.session is not None and self.session._link.up:
+            self._known = max(self._known, self.session._link.client.watermark)
+        return self._known
+
+    def at(self, place: str) -> None:
+        act = self._acts.pop((self.step, place), None)
+        if act is not None:
+            self.journal.note("acted", step=self.step, place=place)
+            act.do(self)
+        super().at(place)
+
+    def _kill_node(self) -> None:
+        mine = self.job.node(self.rank)
+        names = (str(death.who).split(",") for death in self.job.deaths)
+        kill_nodes(self.job, next(each for each in names if mine in each))
+
+    def _note_committed(self) -> None:
+        loss = self.losses[self.step]
+        self.journal.note("committed", step=self.step, acknowledged=self.acknowledged, loss=loss)
+        if self.step in self.job.protected_at:
+            self.await_protection()
+
+    def await_protection(self) -> None:
+        """Wait until all that was committed is with the peers of every node."""
+        assert self.session is not None
+        client = self.session._link.client
+        while not client.whole or client.watermark < self.step + 1:
+            assert self.listen(PROCESS_GROUP_SECONDS * 0.6), "not protected for long"
+        self.journal.note("protected", step=self.step, acknowledged=client.watermark)
+
+    def listen(self, seconds: float) -> bool:
+        """Wait until the agent says something, and hear it; whether it has."""
+        assert self.session is not None
+        said = bool(select.select([self.session._link.client.channel], [], [], seconds)[0])
+        self.session._listen()
+        return said
+
+
+def recovers_with(
+    ranks: Collection[int], before: Callable[[int], None], after: Callable[[int], None] = lambda rank: None
+) -> Callable[[int], None]:
+    """For `Job.prepare`: what these ranks do before their nodes fetch or hand out, and what all others do after it.
+
+    Only the first rank of each node does anything.
+    """
+
+    def prepare(rank: int) -> None:
+        original = Peers._ask
+
+        def ask(peers: Peers, message: Recover) -> Recovered:
+            if rank in ranks:
+                before(rank)
+            recovered = original(peers, message)
+            if rank not in ranks:
+                after(rank)
+            return recovered
+
+        Peers._ask = ask  # type: ignore[method-assign]  # in a forked child
+
+    return prepare
+
+
+def train(job: Job, rank: int) -> None:
+    """The body of one rank of the attempt; never returns."""
+    assert isinstance(job, PeersJob)
+    if job.network is not None:  # what goes on there takes its time
+        faulthandler.dump_traceback_later(_NETWORK_SECONDS, exit=True, file=sys.stderr)
+    PeersRank(_on_network(job, rank), rank).train()
+
+
+def _on_network(job: PeersJob, rank: int) -> PeersJob:
+    """The attempt as a rank's node is configured: with its own address."""
+    if job.network is None or job.config is None:
+        return job
+    assert job.config.peers is not None
+    # The port is the same in each attempt, so that who comes late knocks at the right door; nobody else is there.
+    host = job.network.addresses[place_of(job.node(rank))]
+    return replace(job, config=replace(job.config, peers=replace(job.config.peers, host=host, port=_PORT)))
+
+
+def place_of(name: str) -> int:
+    """The number of a node on the network."""
+    return int(name.removeprefix("node"))
+
+
+def stop_here(rank: PeersRank) -> None:
+    """This rank goes no further; the launcher ends it."""
+    signal.pause()
+
+
+# Nodes and their processes, from a rank or from outside
+
+
+def agent_of(job: PeersJob, name: str) -> int | None:
+    """The pid of a node's agent; None if it has none."""
+    assert job.run_dir is not None
+    sock = AgentAddress.of(job.run_dir, name).connect()
+    if sock is None:
+        return None
+    with sock:
+        return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def replicators_of(job: PeersJob, name: str) -> set[int]:
+    """The pid of a node's replicator, if it has one."""
+    agent = agent_of(job, name)
+    lists = (task / "children" for task in Path(f"/proc/{agent}/task").iterdir())
+    return {int(pid) for each in lists for pid in each.read_text().split() if "replicator" in command(int(pid))}
+
+
+def replicator_of(job: PeersJob, name: str) -> int:
+    """The pid of a node's replicator."""
+    (found,) = replicators_of(job, name)
+    return found
+
+
+def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
+    """The pids of ranks on these nodes."""
+    for rank in range(job.world_size):
+        if job.node(rank) in names:
+            lines = (job.directory / f"journal-{rank}").read_text().splitlines()
+            yield from (each["pid"] for each in map(json.loads, lines) if each["event"] == "started")
+
+
+def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
+    """All processes of these nodes at once, but for the caller, if not `itself`; replicators go with their agents."""
+    agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
+    for pid in [*ranks_of(job, names), *agents]:
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGKILL)
+    for pid in agents:
+        kill_and_wait(pid)
+    if itself:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_agent(rank: PeersRank) -> None:
+    """That of the rank's node, and with it its replicator; the ranks live on."""
+    assert rank.session is not None
+    assert rank.session.agent_pid is not None
+    kill_and_wait(rank.session.agent_pid)
+
+
+def kill_replicator(rank: PeersRank) -> None:
+    """That of the rank's node."""
+    kill_and_wait(replicator_of(rank.job, rank.job.node(rank.rank)))
+
+
+def kill_replicators(rank: PeersRank) -> None:
+    """That of the rank's node, and three that take its place, each as soon as it is there."""
+    name = rank.job.node(rank.rank)
+    for _ in range(4):
+        wait_for(lambda: bool(replicators_of(rank.job, name)), "a replicator")
+        kill_and_wait(replicator_of(rank.job, name))
+
+
+def kill_once(job: PeersJob, name: str) -> None:
+    """A node's replicator, the first time that this process is asked to."""
+    if name not in _killed_once:
+        _killed_once.add(name)
+        kill_and_wait(replicator_of(job, name))
+
+
+_killed_once: set[str] = set()
+
+
+def stop_replicator(rank: PeersRank) -> None:
+    """That of the rank's node does nothing from now on."""
+    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
+
+
+def stop_agent(rank: PeersRank) -> None:
+    """That of the rank's node does nothing from now on; its replicator goes on."""
+    agent = agent_of(rank.job, rank.job.node(rank.rank))
+    assert agent is not None
+    os.kill(agent, signal.SIGSTOP)
+
+
+def stop_both(rank: PeersRank) -> None:
+    """Agent and replicator of the rank's node do nothing from now on."""
+    stop_replicator(rank)
+    stop_agent(rank)
+
+
+def continue_both(rank: PeersRank) -> None:
+    """They go on, and the agent has heard what was said to it meanwhile."""
+    assert rank.session is not None
+    assert rank.session.agent_pid is None, "training waits for it no more"
+    name = rank.job.node(rank.rank)
+    continue_replicator(rank)
+    agent = agent_of(rank.job, name)
+    assert agent is not None
+    assert rank.job.run_dir is not None
+    os.kill(agent, signal.SIGCONT)
+    address = AgentAddress.of(rank.job.run_dir, name)
+    wait_for(lambda: ask_status(address) is not None, "the agent answers")
+
+
+def continue_replicator(rank: PeersRank) -> None:
+    os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGCONT)
+
+
+def revive_agents(lab: Lab, job: PeersJob) -> None:
+    """Fork an agent, with torch, for each node that has none."""
+    assert job.run_dir is not None
+    for name in job.node_names:
+        there = contextlib.nullcontext() if job.network is None else job.network.inside(place_of(name))
+        with node(name), there:
+            if not lab.agent_answers(job.run_dir):
+                lab.start_agent(job.run_dir)
+
+
+def damage(pid: int, every: int = 1) -> int:
+    """Flip bits in each byte, or in each so many bytes one, of all pieces that a replicator keeps; in how many."""
+    fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:pieces" in os.readlink(fd)]
+    damaged = 0
+    for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own
+        with open(fd, "r+b", buffering=0) as region:
+            data = bytearray(region.read())
+            data[::every] = bytes(each ^ 0x55 for each in data[::every])
+            region.seek(0)
+            region.write(data)
+            damaged += len(data[::every])
+    return damaged
+
+
+# Attempts
+
+
+def start(lab: Lab, job: PeersJob) -> list[int]:
+    """Run the attempt; the exit codes of its ranks."""
+    standbys = job.config is not None and isinstance(job.config.peers, MirrorConfig)
+    if job.config is not None and (job.config.redo == "eager" or standbys or job.network is not None):
+        revive_agents(lab, job)
+    return run(lab, job, train)
+
+
+def bounds(attempt: PeersJob) -> tuple[int, int]:
+    """What the next attempt must go on from, at least and at most, for all that is known of one that was killed.
+
+    At least: the newest record that any rank knew to be acknowledged. At most: the newest that all have committed; a
+    rank that is killed may not have noted its last one.
+    """
+    committed = noted(attempt, "committed")
+    restored = [rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")]
+    known = [each["acknowledged"] for rank in committed + noted(attempt, "protected") for each in rank]
+    newest = [rank[-1]["step"] + 1 if rank else begin for rank, begin in zip(committed, restored, strict=True)]
+    return max([*known, *restored], default=0), min(newest) + 1
+
+
+def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
+    """An attempt in which these die, each for real."""
+    attempt = replace(job, deaths=deaths)
+    codes = start(lab, attempt)
+    assert -signal.SIGKILL in codes, codes
+    assert any(noted(attempt, "killed")), "nothing died where it was to"
+    return attempt
+
+
+def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") -> int:
+    """Check that all ranks went on at the same step within the bounds, from this tier; the step."""
+    restored = noted(attempt, "restored")
+    starts = {rank[0]["step"] if rank else 0 for rank in restored}
+    assert len(starts) == 1, f"ranks went on at {sorted(starts)}"
+    (begin,) = starts
+    assert low <= begin <= high, f"went on at {begin}, expected {low} to {high}"
+    tiers = {rank[0]["tier"] for rank in restored if rank}
+    assert tier is None or not begin or tiers == {tier}, f"went on from {tiers}, expected {tier}"
+    check_verdict(attempt)
+    return begin
+
+
+def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
+    """Run an attempt to its end, which is that of the undisturbed training."""
+    assert start(lab, attempt) == [0] * attempt.world_size, told(lab)
+    check_same(results(attempt), expected)
+
+
+def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
+    """All that the attempt has trained is as in the undisturbed training."""
+    for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
+        wrong = [each["step"] for each in steps if each["loss"] != theirs["losses"][each["step"]]]
+        assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
+
+
+def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_before: int | None = None) -> PeersJob:
+    """Nodes are lost one after the other; each time all go on with what is acknowledged at least.
+
+    Args:
+        deaths: in an attempt each.
+        protected_before: so many steps before each death ranks wait until they are protected; None: they do not. What
+            is lost with a node before all is protected again counts beside what was lost before.
+
+    Returns:
+        The last attempt.
+    """
+    expected = reference(lab, job)
+    attempt, low, high = job, 0, 0
+    for number, death in enumerate([*deaths, None]):
+        waits = () if death is None or protected_before is None else (death.step - protected_before,)
+        attempt = replace(job, directory=fresh_directory(lab), number=job.number + number, protected_at=waits)
+        if death is None:
+            finishes(lab, attempt, expected)
+        else:
+            attempt = fail(lab, attempt, death)
+        goes_on(attempt, low, high)
+        check_losses(attempt, expected)
+        low, high = bounds(attempt)
+        assert all(step < low for step in waits), "what was protected is not known"
+    return attempt
+
+
+def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
+    """More nodes are lost than can be borne, and all ranks go on with step 4, which is in storage."""
+    expected = reference(lab, job)
+    died = fail(lab, job, Death(lost, 7, "backward"))
+    last = died.again(lab)
+    finishes(lab, last, expected)
+    goes_on(last, 4, 4, "storage")
+    assert "resuming from storage" in told(lab)
+
+
+def told(lab: Lab) -> str:
+    """What went on, for a test that has failed."""
+    agents = "".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(lab.run_dir.glob("agent-*.log")))
+    return logs(lab)[-6000:] + agents

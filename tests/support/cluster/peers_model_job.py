@@ -1,0 +1,520 @@
+"""A job on several nodes in one process: its attempts, what happens in them, and what may be lost at each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+from memckpt.node.generation import branch_off
+from memckpt.protocol.replication import GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
+from memckpt.recovery.peers import Fetch
+from memckpt.recovery.plan import RestoreRecord, make_plan
+from memckpt.replication.coding.blob import BlobReader, Room
+from memckpt.replication.coding.code import Code
+from memckpt.replication.coding.fragments import decode_stripe
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.keeping.sender import Outgoing
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.process.node import ReplicationNode
+from memckpt.replication.process.standby_feed import StandbyFeed
+from memckpt.replication.transport.wire import Window, decode
+from memckpt.state.records import Branch, HeldPieces
+from tests.support.cluster.peers_model import (
+    MOST_BYTES,
+    Chain,
+    Generation,
+    Live,
+    Memory,
+    Network,
+    Node,
+    Port,
+    Setting,
+    Unit,
+    bytes_of,
+)
+
+
+class Job:
+    """Attempts of a job, and what happens in them.
+
+    Args:
+        room: messages that may be on their way from one node to another.
+
+    Attributes:
+        seen: the newest watermark that the trainers of each node know of.
+        made: the newest record that each unit's trainers have committed.
+        staging: units that are filling the slot of the next one.
+        anew: units that begin a generation with it.
+        ordered: by node, the record whose state is to be copied.
+        whole: whether any m nodes could be lost at some time in this attempt.
+        emptied: those that have lost their memory since.
+        strayed: whether nobody had to wait at some time in this attempt.
+    """
+
+    network: Network
+    job: PeerJob
+    history: tuple[Branch, ...]
+    whole: bool
+    emptied: set[str]
+    strayed: bool
+    seen: dict[str, int]
+    made: dict[Unit, int]
+    staging: set[Unit]
+    anew: set[Unit]
+    ordered: dict[str, int]
+
+    def __init__(self, setting: Setting, room: int) -> None:
+        self.setting = setting
+        self.room = room
+        self.code = Code(setting.data, setting.tolerate)
+        self.plain_code = Code(1, setting.tolerate)
+        self.attempts: dict[str, tuple[Any, Chain]] = {}
+        self.bases: dict[str, int] = {}
+        self.places: dict[Unit, Node] = {}
+        self.members: dict[str, ReplicationNode] = {}
+        self.attempt = ""
+        self.now = 0.0
+        self._names = 0
+
+    def close(self) -> None:
+        self.close_members()
+        self.code.close()
+
+    # The plan
+
+    def plan(self, places: dict[Unit, Node], nonce: str) -> Any:
+        return make_plan(
+            [live.inventory(node.name, self.setting) for node in places.values() for live in node.live.values()],
+            "auto",
+            self.setting.nodes,
+            nonce,
+            pieces=self.pieces(places.values()),
+            units=[(places[unit].name, unit) for unit in self.setting.units],
+            before=self.setting.repeat,
+        )
+
+    def known(self, nodes: Iterable[Node]) -> bool:
+        """Whether any of these nodes holds something of this attempt."""
+        nodes = list(nodes)
+        held = [live.history for node in nodes for live in node.live.values() if live.generations]
+        return self.history in held or any(piece.history == self.history for piece in self.pieces(nodes))
+
+    def pieces(self, nodes: Iterable[Node]) -> list[HeldPieces]:
+        return [piece for node in nodes for piece in node.fragment_store.held(lambda window: None)]
+
+    def right(self, history: tuple[Branch, ...], record: int) -> Chain:
+        """Who made the records up to one, in the latest attempt of a history."""
+        nonce = history[-1].timeline.nonce
+        start = self.attempts[nonce][1]
+        return start[: record + 1] + (nonce,) * (record + 1 - len(start))
+
+    def check_plan(self, found: RestoreRecord, places: dict[Unit, Node], promised: int = 0) -> None:
+        """Every unit gets what the record was when it was made, and the one before where its step is repeated.
+
+        Args:
+            promised: the record that had to be there; 0: none.
+        """
+        right = self.right(found.history, found.record)
+        fetched = {fetch.ranks for fetch in found.fetches}
+        nodes = {node.name: node for node in places.values()}
+        before = any(fetch.before for fetch in found.fetches)
+        assert all(fetch.before == before for fetch in found.fetches)
+        for unit, node in places.items():
+            if unit not in fetched:
+                self._check_live(node, unit, found.record, right, before)
+                if self.setting.trails and promised and not self.strayed:
+                    live = node.live[unit]
+                    assert live.repeats(found.record) or live.begins_with(found.record), (unit, found)
+        for fetch in found.fetches:
+            if fetch.live is not None:
+                self._check_live(nodes[fetch.live], fetch.ranks, found.record, right, before)
+                continue
+            if fetch.replica is not None:
+                name, ranks = fetch.replica
+                self._check_live(nodes[name], ranks, found.record, right, before)
+            assert (fetch.replica is not None) == self.setting.private
+            self._check_decoded(fetch, nodes, right)
+
+    @staticmethod
+    def _check_live(node: Node, unit: Unit, record: int, right: Chain, before: bool) -> None:
+        reach = node.live[unit].reach()
+        assert reach[record] == right
+        assert not before or reach[record - 1] == right[:-1]
+
+    def _check_decoded(self, fetch: Fetch, nodes: dict[str, Node], right: Chain) -> None:
+        base = self.bases[fetch.generation]
+        for record in range(fetch.record - fetch.before - fetch.period + 1, fetch.record + 1):
+            virtual = record <= base
+            expected = bytes_of(fetch.ranks, record, right[: max(record, base) + 1], virtual)
+            assert self._decode(fetch, record, nodes) == expected, (fetch, record)
+
+    def repeats(self, found: RestoreRecord, places: dict[Unit, Node]) -> bool:
+        """Whether all units have the state before the record as well, so that its step is taken once more."""
+        fetches = {fetch.ranks: fetch for fetch in found.fetches}
+        nodes = {node.name: node for node in places.values()}
+
+        def hands_out(fetch: Fetch) -> bool:
+            name, ranks = fetch.replica or (fetch.live, fetch.ranks)
+            return fetch.before and (name is None or nodes[name].live[ranks].repeats(found.record))
+
+        return self.setting.repeat and all(
+            hands_out(fetches[unit]) if unit in fetches else node.live[unit].repeats(found.record)
+            for unit, node in places.items()
+        )
+
+    def _decode(self, fetch: Fetch, record: int, nodes: dict[str, Node]) -> bytes:
+        windows = {name: nodes[name].fragment_store.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
+        manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
+        [manifest] = {one for one in manifests.values() if one is not None}
+        nbytes, digests = manifest
+        room = bytearray(MOST_BYTES)
+        reader = BlobReader([Room(0, memoryview(room))])
+        stripes = len(digests) // 16
+        for stripe in range(stripes):
+            there = [(name, one.fragment(record, stripe)) for name, one in windows.items() if one is not None]
+            data, bad = decode_stripe(
+                self.code if fetch.data == self.setting.data else self.plain_code,
+                [(name, found[0], bytes(found[1])) for name, found in there if found is not None],
+                generation=fetch.generation,
+                owner=fetch.ranks,
+                record=record,
+                stripe=stripe,
+                stripes=stripes,
+                length=next(found[0].length for _, found in there if found is not None),
+            )
+            assert not bad
+            nbytes -= len(data)
+            reader.take(data)
+        assert nbytes == 0
+        tail = reader.finish()
+        assert tail.step == 10 * record
+        return bytes(room[: tail.extents[0].nbytes])
+
+    # An attempt
+
+    def begin(self, found: Any, places: dict[Unit, Node], nonce: str, hear: Collection[str]) -> None:
+        """Do what the plan says, on those nodes that hear of it."""
+        going_on = isinstance(found, RestoreRecord)
+        start = self.right(found.history, found.record) if going_on else (nonce,)
+        self.whole = False
+        self.attempts[nonce] = found.timeline, start
+        self.attempt, self.places = nonce, places
+        self.history = (Branch(found.timeline, None),)
+        if going_on:
+            self.history = branch_off(found.history, found.record, found.timeline)
+        record = found.record if going_on else None
+        repeated = going_on and self.repeats(found, places)
+        self.strayed = False
+        names = [node.name for node in places.values()]
+        self.emptied = set()
+        self.seen = dict.fromkeys(names, record or 0)
+        #: By node: whether nobody is to wait there.
+        self.waits_suspended: dict[str, bool] = {}
+        self.made = dict.fromkeys(places, record or 0)
+        self.staging, self.anew = set(), set(places)
+        self.ordered = {}
+        self.network = Network(names)
+        self.job = PeerJob(
+            attempt=nonce,
+            nodes=tuple(PeerNode(name, "", (name,)) for name in names),
+            units=tuple(PeerUnit(index, unit, self.setting.private) for index, unit in enumerate(places)),
+            scheme="erasure",
+            data=self.setting.data,
+            tolerate=self.setting.tolerate,
+            backend="isa_l_rs_cauchy",
+            wait=self.setting.wait,
+            rate_bytes_per_second=None,
+            overhead=0.03,
+            record=record,
+            cadence=self.setting.cadence,
+        )
+        self.close_members()
+        for unit, node in places.items():
+            node.fragment_store.halt()
+            if node.name not in hear:
+                continue
+            if record is None:
+                node.live.clear()
+            node.live[unit] = Live(unit, self.history)
+            if record is not None:
+                base = record - repeated
+                generation = Generation("resumed", unit, self.setting, base, start[: base + 1])
+                node.live[unit].generations.append(generation)
+                if repeated:
+                    generation.slots.open(record)
+                    generation.commit(record, start)
+            self._join(node, record)
+
+    def _join(self, node: Node, record: int | None, rejoined: bool = False) -> None:
+        port: Any = Port(self.network, node.name, self.room)
+
+        def passed(message: Any) -> None:
+            self.seen[node.name] = max(self.seen[node.name], message.record)
+            self.waits_suspended[node.name] = message.waits_suspended
+            # Nobody waits for what a node has lost, so that others may get too far ahead of it.
+            if message.waits_suspended:
+                self.whole, self.strayed = False, True
+            for live in node.live.values():
+                live.let_go(message.record)
+            for unit, place in self.places.items():
+                if place is node:
+                    self._allow(unit)
+
+        job = msgspec.structs.replace(self.job, record=record)
+        unused: Any = None  # nothing is kept as standby replicas
+        feed = StandbyFeed(node.fragment_store, unused, unused)
+        self.ordered.pop(node.name, None)
+
+        def ask(message: TakeState) -> None:
+            self.ordered[node.name] = message.record
+
+        self.members[node.name] = ReplicationNode(node.name, job, feed, port, passed, rejoined, ask)
+
+    def close_members(self) -> None:
+        for member in self.members.values():
+            member.close()
+        self.members.clear()
+
+    # What happens in it
+
+    def may_stage(self, unit: Unit) -> bool:
+        """Whether a unit's trainers may begin to fill the slot of their next record."""
+        old = self.made[unit] + 1 - self.setting.slots
+        acknowledged = self.seen[self.places[unit].name] >= old + self.setting.standing
+        waits_suspended = self.waits_suspended.get(self.places[unit].name, False)
+        generation = self._written(unit)
+        applied = not self.setting.eager or generation is None or generation.applied >= old
+        return unit not in self.staging and applied and (acknowledged or waits_suspended or not self.setting.wait)
+
+    def _written(self, unit: Unit) -> Generation | None:
+        """The generation whose slots a unit fills; None where another one begins."""
+        generations = self.places[unit].live[unit].generations
+        return generations[-1] if generations and unit not in self.anew else None
+
+    def _allow(self, unit: Unit) -> None:
+        """As an agent lets redo go on."""
+        generation = self._written(unit)
+        if not self.setting.eager or generation is None or generation.name == "resumed":
+            return
+        name = self.places[unit].name
+        redo_limit, slots = self.seen[name], self.setting.slots
+        if not self.setting.wait or self.waits_suspended.get(name, False):
+            needed = generation.newest - (slots - 2 - self.setting.trails)
+            if redo_limit < generation.base < needed and not generation.given_up:
+                generation.given_up = True
+                self.members[name].give_up(GiveUp(unit, generation.name))
+            redo_limit = max(redo_limit, needed)
+        limit = min(generation.newest - 1, redo_limit) - self.setting.trails
+        generation.limit = max(generation.limit, limit)
+
+    def redo(self, unit: Unit) -> bool:
+        """A unit's replica goes on by a record, if it may; whether it has."""
+        generation = self._written(unit)
+        return self.setting.eager and generation is not None and generation.redo()
+
+    def stage(self, unit: Unit) -> None:
+        self.staging.add(unit)
+        if unit not in self.anew:
+            self.places[unit].live[unit].generations[-1].slots.open(self.made[unit] + 1)
+
+    def may_commit(self, unit: Unit) -> bool:
+        """Its backward needs all ranks in it, and so their commits of the record before."""
+        made = self.made[unit]
+        reached = [one > made or (one == made and other in self.staging) for other, one in self.made.items()]
+        return unit in self.staging and all(reached)
+
+    def commit(self, unit: Unit) -> None:
+        node = self.places[unit]
+        live = node.live[unit]
+        self.staging.remove(unit)
+        record = self.made[unit] = self.made[unit] + 1
+        past = self.right(self.history, record)
+        if unit in self.anew:
+            self._begin_generation(unit)
+        else:
+            live.generations[-1].commit(record, past)
+            self._owner(node, unit).committed(record)
+            self._allow(unit)
+        live.let_go(self.members[node.name].watermark.record)
+        self._copy_state(node, unit, past)
+
+    def _copy_state(self, node: Node, unit: Unit, past: Chain) -> None:
+        """Copy the state of a unit, if that after its newest record is to be copied."""
+        record, ordered = self.made[unit], self.ordered.get(node.name, 0)
+        cuts = self.members[node.name].cuts
+        if not ordered or cuts is None or record < ordered:
+            return
+        del self.ordered[node.name]
+        if record > ordered:
+            cuts.miss(ordered, "too late")
+            return
+        name = f"{self.attempt}/{unit}/{self._names}/{node.name}/state {record}"
+        self._names += 1
+        self.bases[name] = self.bases[name + "/own"] = record
+        spec = self.setting.spec(unit)
+        plain = msgspec.msgpack.encode(past)
+        cuts.take(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
+
+    def slow_down(self, unit: Unit) -> None:
+        """A unit's links do not carry its records any more."""
+        owner = self._owner(self.places[unit], unit)
+        if owner.spaces and not owner.paused:
+            owner.too_slow = True
+            owner.pause()
+
+    def may_start(self, unit: Unit) -> bool:
+        """Whether a unit's trainers, which have found a new agent, can write their state as it is."""
+        return not self.places[unit].live[unit].generations and self.made[unit] > 0 and unit not in self.staging
+
+    def start(self, unit: Unit) -> None:
+        self._begin_generation(unit)
+
+    def _begin_generation(self, unit: Unit) -> None:
+        self.anew.discard(unit)
+        node, record = self.places[unit], self.made[unit]
+        self._names += 1
+        name = f"{self.attempt}/{unit}/{self._names}"
+        self.bases[name] = record
+        past = self.right(self.history, record)
+        node.live[unit].generations.append(Generation(name, unit, self.setting, record, past))
+        self._send_generation(node, unit)
+
+    def _owner(self, node: Node, unit: Unit) -> Any:
+        return next(one for one in self.members[node.name].senders if one.ranks == unit)
+
+    def _send_generation(self, node: Node, unit: Unit) -> None:
+        setting, generation = self.setting, node.live[unit].generations[-1]
+        spec = setting.spec(unit)
+        sizes = sizes_of(spec, setting.private)
+        window = Window(
+            owner=unit,
+            node=node.name,
+            generation=generation.name,
+            attempt=self.attempt,
+            piece=0,
+            data=setting.data,
+            tolerate=setting.tolerate,
+            base=generation.base,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
+            private=setting.private,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
+            history=self.history,
+            spec=msgspec.msgpack.encode(spec),
+        )
+        member = self.members[node.name]
+        member._sources[unit] = generation
+        member._ahead[unit] = sizes.kept - sizes.period - setting.standing
+        member._reach[unit] = member._ahead[unit] * sizes.every
+        self._owner(node, unit).spaces = setting.cadence
+        self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
+
+    def begin_anew(self, unit: Unit) -> None:
+        """With the next record a generation begins: its layout has changed."""
+        if unit not in self.staging:
+            self.anew.add(unit)
+
+    def lose_replicator(self, node: Node) -> None:
+        """What it keeps for others stays with its agent, which starts another one."""
+        self._restart(node)
+        for unit, live in node.live.items():
+            if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
+                self._send_generation(node, unit)
+
+    def lose_agent(self, node: Node) -> None:
+        """Its replicator goes with it, and what that kept. Trainers find another one, and begin generations."""
+        self.emptied.add(node.name)
+        node.fragment_store.close()
+        node.fragment_store = FragmentStore(node.name, Memory)
+        self._restart(node)
+        mine = [unit for unit, other in self.places.items() if other is node]
+        node.live = {unit: Live(unit, self.history) for unit in mine}
+        self.anew |= set(mine)
+
+    def _restart(self, node: Node) -> None:
+        self.network.restart(node.name)
+        self.members.pop(node.name).close()
+        self._join(node, None, rejoined=True)
+
+    def deliver(self, pair: tuple[str, str]) -> Any:
+        """The next message from the first to the second; returns it, or None if they have met."""
+        sender, receiver = pair
+        message = self.network.pop(pair)
+        if message is None:
+            self.members[receiver].met(sender)
+            return None
+        self._handle(receiver, sender, *message)
+        return decode(message[0])
+
+    def _handle(self, receiver: str, sender: str, body: bytes, payload: bytes) -> None:
+        self.members[receiver].handle(sender, decode(body), payload, self.now)
+
+    def work(self, name: str) -> None:
+        """A turn of a replicator's loop."""
+        self.now += 1.0
+        member = self.members[name]
+        member.work(self.now)
+        while member.loopback:
+            self._handle(name, *member.loopback.popleft())
+
+    def settle(self, without: str | None = None) -> None:
+        """All that can be sent is sent and delivered, but to and from one node that is very slow."""
+        for _ in range(1000):
+            for name in self.members:
+                if name != without:
+                    self.work(name)
+            ready = [pair for pair in self.network.ready() if without not in pair]
+            if not ready:
+                return
+            for pair in ready:
+                while self.network.queues[pair]:
+                    self.deliver(pair)
+            for unit in self.setting.units:
+                while self.redo(unit):
+                    pass
+        raise AssertionError("replicators do not come to rest")
+
+    # What is promised
+
+    def look(self) -> None:
+        """Note whether the loss of any m nodes can be borne."""
+        owners = [owner for member in self.members.values() for owner in member.senders]
+        everywhere = min(owner.acknowledged for owner in owners)
+        noticed = all(None not in queue for queue in self.network.queues.values())
+        whole = all(
+            owner.whole and owner.since <= everywhere and self.bases_of(owner)[-1] <= everywhere for owner in owners
+        )
+        leader = next(member._leader for member in self.members.values() if member._leader is not None)
+        if noticed and whole and leader.watermark.whole:
+            self.whole, self.emptied = True, set()
+
+    @staticmethod
+    def bases_of(owner: Any) -> list[int]:
+        return [outgoing.window.base for outgoing in owner._generations]
+
+    def promised(self, lost: Collection[str]) -> int:
+        """The record that must be reachable without some nodes; 0: none."""
+        names = [node.name for node in self.job.nodes]
+        if self.setting.cadence:
+            return self._promised_state(len(lost))
+        gone = set(lost) | self.emptied
+        borne = self.setting.tolerate if self.whole else 0
+        groups = next(iter(self.members.values())).placement.groups
+        if not self.setting.wait or any(len(gone & {names[one] for one in group.nodes}) > borne for group in groups):
+            return 0
+        return max(seen for name, seen in self.seen.items() if name not in lost)
+
+    def _promised_state(self, lost: int) -> int:
+        """The record whose state every node and its holders have by value; 0: none."""
+        leader = next((one._leader for one in self.members.values() if one._leader is not None), None)
+        if leader is None or leader._cadence is None or lost > self.setting.tolerate:
+            return 0
+        state = leader._cadence.reached
+        noticed = all(None not in queue for queue in self.network.queues.values()) and not self.network.unnoticed()
+        there = all(one.cuts is not None and one.cuts.hold(state) for one in self.members.values())
+        return state if state and leader.watermark.record == state and noticed and there else 0

@@ -1,0 +1,215 @@
+"""A replicator of one of three nodes, its transport and its agent replaced by what a test says."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import msgspec
+
+from memckpt.protocol.replication import (
+    Join,
+    PeerJob,
+    PeerNode,
+    PeerUnit,
+    SendGeneration,
+)
+from memckpt.protocol.standby import OpenStandby, StandbyRefused
+from memckpt.replication.coding.blob import STATIC
+from memckpt.replication.coding.code import Code
+from memckpt.replication.coding.fragments import seal_stripe
+from memckpt.replication.keeping.fragment_store import FragmentStore
+from memckpt.replication.process.node import ReplicationNode
+from memckpt.replication.process.replicator import Replicator
+from memckpt.replication.process.standby_feed import StandbyFeed
+from memckpt.replication.transport.transport import Delivery, Met
+from memckpt.replication.transport.wire import (
+    Put,
+    Stored,
+    WireMessage,
+    decode,
+    encode,
+)
+from tests.support.cluster.peers_records import MemoryRoom, Records, layout_spec
+
+NODES = ("a", "b", "c")
+FAR = 1 << 62
+
+
+class Line:
+    """Stands for a transport: what has come, and what was sent to whom."""
+
+    def __init__(self) -> None:
+        self.come: deque[Delivery | Met] = deque()
+        self.sent: dict[str, list[WireMessage]] = defaultdict(list)
+        self.forgotten: list[str] = []
+        self.refused: Counter[str] = Counter()
+        self.bytes_sent = 0
+        self.rooms: dict[str, int] = {}
+        self.unacknowledged: dict[str, int] = {}
+        self.taken: Counter[str] = Counter()
+        self.heard_at: dict[str, float | None] = {}
+
+    def receive(self) -> Delivery | Met | None:
+        return self.come.popleft() if self.come else None
+
+    def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
+        assert peer in NODES, "nobody knows how to reach it"
+        self.sent[peer].append(decode(body))
+
+    in_flight_bytes = 0
+
+    def room(self, peer: str) -> int:
+        return self.rooms.get(peer, 1)
+
+    def progress(self, peer: str) -> tuple[int, int]:
+        return self.unacknowledged.get(peer, 0), self.taken[peer]
+
+    def heard(self) -> dict[str, float | None]:
+        return dict(self.heard_at)
+
+    def connect(self, peer: str, address: str) -> None:
+        pass
+
+    def forget(self, peer: str) -> None:
+        self.forgotten.append(peer)
+
+    def peers(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+    def register(self, poller: object) -> None:
+        pass
+
+    def unregister(self, poller: object) -> None:
+        pass
+
+
+class Wire:
+    """Stands for the channel to the agent."""
+
+    def __init__(self) -> None:
+        self._ends = os.pipe()
+        self.told: list[Any] = []
+
+    def fileno(self) -> int:
+        return self._ends[0]
+
+    def send(self, message: Any) -> None:
+        self.told.append(message)
+
+    def close(self) -> None:
+        for end in self._ends:
+            os.close(end)
+
+
+def refuse_standby(message: OpenStandby) -> StandbyRefused:
+    raise AssertionError("no standby replica was planned")
+
+
+class Node:
+    """The replicator of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both
+    others.
+    """
+
+    def __init__(self, name: str = "b") -> None:
+        self.name = name
+        self.now = 0.0
+        self.line, self.wire = Line(), Wire()
+        self.replicator = Replicator(self.wire)  # type: ignore[arg-type]
+        self.fragment_store = FragmentStore(name, MemoryRoom)
+        self.replicator._feed = StandbyFeed(self.fragment_store, refuse_standby, self.wire.send)
+        self.replicator._node = name
+        self.replicator._transport = self.line  # type: ignore[assignment]
+        self.job = PeerJob(
+            attempt="a1",
+            nodes=tuple(PeerNode(one, "tcp://127.0.0.1:1", (one,)) for one in NODES),
+            units=tuple(PeerUnit(index, (index,), False) for index in range(3)),
+            scheme="erasure",
+            data=2,
+            tolerate=1,
+            backend="",
+            wait=True,
+            rate_bytes_per_second=None,
+            overhead=0.01,
+            record=0,
+        )
+        self.replicator._join(Join(self.job))
+        self.records = {rank: Records(layout_spec((rank,), elements=64), seed=rank) for rank in range(3)}
+        self.code = Code(2, 1)
+
+    @property
+    def member(self) -> ReplicationNode:
+        assert self.replicator._member is not None
+        return self.replicator._member
+
+    @property
+    def refused(self) -> int:
+        return sum(self.member.refused.values())
+
+    def says(self, peer: str, *messages: WireMessage, payload: bytes = b"") -> list[WireMessage]:
+        """A peer says something; what it is told."""
+        before = len(self.line.sent[peer])
+        for message in messages:
+            self.line.come.append(Delivery(peer, encode(message), payload))
+        while self.line.come or self.member.loopback:
+            self.replicator._take_deliveries()
+        return self.line.sent[peer][before:]
+
+    def piece(self, owner: str) -> int:
+        kept = dict(self.member.placement.kept_by(NODES.index(self.name)))
+        return kept[NODES.index(owner)]
+
+    def window(self, owner: str, /, **other: Any) -> Any:
+        told = self.records[NODES.index(owner)].window("g" + owner, self.code, node=owner)
+        return msgspec.structs.replace(told, **{"piece": self.piece(owner), **other})
+
+    def put(self, owner: str, record: int, **other: Any) -> tuple[Put, bytes]:
+        rank = other.pop("rank", NODES.index(owner))
+        sealed = seal_stripe(
+            self.code,
+            b"data of " + owner.encode(),
+            generation="g" + owner,
+            owner=(rank,),
+            record=record,
+            stripe=0,
+            stripes=1,
+        )
+        fragment, payload = sealed[self.piece(owner)]
+        return Put(msgspec.structs.replace(fragment, **other), 100), bytes(payload)
+
+    def keep(self, owner: str, record: int) -> list[WireMessage]:
+        put, payload = self.put(owner, record)
+        return self.says(owner, put, payload=payload)
+
+    def send_own(self) -> None:
+        """This node's own rank writes a generation, and all of it goes out."""
+        records = self.records[NODES.index(self.name)]
+        message = SendGeneration(
+            ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,
+            records=records.held, missing=(), plain=b"", history=(),
+        )  # fmt: skip
+        self.member.begin(message, records.duplicates())
+        for owner in self.member.senders:
+            for peer in NODES:
+                owner.met(peer)
+            while owner.pump(1 << 30):
+                pass
+
+    def all_store(self, *records: int) -> None:
+        rank = (NODES.index(self.name),)
+        for peer in NODES:
+            if peer != self.name:
+                self.says(peer, *(Stored(rank, "own", record) for record in (STATIC, *records)))
+        self.member.work(0.0)
+
+    def close(self) -> None:
+        self.replicator._leave()
+        self.replicator.close()
+        self.wire.close()
+        for records in self.records.values():
+            records.close()
+        self.code.close()

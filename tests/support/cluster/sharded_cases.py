@@ -1,0 +1,324 @@
+"""Small trainings whose model is sharded over ranks in every way that torch has, and what they leave behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.faults.frozen import freeze
+from tests.support.trainings.engine_optimizers import Momentum
+
+#: Four ranks divide neither; of the embedding and of each norm the last of four has less, of a bias of 5 nothing.
+VOCABULARY, WIDTH = 21, 10
+#: Even, as tensor parallelism wants it; so many that a quarter of a weight is still anchored in pieces.
+HIDDEN = 1704
+BATCH, LENGTH = 4, 6
+#: What tensor parallelism leaves as it is, the same on all ranks.
+REPLICATED = ("embed.*", "head.*", "frozen.*", "norm.*", "blocks.*.norm.*", "blocks.*.mix", "blocks.*.attend.*")
+
+#: The step whose gradients overflow, where there is a scaler.
+OVERFLOW_AT = 3
+
+At = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a training is distributed, and what it does in a step.
+
+    Attributes:
+        kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
+        world_size: "hsdp" and "fsdp-tp" have a mesh of two by half of it.
+        optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
+            step), "muon" (which needs whole matrices, and AdamW beside it), "own" (of the user's own, with plain
+            values in its state) or "lion" (of the user's own, element by element).
+        accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
+        precision: of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
+        reshard: whether parameters are freed between forward and backward.
+        scaler: whether the loss is scaled; the gradients of one step overflow, on one rank.
+        table: whether there is a buffer too large to be copied with every record.
+    """
+
+    kind: str = "fsdp"
+    world_size: int = 2
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    sync_each: bool = False
+    precision: str = ""
+    reshard: bool = True
+    offload: bool = False
+    scaler: bool = False
+    table: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.kind, str(self.world_size), self.optimizer, self.precision]
+        if self.accumulate > 1:
+            parts += [f"accumulate{self.accumulate}", "sync-each" if self.sync_each else ""]
+        parts += ["" if self.reshard else "kept"]
+        parts += [each for each in ("offload", "scaler", "table") if getattr(self, each)]
+        return "-".join(part for part in parts if part)
+
+
+def named(value: Any) -> str | None:
+    """A setup's name, where tests are named by what they are given."""
+    return value.name if isinstance(value, Setup) else None
+
+
+class Lion(torch.optim.Optimizer):
+    """Of the user's own, as there are many: no torch class, but each element for itself."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.003, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                average = state.setdefault("exp_avg", torch.zeros_like(param))
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(average.lerp(param.grad, 0.1).sign_(), alpha=-group["lr"])
+                average.lerp_(param.grad, 0.01)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attend = Attention()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.drop = nn.Dropout(0.1)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.mix = nn.Parameter(torch.ones(2))  # on four ranks, two have nothing of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return self.mix[0] * x + self.mix[1] * self.down(self.drop(torch.relu(self.up(self.norm(x)))))
+
+
+class Net(nn.Module):
+    """A transformer of two blocks, with tied weights, a frozen layer, and a buffer that changes on each rank."""
+
+    mean: Tensor
+
+    def __init__(self, with_table: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        if with_table:
+            self.register_buffer("table", torch.zeros(1 << 15))
+        self.at: At = lambda place: None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.frozen(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.float().mean((0, 1)), alpha=0.1)
+        x = self.blocks[0](x - self.mean)
+        self.at("forward")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.at("backward"))
+        return self.head(self.norm(self.blocks[1](x)))
+
+
+class Distributed:
+    """A training as a setup describes it: model, optimizer, and one step of them."""
+
+    def __init__(self, setup: Setup, at: At, seed: int = 0) -> None:
+        """Build the model, the same on all ranks; then each rank of data parallelism draws numbers of its own."""
+        self.setup = setup
+        self.rank = self.data_rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(seed)
+        self.net = Net(setup.table)
+        self.net.at = self._at_last
+        self.model: nn.Module = self.net
+        self._at = at
+        self._last = False
+        self._distribute()
+        torch.manual_seed(1000 * (seed + 1) + self.data_rank)
+        self.optimizers = self._make_optimizers()
+        self.schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.95) for each in self.optimizers]
+        self.registered: dict[str, Any] = {f"scheduler {index}": each for index, each in enumerate(self.schedulers)}
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=setup.scaler)
+        if setup.scaler:
+            self.registered["scaler"] = self.scaler
+
+    def _at_last(self, place: str) -> None:
+        """Of a step's micro-batches, only the last one is a place to die at."""
+        if self._last:
+            self._at(place)
+
+    # Distribution
+
+    def _distribute(self) -> None:
+        setup = self.setup
+        half = setup.world_size // 2
+        match setup.kind:
+            case "fsdp":
+                self._shard(init_device_mesh("cpu", (setup.world_size,), mesh_dim_names=("shard",)))
+            case "hsdp":
+                self._shard(init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard")))
+            case "tp":
+                self._parallelize(init_device_mesh("cpu", (setup.world_size,), mesh_dim_names=("tp",)))
+                self.data_rank = 0
+            case "fsdp-tp":
+                mesh = init_device_mesh("cpu", (half, 2), mesh_dim_names=("shard", "tp"))
+                self._parallelize(mesh["tp"])
+                self._shard(mesh["shard"])
+                self.data_rank = mesh["shard"].get_local_rank()
+            case "ddp":
+                self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.02, broadcast_buffers=False)
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        precisions = {
+            "": MixedPrecisionPolicy(),
+            "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            "bf16-reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+        }
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.setup.reshard,
+            "mp_policy": precisions[self.setup.precision],
+            "offload_policy": CPUOffloadPolicy(pin_memory=False) if self.setup.offload else OffloadPolicy(),
+        }
+        for block in self.net.blocks:
+            fully_shard(block, **settings)
+        fully_shard(self.net, **settings)
+
+    def _parallelize(self, mesh: DeviceMesh) -> None:
+        for block in self.net.blocks:
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def _make_optimizers(self) -> list[torch.optim.Optimizer]:
+        trained = [param for param in self.net.parameters() if param.requires_grad]
+        matrices = [param for param in trained if param.dim() > 1]
+        others = [param for param in trained if param.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        match self.setup.optimizer:
+            case "sgd":
+                return [torch.optim.SGD(groups, lr=0.05, momentum=0.9)]
+            case "nesterov":
+                return [torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True, foreach=True)]
+            case "own":
+                return [Momentum(groups)]
+            case "lion":
+                return [Lion(groups)]
+            case "muon":
+                return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+        return [torch.optim.AdamW(groups, lr=0.01, fused=self.setup.optimizer == "fused" or None)]
+
+    # A step
+
+    def step(self, number: int) -> str:
+        """Train one step; returns its loss, exactly."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        total = 0.0
+        for micro in range(self.setup.accumulate):
+            self._last = micro == self.setup.accumulate - 1
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(self._last or self.setup.sync_each)
+            tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+            logits = self.model(tokens[:, :-1])
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            overflow = self.setup.scaler and number == OVERFLOW_AT and self.data_rank == 0
+            scaled = self.scaler.scale(loss / self.setup.accumulate)
+            (scaled * math.inf if overflow else scaled).backward()
+            total += float(loss.detach())
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+        clip_gradients(self.net.parameters(), 0.5)
+        self._at("reduced")
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            self.scaler.step(optimizer)
+            scheduler.step()
+        self.scaler.update()
+        return total.hex()
+
+    # What it leaves behind
+
+    def local_state(self) -> dict[str, Any]:
+        """What this rank holds, with every bit: shards of parameters and optimizer state, buffers, generator."""
+        return {
+            "params": {name: freeze(_local(param)) for name, param in self.net.named_parameters()},
+            "buffers": {name: freeze(buffer) for name, buffer in self.net.named_buffers()},
+            "optimizers": [freeze(_locals(optimizer.state_dict())) for optimizer in self.optimizers],
+            "registered": {name: freeze(each.state_dict()) for name, each in self.registered.items()},
+            "rng": torch.get_rng_state().numpy().tobytes(),
+        }
+
+    def full_state(self) -> dict[str, Any]:
+        """Whole parameters and their optimizer state by name, alike on all ranks, however they are sharded."""
+        found = {}
+        for name, param in self.net.named_parameters():
+            states = [optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state]
+            frozen = [{key: freeze(_full(value)) for key, value in state.items()} for state in states]
+            found[name] = (freeze(_full(param.detach())), frozen)
+        return found
+
+
+def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> None:
+    """By the norm of all; torch adds up norms of one mesh only, so each mesh has its own, as in torchtitan."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        if param.grad is not None:
+            mesh = param.device_mesh if isinstance(param, DTensor) else None
+            meshes.setdefault(mesh, []).append(param)
+    if len(meshes) == 1:
+        (same,) = meshes.values()
+        nn.utils.clip_grad_norm_(same, max_norm)
+        return
+    norms = [_full(nn.utils.get_total_norm([p.grad for p in each if p.grad is not None])) for each in meshes.values()]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    for each in meshes.values():
+        nn.utils.clip_grads_with_norm_(each, max_norm, norm)
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _local(value: Any) -> Any:
+    """A DTensor as what this rank has of it, and where that lies."""
+    if isinstance(value, DTensor):
+        return [str(value.placements), tuple(value.shape), value.to_local().detach()]
+    return value
+
+
+def _locals(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _locals(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_locals(item) for item in value]
+    return _local(value)

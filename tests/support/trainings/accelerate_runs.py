@@ -1,0 +1,219 @@
+"""Accelerate trainings in processes that are killed, and what is compared with an undisturbed training.
+
+A training is killed at each of a list of points in turn, every process told nothing but the same directory; the last
+one trains to the end. Whatever any of the processes has noted must be what the undisturbed training has noted, which
+never saw the plugin; and the end must be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import select
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.cluster.processes import children, kill_and_wait
+from tests.support.faults.check_lines import unproved
+from tests.support.faults.frozen import differences
+from tests.support.trainings.accelerate_training import INSTANT, Case, Kill, Run, Training
+from tests.support.trainings.engine_harness import Child, Lab
+
+NO_PROCESS_GROUP = 77
+TRIES = 4
+DEATHS = (-signal.SIGKILL, -signal.SIGALRM)
+_PROCESS_GROUP_SECONDS = 20
+
+
+def _body(run: Run, rank: int, store: Path) -> None:
+    if run.sabotage is not None:
+        run.sabotage()
+    if run.ranks > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(run.ranks),
+            LOCAL_WORLD_SIZE=str(run.ranks),
+            MASTER_ADDR="127.0.0.1",
+            OMP_NUM_THREADS="1",
+        )
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=run.ranks,
+                timeout=timedelta(seconds=_PROCESS_GROUP_SECONDS),
+            )
+        except RuntimeError as error:
+            print(error)  # gloo's ranks do not always find each other: the attempt is made once more
+            os._exit(NO_PROCESS_GROUP)
+    Training(run, rank).train()
+
+
+def in_child(lab: Lab, body: Callable[[], None]) -> str:
+    """Run `body` in a new process, since an Accelerator belongs to one for good; what it has printed."""
+    child = lab.fork(body, "child")
+    code = child.wait()
+    log = child.log.read_text()
+    assert code == 0, log[-6000:]
+    return log
+
+
+def attempt(lab: Lab, run: Run) -> list[int]:
+    """Start the processes of a run once; their exit codes. When one dies the others are killed, as launchers do."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    for number in range(TRIES):
+        store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
+        ranks = [lab.fork(partial(_body, run, rank, store), f"{run.case.name}-{rank}") for rank in range(run.ranks)]
+        codes = _wait(ranks)
+        with (run.directory / "log").open("a") as log:
+            log.write(ranks[0].log.read_text())
+        if NO_PROCESS_GROUP not in codes:
+            break
+    if run.kill is None or codes[run.victim] not in DEATHS:  # what the others make of its death is no matter
+        logs = [rank.log.read_text()[-4000:] for rank, code in zip(ranks, codes, strict=True) if code]
+        assert not logs, "\n".join(logs)
+    return codes
+
+
+def _wait(ranks: list[Child]) -> list[int]:
+    codes: dict[int, int] = {}
+    handles = {os.pidfd_open(rank.pid): rank for rank in ranks}
+    try:
+        while handles:
+            ready = select.select(list(handles), [], [], 90)[0]
+            if not ready:
+                raise TimeoutError("ranks live on:\n" + "\n".join(rank.log.read_text()[-3000:] for rank in ranks))
+            for handle in ready:
+                rank = handles.pop(handle)
+                os.close(handle)
+                codes[rank.pid] = rank.wait()
+                if codes[rank.pid] != 0:
+                    for other in handles.values():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(other.pid, signal.SIGKILL)
+    finally:
+        for handle in handles:
+            os.close(handle)
+    # A rank that was killed because another one had died says nothing.
+    return [codes[rank.pid] for rank in ranks]
+
+
+def entries(run: Run, rank: int) -> list[dict[str, Any]]:
+    """What a rank's processes have noted, one after the other."""
+    path = run.directory / f"journal-{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def result(run: Run, rank: int, name: str = "result") -> dict[str, Any]:
+    value: dict[str, Any] = pickle.loads((run.directory / f"{name}-{rank}").read_bytes())
+    return value
+
+
+def end_workers(run: Run) -> None:
+    """End the loader workers that outlived a run: one that waits for a lock its trainer held would wait for ever."""
+    noted = {entry["pid"] for rank in range(run.ranks) for entry in entries(run, rank) if entry["event"] == "worker"}
+    for pid in noted & children():
+        kill_and_wait(pid)
+
+
+_references: dict[tuple[str, int], Run] = {}
+
+
+def reference(lab: Lab, case: Case, ranks: int, directory: Path) -> Run:
+    """The same training undisturbed, without the plugin."""
+    key = (case.name, ranks)
+    if key not in _references:
+        run = Run(case, directory / f"{case.name}-{ranks}", protected=False, ranks=ranks)
+        assert attempt(lab, run) == [0] * ranks
+        end_workers(run)
+        _references[key] = run
+    return _references[key]
+
+
+def noted(run: Run, rank: int) -> dict[str, set[str]]:
+    """Everything that was computed, by what and where; more than one value where processes disagree."""
+    found: dict[str, set[str]] = {}
+    for entry in entries(run, rank):
+        if "value" in entry:
+            found.setdefault(f"{entry['event']} {entry['place']}", set()).add(entry["value"])
+    return found
+
+
+def check_same(expected: Run, found: Run) -> None:
+    """Whatever was computed by whichever process, and the end, are the undisturbed training's, bit for bit."""
+    for rank in range(found.ranks):
+        ours, theirs = noted(found, rank), noted(expected, rank)
+        wrong = [key for key in theirs if ours.get(key) != theirs[key]] + [key for key in ours if key not in theirs]
+        assert not wrong, f"rank {rank}: {wrong[:5]} of {len(wrong)}"
+        different = differences(result(expected, rank), result(found, rank))
+        assert not different, f"rank {rank}:\n" + "\n".join(different[:10])
+
+
+def survives(lab: Lab, run: Run, kills: list[Kill], references: Path) -> Run:
+    """Kill a run at each of `kills` in turn, let the next process go on, and compare.
+
+    Each process must have died where it was to, and each must begin behind the last step that was committed.
+    """
+    try:
+        _survive(lab, run, kills)
+    finally:
+        end_workers(run)
+    check_same(reference(lab, run.case, run.ranks, references), run)
+    assert unproved((run.directory / "log").read_text()) == []
+    return run
+
+
+def _survive(lab: Lab, run: Run, kills: list[Kill]) -> None:
+    for kill in [*kills, None]:
+        before = [entry["step"] for entry in entries(run, 0) if entry["event"] == "committed"]
+        seen = len(entries(run, run.victim))
+        codes = attempt(lab, replace(run, kill=kill))
+        new = entries(run, run.victim)[seen:]
+        if kill is None:
+            assert codes == [0] * run.ranks
+        else:
+            assert codes[run.victim] == -signal.SIGKILL
+            assert [each for each in new if each["event"] == "killed"] == [
+                {"event": "killed", "place": kill[0], "visit": kill[1]}
+            ], f"{kill} was not reached"
+        resumed = next(each["step"] for each in new if each["event"] == "attached")
+        last = max(before, default=0)
+        # With several ranks one may have committed a step that another has not; it is done again. And the first one is
+        # killed at any instant once the victim is dead: between a commit and its note of it, too.
+        expected = {last} if run.ranks == 1 else {last - 1, last, last + 1}
+        assert resumed in expected, f"resumed at {resumed}, expected {last}"
+
+
+def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path) -> int:
+    """Kill a run at random instants, let the last attempt end, and compare; returns the kills."""
+    kills = 0
+    try:
+        while True:
+            before = max((each["step"] for each in entries(run, 0) if each["event"] == "committed"), default=0)
+            seen = len(entries(run, run.victim))
+            codes = attempt(lab, replace(run, kill=(INSTANT, chance.randrange(1, 20)) if kills < 8 else None))
+            new = entries(run, run.victim)[seen:]
+            resumed = next(each["step"] for each in new if each["event"] == "attached")
+            # It may have died between a commit and its note of it; with several ranks another one may be ahead.
+            assert before - (run.ranks > 1) <= resumed <= before + 1, f"resumed at {resumed}, had noted {before}"
+            if codes == [0] * run.ranks:
+                break
+            kills += 1
+    finally:
+        end_workers(run)
+    check_same(reference(lab, run.case, run.ranks, references), run)
+    # Killed between the check and its line about the restore, it does not say where it resumed.
+    assert unproved((run.directory / "log").read_text(), ["the replica has gone past"]) == []
+    return kills

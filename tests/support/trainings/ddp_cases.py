@@ -1,0 +1,317 @@
+"""A small DDP training in forked ranks, with deaths at chosen places, and what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memckpt
+from memckpt.capture.self_test import SelfTest
+from memckpt.config import MemckptConfig
+from memckpt.processes.address import NODE_VARIABLE
+from tests.support.cluster.processes import kill_and_wait
+from tests.support.faults.frozen import freeze
+from tests.support.trainings.engine_child import Journal
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.resume_history import commit, journal_of, note_resume, why_unproved
+
+STEPS = 14
+#: A rank that lost the others learns of it within this time.
+PROCESS_GROUP_SECONDS = 20
+#: Until something is in storage: on a busy machine the process that writes has to import for longer than the above.
+STORAGE_SECONDS = 45.0
+NO_PROCESS_GROUP = 77
+TRIES = 4
+
+
+@dataclass(frozen=True)
+class Death:
+    """What dies: `who` is a rank, "all" or "agent"; `place` is "forward", "backward", "stepped" or "committed"."""
+
+    who: int | str
+    step: int
+    place: str = "forward"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of a DDP training.
+
+    Attributes:
+        directory: for its results; a fresh one for each attempt.
+        run_dir: the run; None to train without memckpt.
+        number: of the attempt, which launchers count.
+        nodes: whether every rank is a node of its own.
+        deaths: what dies where.
+        hook: a communication hook of the user's, and when it is registered.
+        hang: the rank that stays alive, stuck, when another one has died.
+        wait_at: the step after which ranks wait until something is in storage.
+        die_when_stored: rank 0 dies as soon as it has been told that something is there.
+        slow_rank: one that has more to do than the others.
+        by_hand: (rank, step) where a rank changes a large buffer of its own, which nobody expects to change.
+        own_tables: whether each rank begins with other values in that buffer.
+        optimizer: makes it.
+        fails_test: a rank on which the self-test of the optimizer fails.
+        other_batch: a rank that goes on with another batch than its own.
+        averages: whether each rank keeps a moving average of the model.
+        flip: (rank, step) where one bit of a rank's average flips.
+    """
+
+    directory: Path
+    run_dir: Path | None
+    config: MemckptConfig
+    world_size: int = 2
+    number: int = 0
+    nodes: bool = False
+    deaths: Sequence[Death] = ()
+    hook: str = ""
+    hang: int | None = None
+    ddp: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    wait_at: int | None = None
+    die_when_stored: bool = False
+    slow_rank: int | None = None
+    by_hand: Sequence[tuple[int, int]] = ()
+    own_tables: bool = False
+    last_step: int = STEPS
+    optimizer: Callable[[Any], torch.optim.Optimizer] = field(
+        default=lambda params: torch.optim.AdamW(params, lr=0.01), compare=False
+    )
+    fails_test: int | None = None
+    other_batch: int | None = None
+    averages: bool = False
+    flip: tuple[int, int] | None = None
+
+    def result(self, rank: int) -> Path:
+        return self.directory / f"result-{rank}"
+
+    def journal(self, rank: int) -> Path:
+        return self.directory / f"journal-{rank}"
+
+
+class Net(nn.Module):
+    """Something of everything that DDP treats in its own way: buffers, a layer that is used now and then."""
+
+    table: torch.Tensor
+
+    def __init__(self, with_unused: bool, with_table: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 96)
+        self.norm = nn.BatchNorm1d(96)
+        self.drop = nn.Dropout(0.2)
+        self.middle = nn.Linear(96, 96)
+        self.now_and_then = nn.Linear(96, 96) if with_unused else None
+        self.last = nn.Linear(96, 4)
+        if with_table:
+            self.register_buffer("table", torch.zeros(1 << 15))  # too large to be copied with every record
+
+    def forward(self, x: torch.Tensor, use_all: bool) -> torch.Tensor:
+        x = self.drop(torch.relu(self.norm(self.first(x))))
+        x = torch.relu(self.middle(x))
+        if self.now_and_then is not None and use_all:
+            x = x + self.now_and_then(x)
+        return self.last(x)
+
+
+def halving_hook(state: Any, bucket: Any) -> Any:
+    """A user's communication hook: averages in half the range, so that other bits come out than without it."""
+    flat = bucket.buffer().div_(2 * dist.get_world_size())
+    work = dist.all_reduce(flat, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].mul_(2))
+
+
+def train(job: Job, rank: int) -> None:
+    """One rank of the attempt."""
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(job.number)
+    if job.nodes:
+        os.environ[NODE_VARIABLE] = f"node{rank}"
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{job.directory}/store",
+            rank=rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
+        )
+    except RuntimeError as error:
+        # Gloo's ranks do not always find each other, with or without us: the attempt is made once more.
+        print(error)
+        os._exit(NO_PROCESS_GROUP)
+    torch.manual_seed(0)
+    net = Net(bool(job.ddp.get("find_unused_parameters")), bool(job.by_hand) or job.own_tables)
+    average = copy.deepcopy(net).requires_grad_(False) if job.averages else None
+    model = DistributedDataParallel(net, bucket_cap_mb=0.02, **job.ddp)
+    if job.own_tables:
+        net.table.fill_(rank + 1 if job.number == 0 else -1.0)
+    torch.manual_seed(100 + rank)
+    optimizer = job.optimizer(net.parameters())
+    if job.fails_test == rank:
+        SelfTest.after_record = lambda self: "it has failed here"  # type: ignore[method-assign]
+    if job.hook == "before":
+        model.register_comm_hook(None, halving_hook)
+    session = None
+    start = resumed = 0
+    journal = Journal(job.journal(rank))
+    if job.run_dir is not None:
+        beside = {} if average is None else {"average": average}
+        session = memckpt.attach(model, optimizer, run_dir=job.run_dir, config=job.config, extra_modules=beside)
+        print("described:", session.describe())
+        report = session.restore()
+        start, resumed = 0 if report is None else report.step, note_resume(journal, report)
+        print("resumed:", resumed)
+    if job.other_batch == rank:
+        torch.manual_seed(7)
+    if job.hook == "after":
+        model.register_comm_hook(None, halving_hook)
+    deaths = {(death.step, death.place): death for death in job.deaths if death.who in (rank, "all", "agent")}
+
+    def at(step: int, place: str) -> None:
+        death = deaths.pop((step, place), None)
+        if death is None:
+            return
+        if death.who != "agent":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 0 and session is not None and session.agent_pid is not None:
+            kill_and_wait(session.agent_pid)
+            print("killed the agent")
+
+    place = [0]
+    net.middle.weight.register_hook(lambda gradient: at(place[0], "backward"))
+    losses = {}
+    for step in range(start, job.last_step):
+        place[0] = step
+        try:
+            losses[step] = _step(job, model, net, optimizer, step, at)
+        except RuntimeError:
+            if job.hang == rank:
+                signal.pause()
+            raise
+        if (rank, step) in job.by_hand:
+            net.table += rank + 1
+        if average is not None:
+            _follow(average, net)
+            if job.flip == (rank, step):
+                average.middle.weight.view(torch.int32)[7, 3] ^= 1
+        at(step, "stepped")
+        if session is not None:
+            assert commit(journal, session, step)
+            _note_what_is_shared(journal, session)
+        if session is not None and session._unprotected_since is not None and session._link.up:
+            # On a busy machine a new agent takes longer than all of these steps.
+            while session._due.after is None and session._staging.writer is None:
+                assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
+                session._listen()
+        at(step, "committed")
+        if job.die_when_stored and rank == 0 and session is not None and session.stored_step is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == job.slow_rank:
+            sum(range(200_000))
+        if job.wait_at is not None and step == job.wait_at - 4 and session is not None and session.mode != "eager":
+            # On a busy machine the order for the snapshot would come too late for steps as short as these.
+            while session._link.client._order is None:
+                assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
+                session._listen()
+        if step == job.wait_at and session is not None:
+            while session.stored_step is None:
+                assert select.select([session._link.client.channel], [], [], STORAGE_SECONDS)[0]
+                session._listen()
+    state = {
+        "params": [param.detach().numpy().tobytes() for param in net.parameters()],
+        "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],
+        "average": [] if average is None else [each.numpy().tobytes() for each in average.parameters()],
+        "optimizer": freeze(optimizer.state_dict()),
+        "rng": torch.get_rng_state().numpy().tobytes(),
+    }
+    job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses, "resumed": resumed}))
+    if session is not None:
+        session.close()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # taking DDP's reducer down has been seen to hang in gloo, with and without memckpt
+
+
+def _follow(average: Net, net: Net) -> None:
+    with torch.no_grad():
+        for ours, theirs in zip(average.parameters(), net.parameters(), strict=True):
+            ours.lerp_(theirs, 0.1)
+
+
+def _note_what_is_shared(journal: Journal, session: memckpt.Session) -> None:
+    writer = session._staging.writer
+    if writer is not None and writer.spec.by_value:
+        spec, ring = writer.spec, writer.layout.by_value_ring
+        journal.note("shared", names=spec.shared, apart=spec.apart, nbytes=writer._slots.nbytes, ring=ring)
+
+
+def _step(
+    job: Job, model: nn.Module, net: Net, optimizer: torch.optim.Optimizer, step: int, at: Callable[[int, str], None]
+) -> str:
+    optimizer.zero_grad()
+    total = 0.0
+    for micro in range(job.accumulate):
+        x, y = torch.randn(8, 16), torch.randint(0, 4, (8,))
+        loss = nn.functional.cross_entropy(model(x, step % 3 != 1), y)
+        at(step, "forward")
+        last = micro == job.accumulate - 1
+        if last:
+            loss.backward()
+        else:
+            untyped: Any = model
+            with untyped.no_sync():
+                loss.backward()
+        total += float(loss.detach())
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+    return total.hex()
+
+
+def run(lab: Lab, job: Job) -> list[int]:
+    """Run one attempt; the exit codes of its ranks. A rank that is to hang is left alive."""
+    for _ in range(TRIES):
+        ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
+        codes = [0 if job.hang == rank else child.wait() for rank, child in enumerate(ranks)]
+        if NO_PROCESS_GROUP not in codes:
+            break
+        (job.directory / "store").unlink(missing_ok=True)
+    return codes
+
+
+def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] = ()) -> None:
+    """All ranks of the last attempt say that the repeated step was equal, or that none was, for a reason that holds.
+
+    Args:
+        attempts: of one run, one after the other.
+        died, reasons: as of :func:`why_unproved`.
+    """
+    journals = [[journal_of(each.journal(rank)) for rank in range(each.world_size)] for each in attempts]
+    problem = why_unproved(journals[-1], journals[:-1], attempts[-1].config, died, reasons)
+    assert not problem, f"attempt {attempts[-1].number}: {problem}"
+
+
+halving_hook.__annotations__.clear()  # torch compares them with its own classes
+
+
+def fresh_directory(lab: Lab) -> Path:
+    return Path(tempfile.mkdtemp(dir=lab.directory))
+
+
+def results(job: Job) -> list[Any]:
+    return [pickle.loads(job.result(rank).read_bytes()) for rank in range(job.world_size)]

@@ -1,0 +1,209 @@
+"""What runs in a training child: the training itself, its journal, and what is planned to happen to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import memckpt
+from memckpt.config import AgentConfig, MemckptConfig
+from tests.support.cluster.processes import kill_and_wait
+from tests.support.faults.frozen import outcome
+from tests.support.trainings.engine_training import Case, Training
+from tests.support.trainings.resume_history import commit, note_resume
+
+REFERENCE_SEED = 1
+
+Action = Callable[["Control"], None]
+Actions = Mapping[tuple[str, int], Action]
+
+
+def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfig:
+    """A configuration whose anchors come round within the few steps of a test."""
+    agent = settings.pop("agent", AgentConfig(linger_seconds=60))
+    settings.setdefault("storage", None)  # what it takes is tested by itself
+    settings.setdefault("resume_check", "replay")  # each resume proves itself, and `survives` looks at the verdict
+    settings.setdefault("capture_every_steps", 1)  # what cannot be redone loses nothing either
+    values: dict[str, Any] = {"redo": redo, "anchor_period_steps": period, "agent": agent, **settings}
+    return MemckptConfig(**values)
+
+
+class Journal:
+    """What a child reports: lines appended at once, so that they survive its SIGKILL."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(self, event: str, **fields: Any) -> None:
+        os.write(self._fd, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+class Control:
+    """What actions inside a training child may use."""
+
+    def __init__(self, journal: Journal, actions: Actions) -> None:
+        self.journal = journal
+        self.session: memckpt.Session | None = None
+        self.training: Training | None = None
+        self.step = 0
+        self._actions = actions
+
+    def at(self, point: str) -> None:
+        """Training has reached a named point: do what is planned for it."""
+        action = self._actions.get((point, self.step))
+        if action is not None:
+            self.journal.note("action", point=point, step=self.step)
+            action(self)
+
+
+def kill_self(control: Control) -> None:
+    """The trainer dies here."""
+    control.journal.note("killed", who="trainer", step=control.step)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_agent(control: Control) -> None:
+    """The agent dies here; returns when it is dead."""
+    assert control.session is not None
+    pid = control.session.agent_pid
+    assert pid is not None
+    control.journal.note("killed", who="agent", step=control.step, pid=pid)
+    kill_and_wait(pid)
+
+
+def kill_both(control: Control) -> None:
+    """The node dies here: the agent, then the trainer."""
+    kill_agent(control)
+    kill_self(control)
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+class _Probe:
+    """Registered with the session: its state_dict() is called in the middle of a commit."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+
+    def state_dict(self) -> dict[str, int]:
+        self._control.at("in commit")
+        return {"step": self._control.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._control.journal.note("loaded", step=state["step"])
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one training child is told.
+
+    Attributes:
+        run_dir: names the run.
+        report: where journal and outcome go.
+        config: None trains without memckpt.
+        actions: what happens at which (point, step).
+        prepare: called before anything else, to patch what a test needs.
+        last_step: where this attempt ends; None trains to the case's end and finishes the run.
+        device: where everything is made.
+    """
+
+    case: Case
+    run_dir: Path
+    report: Path
+    config: MemckptConfig | None
+    seed: int = REFERENCE_SEED
+    resume: Any = "auto"
+    actions: Actions = field(default_factory=dict)
+    prepare: Callable[[Control], None] | None = None
+    last_step: int | None = None
+    device: str = "cpu"
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def use_device(device: str) -> None:
+    """Make everything there from now on, with kernels whose results do not depend on the order of threads."""
+    if device == "cpu":
+        return
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the device is used first
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device(device)
+
+
+def train(attempt: Attempt) -> None:
+    """The body of a training child."""
+    case = attempt.case
+    control = Control(Journal(attempt.report / "journal"), attempt.actions)
+    if attempt.prepare is not None:
+        attempt.prepare(control)
+    use_device(attempt.device)
+    seed_everything(attempt.seed)
+    training = control.training = case.build()
+    training.at = control.at
+    session, first = None, 0
+    if attempt.config is not None:
+        session = control.session = memckpt.attach(
+            training.model,
+            training.optimizers,
+            run_dir=attempt.run_dir,
+            resume=attempt.resume,
+            config=attempt.config,
+            extra_modules=training.extra_modules,
+        )
+        first = _begin(session, control, training)
+    training.begin(first)
+    last = attempt.last_step or case.steps
+    for control.step in range(first + 1, last + 1):
+        control.at("before batch")
+        loss = training.batch(control.step)
+        control.journal.note("loss", step=control.step, value=loss.hex())
+        if session is not None:
+            arguments = training.commit_arguments(control.step)
+            commit(control.journal, session, control.step, step=control.step, **arguments)
+        control.at("after commit")
+    if session is not None:
+        control.journal.note(
+            "end", tap=session._tap.name, tap_reason=session.tap_reason, mode=session.mode, drift=session.drift_ulp
+        )
+        session.close(finished=attempt.last_step is None)
+    (attempt.report / "outcome").write_bytes(pickle.dumps(outcome(training)))
+
+
+def _begin(session: memckpt.Session, control: Control, training: Training) -> int:
+    for name, each in training.registered.items():
+        session.register(name, each, parts=getattr(each, "parts", None))
+    session.register("probe", _Probe(control))
+    if training.accumulates is not None:
+        session.announce_accumulation(training.accumulates)
+    control.journal.note("attached", text=session.describe(), mode=session.mode, agent=session.agent_pid)
+    report = session.restore()
+    repetition = session._resumption.repetition
+    writer = session._staging.writer if repetition is None else getattr(repetition.held, "_writer", None)
+    pieces = 0 if writer is None else sum(len(group) for group in writer.layout.anchor_groups)
+    cut = writer is not None and pieces > len(writer.params)
+    note_resume(control.journal, report, cut=cut)
+    return 0 if report is None else report.step

@@ -1,0 +1,356 @@
+"""Trainings whose state is of a shape, or changes in a way, that makes per-step recovery hard."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Training
+
+# Groups and learning rates
+
+
+class Groups(Training):
+    """Two groups with learning rates of their own, changed by a schedule and by hand."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        settings = [
+            {"params": self.model[0].parameters(), "lr": 0.02, "weight_decay": 0.1},
+            {"params": [*self.model[1].parameters(), *self.model[4].parameters()], "lr": 0.01},
+        ]
+        return [torch.optim.AdamW(settings)]
+
+    def make_schedulers(self) -> list[Any]:
+        return [torch.optim.lr_scheduler.LambdaLR(self.optimizers[0], [lambda n: 0.95**n, lambda n: 1 / (1 + n)])]
+
+    def change_gradients(self, step: int) -> None:
+        if step == 12:
+            self.optimizers[0].param_groups[0]["weight_decay"] = 0.3
+
+
+class TensorRate(Training):
+    """A learning rate that is a tensor, changed in place."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.Adam(self.model.parameters(), lr=torch.tensor(0.02), foreach=False)]
+
+    def make_schedulers(self) -> list[Any]:
+        return [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], 0.9)]
+
+
+class OneCycle(Training):
+    """The schedule changes momentum together with the learning rate."""
+
+    def make_schedulers(self) -> list[Any]:
+        return [torch.optim.lr_scheduler.OneCycleLR(self.optimizers[0], max_lr=0.05, total_steps=STEPS + 1)]
+
+
+class AddedGroup(Training):
+    """The first layer joins the optimizer at step 8."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(self.model[4].parameters(), lr=1e-2)]
+
+    def make_schedulers(self) -> list[Any]:
+        return []
+
+    def batch(self, step: int) -> float:
+        if step == 8:
+            added = {"params": list(self.model[0].parameters()), "lr": 5e-3, "weight_decay": 0.2}
+            self.optimizers[0].add_param_group(added)
+        self.model.zero_grad()
+        return super().batch(step)
+
+
+class Unfrozen(Training):
+    """The first layer is frozen before step 8 and again from step 16 on."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        self.model[0].requires_grad_(False)
+        return super().make_optimizers()
+
+    def batch(self, step: int) -> float:
+        if step in (8, 16):
+            self.model[0].requires_grad_(step == 8)
+        return super().batch(step)
+
+
+# Parameters and buffers
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(260, 32)
+        self.middle = nn.Linear(32, 32)
+        self.decode = nn.Linear(32, 260, bias=False)
+        self.decode.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(torch.relu(self.middle(self.embed(x))))
+
+
+class Tied(Training):
+    def make_model(self) -> nn.Module:
+        return TiedNet()
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        return torch.randint(0, 260, (32,)), torch.randint(0, 260, (32,))
+
+
+class BranchNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(INPUTS, 128)
+        self.extra = nn.Linear(128, 128)
+        self.never = nn.Linear(7, 7)
+        self.head = nn.Linear(128, CLASSES)
+        self.use_extra = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.trunk(x))
+        if self.use_extra:
+            x = torch.relu(self.extra(x))
+        return self.head(x)
+
+
+class Unused(Training):
+    """Some parameters have a gradient only in every third batch, some never."""
+
+    def make_model(self) -> nn.Module:
+        return BranchNet()
+
+    def loss(self, step: int) -> Tensor:
+        self.model.use_extra = step % 3 == 2
+        return super().loss(step)
+
+
+class ChannelsLast(Training):
+    def make_model(self) -> nn.Module:
+        model = nn.Sequential(
+            nn.Conv2d(3, 48, 3),
+            nn.BatchNorm2d(48),
+            nn.ReLU(),
+            nn.Conv2d(48, 24, 3),
+            nn.Flatten(),
+            nn.Linear(384, CLASSES),
+        )
+        return model.to(memory_format=torch.channels_last)
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8, 3, 8, 8).to(memory_format=torch.channels_last)
+        return x, torch.randint(0, CLASSES, (8,))
+
+
+class ChannelsLastFused(ChannelsLast):
+    """Fused kernels go through memory in its order, whatever the strides."""
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
+
+
+class OddNet(nn.Module):
+    """Parameters without dimensions and without elements, transposed, complex, and in double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.transposed = nn.Parameter(torch.randn(CLASSES, INPUTS).t())
+        self.bias64 = nn.Parameter(torch.randn(CLASSES, dtype=torch.float64))
+        self.phase = nn.Parameter(torch.randn(CLASSES, dtype=torch.complex64))
+        self.last = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.transposed * self.scale + self.bias64.float() + self.empty.sum() + self.phase.abs()
+        return self.last(x)
+
+
+class Odd(Training):
+    def make_model(self) -> nn.Module:
+        return OddNet()
+
+
+class BufferNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, CLASSES)
+        self.register_buffer("hidden", torch.zeros(INPUTS), persistent=False)
+        self.register_buffer("replaced", torch.ones(CLASSES))
+        self.register_buffer("large", torch.randn(20_000))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("flags", torch.zeros(5, dtype=torch.bool))
+        self.last = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.hidden.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            self.count += 1
+            self.flags[int(self.count) % 5] ^= True
+        return self.last(self.linear(x - self.hidden) * self.large[:CLASSES] * self.replaced)
+
+
+class Buffers(Training):
+    """Buffers of all kinds; the large one changes at steps 10 and 15, behind autograd's back the second time."""
+
+    def make_model(self) -> nn.Module:
+        return BufferNet()
+
+    def batch(self, step: int) -> float:
+        if step == 10:
+            self.model.large.add_(1.0)
+        if step == 15:
+            self.model.large.mul_(0.5)
+        return super().batch(step)
+
+
+class ReplacedBuffer(Training):
+    """A buffer that is assigned anew at every step, as running statistics often are."""
+
+    def make_model(self) -> nn.Module:
+        return BufferNet()
+
+    def batch(self, step: int) -> float:
+        self.model.replaced = self.model.replaced * 0.95 + 0.1
+        return super().batch(step)
+
+
+class MovingAverage(Training):
+    """An averaged copy of the model, outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+        self.extra_modules["average"] = self.average
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        self.average.update_parameters(self.model)
+        return loss
+
+
+class MomentumEncoder(Training):
+    """A frozen copy of the model that follows it, behind the version counters' back.
+
+    Args:
+        how: "data" writes through ``.data``, "assign" puts another tensor there.
+        since: the first step after which it follows.
+    """
+
+    def __init__(self, how: str, since: int = 1) -> None:
+        self._how, self._since = how, since
+        super().__init__()
+
+    def make_model(self) -> nn.Module:
+        query = nn.Sequential(nn.Linear(INPUTS, 256), nn.ReLU(), nn.Linear(256, CLASSES))
+        key = copy.deepcopy(query).requires_grad_(False)
+        return nn.ModuleDict({"query": query, "key": key})
+
+    def watch_points(self) -> None:
+        pass
+
+    def make_optimizers(self) -> list[Optimizer]:
+        return [torch.optim.AdamW(self.model["query"].parameters(), lr=1e-2)]
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.inputs()
+        out = self.model["query"](x)
+        return functional.cross_entropy(out, y) + (out - self.model["key"](x)).square().mean()
+
+    def batch(self, step: int) -> float:
+        loss = super().batch(step)
+        if step >= self._since:
+            for ours, theirs in zip(self.model["query"].parameters(), self.model["key"].parameters(), strict=True):
+                if self._how == "data":
+                    theirs.data.mul_(0.9).add_(ours.data, alpha=0.1)
+                else:
+                    theirs.data = theirs.data * 0.9 + ours.data * 0.1
+        return loss
+
+
+# Changes by hand
+
+
+class ChangedByHand(Training):
+    """A parameter is changed between steps: `how` is see `by_hand`."""
+
+    def __init__(self, how: str, at_step: int = 7) -> None:
+        self._how, self._at_step = how, at_step
+        super().__init__()
+
+    def batch(self, step: int) -> float:
+        weight = self.model[0].weight
+        if step == self._at_step:
+            match self._how:
+                case "no_grad":
+                    with torch.no_grad():
+                        weight.add_(1.0)
+                case "data":
+                    weight.data.add_(1.0)
+                case "one element":
+                    weight.data.view(-1)[5000] += 1.0
+                case "optimizer state":
+                    self.optimizers[0].state[weight]["exp_avg"].mul_(0.5)
+                case "other storage":
+                    weight.data = weight.data.clone() + 1.0
+        loss = super().batch(step)
+        if self._how == "every step":  # as a critic's weights are clipped in a Wasserstein GAN
+            for param in self.model.parameters():
+                param.data.clamp_(-0.1, 0.1)
+        return loss
+
+
+# Compiled
+
+
+def rounding_otherwise(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A compiler whose square roots are one unit in the last place off, as kernels of another kind may be."""
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target == "sqrt":
+            node.op, node.target = "call_function", lambda value: torch.nextafter(value.sqrt(), value + 1)
+    graph.recompile()
+    return graph.forward
+
+
+class CompiledStep(Training):
+    """The optimizer's step is compiled, from `since` on."""
+
+    def __init__(self, since: int = 1) -> None:
+        self._since = since
+        super().__init__()
+
+    def make_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+
+    def make_schedulers(self) -> list[Any]:
+        return []  # another rate is another kernel
+
+    def watch_points(self) -> None:
+        super().watch_points()
+        self.compiled = torch.compile(lambda: self.optimizers[0].step(), backend=rounding_otherwise)
+
+    def batch(self, step: int) -> float:
+        self.optimizers[0].zero_grad()
+        loss = self.loss(step)
+        loss.backward()
+        self.at("before step")
+        self.compiled() if step >= self._since else self.optimizers[0].step()
+        self.at("after step")
+        return float(loss)
+
+
+class Compiled(Training):
+    """The model is compiled; the checkpointed names are those of the plain one."""
+
+    def watch_points(self) -> None:
+        self.compiled = torch.compile(self.model, backend="aot_eager")
+
+    def loss(self, step: int) -> Tensor:
+        x, y = self.inputs()
+        return functional.cross_entropy(self.compiled(x), y)

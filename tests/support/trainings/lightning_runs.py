@@ -1,0 +1,416 @@
+"""Run a case in processes that are killed, and judge what comes out.
+
+Each run is forked from a server process that has imported everything and never trained, so that it begins as a
+new interpreter would: no thread pool, no cached kernel, no generator that has moved. It kills itself with SIGKILL
+inside a named hook, at a counted call; the next process, told nothing but the same directory, resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+
+from lightning_memckpt import MemCheckpoint
+from lightning_memckpt import callback as callback_module
+from lightning_memckpt.metrics_state import LoggingState
+from lightning_memckpt.reentry import Reentry
+from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
+from tests.support.trainings import fake_session
+from tests.support.trainings.lightning_cases import Control, Curriculum, Kill, Net, NetWithHooks, Tally, Watch
+from tests.support.trainings.lightning_data import Case, Data, train_loader, validation_loader
+from tests.support.trainings.lightning_sharded import ShardedNet, ShardedNetWithHooks, held_by_this_rank, strategy_of
+
+EPOCHS = 3
+
+# Exit code of a child whose process group could not be formed, and how often an attempt is made.
+NO_PROCESS_GROUP = 77
+TRIES = 4
+
+# A child that takes longer hangs: it then writes down where, and ends.
+CHILD_SECONDS = 120
+
+# A test that fails leaves an agent behind; it then goes soon.
+CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes of one run are told.
+
+    Attributes:
+        directory: of this run alone; its processes share it.
+        protected: with the callback, or without for the reference.
+        kill: where a process dies; None to train to the end.
+        ranks: processes that train together.
+        attach, encodable: the engine; None for the real one.
+        sabotage: the part of the restore to leave out.
+        resume, checkpoint: what the callback, and fit(), are passed.
+        storage: whether the run has a storage tier.
+    """
+
+    case: Case
+    directory: Path
+    protected: bool = True
+    kill: Kill | None = None
+    ranks: int = 1
+    attach: Callable[..., Any] | None = None
+    encodable: Callable[..., Any] | None = None
+    sabotage: str | None = None
+    resume: str | int = "auto"
+    checkpoint: str | None = None
+    storage: bool = False
+
+    @property
+    def result(self) -> Path:
+        return self.directory / f"result-{os.environ.get('RANK', '0')}.pt"
+
+    @property
+    def losses(self) -> Path:
+        return self.directory / "losses.txt"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log.txt"
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train the case to its end, in this process; dies where it was told to."""
+    case = run.case
+    last_rank = os.environ.get("RANK", "0") == str(run.ranks - 1)
+    control = Control(run.losses, run.kill if last_rank else None)
+    torch.set_num_threads(1)
+    if run.attach is not None:
+        callback_module._attach = run.attach
+    if run.encodable is not None:
+        callback_module._is_encodable = run.encodable
+    if run.sabotage is not None:
+        sabotage(run.sabotage)
+    pl.seed_everything(1, workers=case.seed_workers, verbose=False)
+    plain, sharded = (NetWithHooks, ShardedNetWithHooks) if case.user_hooks else (Net, ShardedNet)
+    model: Any = (plain if case.strategy == "ddp" else sharded)(case, control)
+    trainer = make_trainer(run, control)
+    if case.datamodule:
+        trainer.fit(model, datamodule=Data(case), ckpt_path=run.checkpoint)
+    else:
+        validation = validation_loader(case) if case.validate else None
+        trainer.fit(model, train_loader(case), validation, ckpt_path=run.checkpoint)
+    return outcome(trainer, model, control)
+
+
+def make_trainer(run: Run, control: Control) -> Any:
+    case = run.case
+    callbacks: list[pl.Callback] = [Watch(control)]
+    if run.protected:
+        config = replace(CONFIG, storage=StorageConfig() if run.storage else None)
+        callbacks.insert(
+            0,
+            MemCheckpoint(run.directory / "run", resume=run.resume, config=config, attributes=case.attributes),
+        )
+    files = ModelCheckpoint(
+        run.directory / "files",
+        monitor="val_loss" if case.validate else None,
+        save_top_k=2 if case.validate else 1,
+        save_last=True,
+        every_n_train_steps=case.every_n_train_steps,
+    )
+    if case.strategy != "fsdp1":  # to gather its shards on the CPU ends torch 2.13 with SIGSEGV
+        callbacks.append(files)
+    if case.validate:
+        callbacks.append(EarlyStopping("val_loss", patience=50))
+    if case.ema:
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        callbacks.append(EMAWeightAveraging(decay=0.9))
+    if case.model == "finetuned":
+        callbacks.append(BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=_half_more))
+    if case.accumulation_schedule is not None:
+        callbacks.append(GradientAccumulationScheduler(case.accumulation_schedule))
+    if case.attributes:
+        callbacks.append(Curriculum())
+    if case.user_hooks:
+        callbacks.append(Tally())
+    if case.logger:
+        callbacks.append(LearningRateMonitor())
+    arguments: dict[str, Any] = {"max_epochs": EPOCHS, "accelerator": "cpu", **case.trainer}
+    if run.ranks > 1 or case.strategy != "ddp":
+        strategy = "ddp" if case.strategy == "ddp" else strategy_of(case.strategy, run.ranks)
+        arguments |= {"strategy": strategy, "devices": run.ranks}
+    if not case.validate:
+        arguments["limit_val_batches"] = 0
+    return pl.Trainer(
+        logger=CSVLogger(run.directory / "csv") if case.logger else False,
+        enable_checkpointing=files in callbacks,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **arguments,
+    )
+
+
+def _half_more(epoch: int) -> float:
+    return 1.5
+
+
+def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
+    """Everything that an interruption might have changed."""
+    files = trainer.checkpoint_callback or ModelCheckpoint("nowhere")
+    stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
+    average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
+    tally = [each for each in trainer.callbacks if isinstance(each, Tally)]
+    loops = trainer.fit_loop.epoch_loop
+    return {
+        "tensors": held_by_this_rank(dict(itertools.chain(model.named_parameters(), model.named_buffers()))),
+        "requires_grad": {name: each.requires_grad for name, each in model.named_parameters()},
+        "optimizers": held_by_this_rank([optimizer.state_dict() for optimizer in trainer.optimizers]),
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "rng": (torch.get_rng_state(), random.getstate(), np.random.get_state()),
+        "losses": dict(control.losses),
+        "events": list(control.events),
+        "callback_metrics": {name: float(value).hex() for name, value in trainer.callback_metrics.items()},
+        "early_stopping": [each.state_dict() for each in stopping],
+        "best_score": files.best_model_score,
+        "best_scores": sorted(float(score) for score in files.best_k_models.values()),
+        "average": [None if each is None else each.state_dict() for each in average],
+        "tally": [(each.batches, each.sums) for each in tally],
+        "reloads": getattr(trainer.datamodule, "reloads", None),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "should_stop": trainer.should_stop,
+        "batches_that_stepped": loops._batches_that_stepped,
+        "total_batches": loops.total_batch_idx,
+        "accumulate": trainer.accumulate_grad_batches,
+        "files": sorted(os.listdir(files.dirpath)) if os.path.isdir(files.dirpath) else [],
+        "residue": residue(trainer, model),
+    }
+
+
+def residue(trainer: Any, model: nn.Module) -> list[str]:
+    """Traces of ours that a finished fit has left behind; there must be none."""
+    loaders = CombinedLoader([trainer.train_dataloader, trainer.val_dataloaders]).flattened
+    holders = {
+        "module": model,
+        "strategy": trainer.strategy,
+        "fit_loop": trainer.fit_loop,
+        "epoch_loop": trainer.fit_loop.epoch_loop,
+        "val_loop": trainer.fit_loop.epoch_loop.val_loop,
+        **{f"loader {index}": loader for index, loader in enumerate(loaders)},
+        **{type(callback).__name__: callback for callback in trainer.callbacks},
+    }
+    found = []
+    for owner, holder in holders.items():
+        if isinstance(holder, MemCheckpoint):
+            ours = holder._protection is not None and ["_protection"]
+        else:
+            ours = [name for name, value in getattr(holder, "__dict__", {}).items() if _is_ours(name, value)]
+            if _is_ours("", holder):
+                found.append(f"{owner} is a {type(holder).__name__}")
+        found += [f"{owner}.{name}" for name in ours or ()]
+    found += [f"warnings filter {each}" for each in warnings.filters if "resuming" in str(each[1])]
+    return found
+
+
+def _is_ours(name: str, value: Any) -> bool:
+    kind = type(value)
+    return any("memckpt" in text for text in (name, kind.__module__)) or kind.__name__.startswith("Grafted")
+
+
+# What must not differ from the uninterrupted run.
+_EQUAL = (
+    "tensors",
+    "requires_grad",
+    "optimizers",
+    "schedulers",
+    "rng",
+    "callback_metrics",
+    "early_stopping",
+    "best_score",
+    "best_scores",
+    "average",
+    "tally",
+    "reloads",
+    "global_step",
+    "epoch",
+    "should_stop",
+    "batches_that_stepped",
+    "total_batches",
+    "accumulate",
+    "files",
+)
+
+
+def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What of an interrupted run is not, bit for bit, as in the uninterrupted one."""
+    names = [name for name in _EQUAL if not same(reference[name], found[name])]
+    events = found["events"]
+    if events and reference["events"][-len(events) :] != events:
+        names.append("events")
+    return names + found["residue"]
+
+
+def wrong_losses(reference: dict[str, Any], run: Run) -> list[str]:
+    """Losses, also those of processes that were killed, that are not the uninterrupted run's."""
+    expected = {f"{epoch} {batch} {loss}" for (epoch, batch), loss in reference["losses"].items()}
+    found = run.losses.read_text().splitlines()
+    missing = expected - set(found)
+    return [f"loss {line}" for line in found if line not in expected] + [f"no loss {line}" for line in missing]
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, np.ndarray):
+        return bool(np.array_equal(first, second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def sabotage(what: str) -> None:
+    """Leave one part of the restore out, to see that the comparison notices."""
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    match what:
+        case "rng":
+            fake_session.FakeSession.restore_rng = nothing  # type: ignore[method-assign]
+        case "aggregates":
+            LoggingState._restore_result = nothing  # type: ignore[method-assign]
+        case "metrics":
+            capture = LoggingState.capture
+            LoggingState.capture = lambda self: {**capture(self), "metrics": {}, "groups": {}}  # type: ignore[method-assign]
+        case "restart flags":
+            Reentry.finish = Reentry.abandon  # type: ignore[method-assign]
+        case _:
+            raise KeyError(what)
+
+
+def child(run: Run) -> None:
+    """The body of a child process: train, and write down how it ended."""
+    run.directory.mkdir(parents=True, exist_ok=True)
+    log = os.open(run.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(CHILD_SECONDS, exit=True)
+    warnings.simplefilter("ignore")
+    with contextlib.suppress(FileNotFoundError):
+        run.result.unlink()
+    try:
+        torch.save(train(run), run.result)
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(NO_PROCESS_GROUP if "connectFullMesh" in str(error) else 3)
+    os._exit(0)
+
+
+def _fork(run: Run, environment: dict[str, str]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(environment)
+        child(run)
+    return pid
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _ranks(run: Run) -> list[int]:
+    """Exit codes of the processes of one attempt; made again where gloo's ranks did not find each other.
+
+    That happens on loopback now and then, with or without us, before anything is trained.
+    """
+    for _ in range(TRIES):
+        codes = _attempt(run)
+        if NO_PROCESS_GROUP not in codes:
+            break
+    return codes
+
+
+def _attempt(run: Run) -> list[int]:
+    """Exit codes of the processes of one attempt, as torchrun would start them and end them."""
+    common = {
+        "WORLD_SIZE": str(run.ranks),
+        "LOCAL_WORLD_SIZE": str(run.ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    several = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(run.ranks)]
+    alive = {_fork(run, environment if run.ranks > 1 else {}): rank for rank, environment in enumerate(several)}
+    codes = [0] * run.ranks
+    while alive:
+        pid, status = os.wait()
+        if pid not in alive:  # a data worker that outlived its killed trainer
+            continue
+        codes[alive.pop(pid)] = os.waitstatus_to_exitcode(status)
+        if codes[-1] < 0 or NO_PROCESS_GROUP in codes:
+            for other in alive:
+                os.kill(other, signal.SIGKILL)
+    return codes
+
+
+def serve(connection: Connection) -> None:
+    """The clean parent: fork a child for each run that comes in, answer with the exit codes."""
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(_ranks(connection.recv()))
+
+
+class Server:
+    """The clean parent, seen from the tests."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def run(self, run: Run) -> list[int]:
+        """Train in new processes, to the end or to their death; their exit codes."""
+        self._connection.send(run)
+        if not self._connection.poll(2 * CHILD_SECONDS):
+            raise TimeoutError(f"expected an answer within {2 * CHILD_SECONDS} s for {run}; see {run.log}")
+        codes: list[int] = self._connection.recv()
+        return codes
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join(CHILD_SECONDS)

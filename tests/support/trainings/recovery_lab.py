@@ -1,0 +1,45 @@
+"""What stands for a holding whose state an agent has fetched."""
+
+from __future__ import annotations
+
+from memckpt.protocol.replication import (
+    UnitSource,
+)
+from tests.support.cluster.peers_records import layout_spec
+
+SPEC = layout_spec((0,), elements=64)
+
+
+def source(*ranks: int) -> UnitSource:
+    return UnitSource(ranks, 5, "g", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+
+
+class Room:
+    """Stands for a generation that is filled."""
+
+    regions = ()
+
+    def __init__(self) -> None:
+        self.closed = self.filled = False
+
+    def refill(self, *arguments: object) -> None:
+        assert not self.closed
+        self.filled = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Place:
+    """Stands for the holding of the ranks that get what is fetched."""
+
+    def __init__(self) -> None:
+        self.rooms: list[Room] = []
+        self.held: Room | None = None
+
+    def make_room_for(self, spec: object, budget: object) -> Room:
+        self.rooms.append(Room())
+        return self.rooms[-1]
+
+    def take_over(self, room: Room, history: object) -> None:
+        self.held = room

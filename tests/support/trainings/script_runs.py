@@ -1,0 +1,87 @@
+"""Run scripts in children that are forked from the pytest process, kill them at a line of theirs, run them again."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import select
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from tests.support.trainings.engine_harness import Child, Lab
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_SECONDS = 60.0
+
+
+class Scripts:
+    """Runs scripts of the repository for one test, in a directory of its own."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.directory = lab.directory / "work"
+        self.directory.mkdir()
+
+    def start(self, script: str, *arguments: str, directory: Path | None = None) -> Child:
+        """Begin `python SCRIPT ARGUMENTS` in a directory."""
+        directory = directory or self.directory
+        directory.mkdir(exist_ok=True)
+        return self.lab.fork(partial(_run, script, arguments, directory), Path(script).stem)
+
+    def run(self, script: str, *arguments: str, directory: Path | None = None) -> str:
+        """What it prints when it runs to its end."""
+        child = self.start(script, *arguments, directory=directory)
+        code = child.wait(LIMIT_SECONDS)
+        assert code == 0, f"exit code {code}:\n{child.log.read_text()[-4000:]}"
+        return child.log.read_text()
+
+    def killed(self, line: str, script: str, *arguments: str, directory: Path | None = None, sights: int = 1) -> str:
+        """What it has printed when it is killed, at the first sight (or a later one) of a line that begins so."""
+        child = self.start(script, *arguments, directory=directory)
+        seen = re.compile(rf"^{re.escape(line)}\b", re.MULTILINE)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while len(seen.findall(_text(child))) < sights:
+            assert child.alive(), f"it ended before {line!r}:\n{_text(child)[-4000:]}"
+            assert time.monotonic() < deadline, _text(child)[-4000:]
+            select.select([], [], [], 0.002)
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL, f"it ended before its death:\n{child.log.read_text()[-4000:]}"
+        return child.log.read_text()
+
+    def survives(self, script: str, *arguments: str, kills: list[str]) -> list[str]:
+        """Kill it at each of these lines in turn, and compare its end with that of a run that nobody has killed."""
+        expected = last_words(self.run(script, *arguments, directory=self.lab.directory / "undisturbed"))
+        logs = [self.killed(line, script, *arguments) for line in kills]
+        logs.append(self.run(script, *arguments))
+        assert last_words(logs[-1]) == expected
+        for log in logs[1:]:
+            assert "resumed at step" in log or "RestoreReport(step=" in log, log[-3000:]
+        return logs
+
+
+def _text(child: Child) -> str:
+    """What it has printed by now; it makes the file itself."""
+    return child.log.read_text() if child.log.exists() else ""
+
+
+def last_words(log: str) -> str:
+    """The line with the digest of the weights."""
+    found = re.findall(r"^done at step \d+: weights [0-9a-f]{16}$", log, re.MULTILINE)
+    assert len(found) == 1, log[-3000:]
+    return str(found[0])
+
+
+def _run(script: str, arguments: tuple[str, ...], directory: Path) -> None:
+    import logging
+
+    for handler in list(logging.root.handlers):
+        logging.root.removeHandler(handler)  # the script's own logging is what is looked at
+    os.chdir(directory)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str((ROOT / script).parent))
+    runpy.run_path(str(ROOT / script), run_name="__main__")

@@ -1,0 +1,227 @@
+"""DDP: neutral at 2 and 3 ranks, and exact after the death of any rank, with one agent and with two."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from memckpt.agent import fencing as fence
+from memckpt.config import StorageConfig
+from memckpt.processes.handles import ProcessHandle
+from tests.storage.test_storage_runs import until
+from tests.support.trainings.ddp_cases import Death, Job, check_verdicts, fresh_directory, results, run
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+
+_references: dict[Any, list[Any]] = {}
+
+
+def reference(lab: Lab, job: Job) -> list[Any]:
+    """The same training undisturbed, without memckpt."""
+    key = (job.world_size, job.hook, tuple(sorted(job.ddp)), job.accumulate, job.by_hand, job.own_tables)
+    key += (job.averages, job.flip, job.last_step)
+    if key not in _references:
+        undisturbed = replace(job, directory=fresh_directory(lab), run_dir=None, deaths=(), hang=None)
+        assert run(lab, undisturbed) == [0] * job.world_size
+        _references[key] = results(undisturbed)
+    return _references[key]
+
+
+def job_of(lab: Lab, redo: str = "lazy", **settings: Any) -> Job:
+    return Job(fresh_directory(lab), lab.run_dir, config(redo), **settings)
+
+
+def survives(lab: Lab, job: Job, deaths: list[Death], resumed: list[int], unchecked: Sequence[str] = ()) -> Job:
+    """Each attempt ends as planned, each next one goes on at the expected step, the last result is the reference's."""
+    expected = reference(lab, job)
+    if job.config.redo == "eager" and not job.nodes:
+        lab.start_agent()
+    attempts: list[Job] = []
+    for number, death in enumerate(deaths):
+        attempts.append(replace(job, directory=fresh_directory(lab), number=number, deaths=[death]))
+        codes = run(lab, attempts[-1])
+        killed = range(job.world_size) if death.who == "all" else [death.who]
+        assert all(codes[int(rank)] == -9 for rank in killed), codes
+        check_verdicts(attempts, died=True)
+    last = replace(job, directory=fresh_directory(lab), number=len(deaths))
+    assert run(lab, last) == [0] * job.world_size
+    check_verdicts([*attempts, last], died=False, reasons=unchecked)
+    found = results(last)
+    for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours["resumed"] == resumed[-1], "the last attempt went on at another step"
+        wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
+        assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
+        different = [name for name, value in theirs["state"].items() if ours["state"][name] != value]
+        assert not different, f"rank {rank}: {different} differ"
+    return last
+
+
+def test_another_ranks_batch_is_found_by_all_ranks(lab: Lab) -> None:
+    job = replace(job_of(lab), config=config(resume_check="require"))
+    assert run(lab, replace(job, deaths=[Death("all", 8, "committed")])) == [-9, -9]
+    wrong = replace(job, directory=fresh_directory(lab), number=1, other_batch=1)
+    codes = run(lab, wrong)
+    assert not {0, -9} & set(codes), codes
+    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-2:]]
+    for log in logs:
+        assert "ResumeMismatchError: resume_check='require'" in log
+        assert "step 9 was repeated: DIFFERENT: generators torch on rank 1" in log
+    mended = replace(job, directory=fresh_directory(lab), number=2)
+    assert run(lab, mended) == [0, 0]
+    for ours, theirs in zip(results(mended), reference(lab, job), strict=True):
+        assert (ours["resumed"], ours["state"]) == (9, theirs["state"])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
+    job = job_of(lab, world_size=world_size)
+    expected = reference(lab, job)
+    assert run(lab, job) == [0] * world_size
+    assert results(job) == expected
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+@pytest.mark.parametrize("who", [0, 1, "all"])
+def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, who: int | str, nodes: bool) -> None:
+    survives(lab, job_of(lab, nodes=nodes), [Death(who, 3), Death(who, 9, "backward")], [3, 9])
+
+
+@pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
+def test_resumes_exactly_from_replicas(lab: Lab, nodes: bool) -> None:
+    survives(lab, job_of(lab, "eager", nodes=nodes), [Death(1, 4, "backward"), Death("all", 8, "committed")], [4, 9])
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "stepped", "committed"])
+def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, place: str) -> None:
+    """The other rank may have committed the record that the dead one did not: both meet at the older one."""
+    # A rank that dies right after its commit of step 6 leaves the other one in the next step's backward.
+    expected = {"forward": 6, "backward": 6, "stepped": 6, "committed": 7}[place]
+    survives(lab, job_of(lab), [Death(0, 6, place)], [expected])
+
+
+def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
+    """With three ranks a sum's order depends on where in its bucket an element lies."""
+    survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
+
+
+@pytest.mark.parametrize(
+    "ddp",
+    [{"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
+    ids=["find-unused", "bucket-view", "static-graph"],
+)
+def test_ddp_settings(lab: Lab, ddp: dict[str, Any]) -> None:
+    survives(lab, job_of(lab, ddp=ddp), [Death(1, 5, "backward")], [5])
+
+
+def test_accumulation_without_synchronization(lab: Lab) -> None:
+    survives(lab, job_of(lab, accumulate=3), [Death(0, 4, "backward")], [4])
+
+
+@pytest.mark.parametrize("hook", ["after", "before"])
+def test_a_users_communication_hook_is_kept(lab: Lab, hook: str) -> None:
+    survives(lab, job_of(lab, hook=hook), [Death(1, 5, "backward")], [5])
+
+
+def test_a_stuck_survivor_of_an_earlier_attempt_is_fenced(lab: Lab) -> None:
+    """Launchers leave orphans; the next attempt of the same launch makes sure that they can write no more."""
+    job = job_of(lab)
+    expected = reference(lab, job)
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
+    assert run(lab, first)[0] == -9
+    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    assert stuck.wait(10) == -9
+    check_verdicts([first, second], died=False)
+    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+
+
+def test_a_new_attempt_waits_for_a_rank_that_takes_long_to_die(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's SIGKILL has no effect for a while, as in a driver that takes its contexts apart."""
+    job = job_of(lab)
+    expected = reference(lab, job)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessHandle, "kill", lambda process: None)
+        patch.setattr(fence, "_REPORT_SECONDS", 0.05)
+        lab.start_agent()
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death(0, 5, "backward")], hang=1)
+    assert run(lab, first)[0] == -9
+    stuck = next(child for child in lab._children if child.log.name.endswith("rank1.log") and child.alive())
+
+    def end_it() -> None:
+        said = f"pid {stuck.pid} (rank 1), state S (sleeping)"
+        until(lambda: any(said in log.read_text() for log in lab.directory.glob("*-rank?.log")))
+        os.kill(stuck.pid, signal.SIGKILL)
+
+    ender = lab.fork(end_it, "ender")
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    assert ender.wait() == 0
+    assert stuck.wait(10) == -9
+    check_verdicts([first, second], died=False)
+    assert [found["state"] for found in results(second)] == [found["state"] for found in expected]
+
+
+@pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
+def test_training_survives_its_agent_and_is_protected_again(lab: Lab, nodes: bool) -> None:
+    job = job_of(lab, nodes=nodes)
+    expected = reference(lab, job)
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death("agent", 3), Death("all", 9)])
+    assert run(lab, first) == [-9, -9]
+    logs = "".join(child.log.read_text() for child in lab._children)
+    assert "killed the agent" in logs
+    assert "without protection" in logs
+    assert "protected again" in logs
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0, 0]
+    check_verdicts([first, second], died=False)
+    found = results(second)
+    assert [one["resumed"] for one in found] == [9, 9]
+    assert [one["state"] for one in found] == [one["state"] for one in expected]
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nodes", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one-agent", "two-agents"])
+def test_resumes_from_storage_when_an_agent_and_all_ranks_are_gone(lab: Lab, nodes: bool, redo: str) -> None:
+    """With two agents, the one that lives is not enough; each has written its own part of the checkpoint."""
+    settings = config(redo, storage=StorageConfig(every_steps=5))
+    job = replace(job_of(lab, nodes=nodes), config=settings)
+    expected = reference(lab, job)
+    if redo == "eager" and not nodes:
+        lab.start_agent()
+    deaths = [Death("agent", 8, "forward"), Death("all", 8, "backward")]
+    died = replace(job, directory=fresh_directory(lab), deaths=deaths, wait_at=6)
+    assert run(lab, died) == [-9, -9]
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0, 0]
+    check_verdicts([died, last], died=False)
+    for ours, theirs in zip(results(last), expected, strict=True):
+        assert ours["resumed"] == 5
+        assert [name for name, value in theirs["state"].items() if ours["state"][name] != value] == []
+
+
+@pytest.mark.parametrize("after", [1, 4])
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_another_number_of_ranks_goes_on_from_storage(lab: Lab, after: int, redo: str) -> None:
+    """The agent first brings there what it holds of the old ranks. Parameters and optimizer state are carried over."""
+    settings = config(redo, storage=StorageConfig(every_steps=100))
+    if redo == "eager":
+        lab.start_agent()
+    died = replace(job_of(lab), config=settings, deaths=[Death("all", 6, "committed")])
+    assert run(lab, died) == [-9, -9]
+    other = replace(died, directory=fresh_directory(lab), deaths=(), number=1, world_size=after, last_step=7)
+    assert run(lab, other) == [0] * after
+    found = results(other)
+    assert all(not ours["losses"] for ours in found)  # what is compared is what was restored
+    same = replace(died, directory=fresh_directory(lab), run_dir=None, deaths=(), last_step=7)
+    assert run(lab, same) == [0, 0]
+    expected = results(same)[0]["state"]
+    for ours in found:
+        assert ours["state"]["params"] == expected["params"]
+        assert ours["state"]["optimizer"] == expected["optimizer"]
+    assert len({ours["state"]["rng"] for ours in found}) == after, "ranks must not draw the same numbers"

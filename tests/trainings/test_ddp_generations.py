@@ -1,0 +1,94 @@
+"""DDP: what a rank cannot stage or redo begins a generation on all ranks of its node, and only one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from memckpt.agent.connections import Connection
+from memckpt.agent.group_state import GroupState
+from memckpt.agent.server import Agent
+from memckpt.protocol.trainer import GenerationCommit, NeedGeneration
+from tests.support.trainings.ddp_cases import Death, Job, fresh_directory
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+from tests.trainings.test_ddp import survives
+
+PLACES = pytest.mark.parametrize(
+    ("redo", "nodes"),
+    [("lazy", False), ("lazy", True), ("eager", False)],
+    ids=["lazy-one-agent", "lazy-two-agents", "eager-one-agent"],
+)
+CHANGED_ON = pytest.mark.parametrize("changed_on", [(0, 1), (0,), (1,)], ids=["all-ranks", "rank-0", "rank-1"])
+
+
+def job_of(lab: Lab, redo: str, nodes: bool, changed_on: tuple[int, ...]) -> Job:
+    """Some ranks change a large buffer of their own at the sixth step, which nobody expects to change."""
+    by_hand = tuple((rank, 5) for rank in changed_on)
+    return Job(
+        fresh_directory(lab),
+        lab.run_dir,
+        config(redo),
+        nodes=nodes,
+        by_hand=by_hand,
+        ddp={"broadcast_buffers": False},
+    )
+
+
+@PLACES
+@CHANGED_ON
+def test_all_ranks_go_back_behind_a_record_that_one_of_them_cannot_redo(
+    lab: Lab, changed_on: tuple[int, ...], redo: str, nodes: bool
+) -> None:
+    # Ranks that share no slots need not wait for each other: each begins at the very record.
+    survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 5, "committed")], [6 if nodes else 5])
+
+
+@PLACES
+@CHANGED_ON
+def test_a_few_records_later_all_ranks_are_protected_again(
+    lab: Lab, changed_on: tuple[int, ...], redo: str, nodes: bool
+) -> None:
+    """Whether all of a node's ranks have seen the change, or one has."""
+    survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 9, "forward")], [9])
+
+
+@PLACES
+def test_large_buffers_of_each_rank_s_own_are_restored_to_it(lab: Lab, redo: str, nodes: bool) -> None:
+    job = Job(
+        fresh_directory(lab),
+        lab.run_dir,
+        config(redo),
+        nodes=nodes,
+        own_tables=True,
+        ddp={"broadcast_buffers": False},
+    )
+    survives(lab, job, [Death("all", 5, "forward")], [5])
+
+
+def test_a_second_rank_s_order_that_comes_late_begins_no_generation_of_its_own(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ask at the same record; the agent comes to the second one's question when all is done already."""
+    order, committed = Agent._order_generation, GroupState.generation_committed
+    asked: list[Any] = []
+
+    def order_later(agent: Agent, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
+        asked.append((agent, group, message, asker))
+        if len(asked) == 2:
+            order(*asked[0])
+
+    def commit_and_order(group: GroupState, rank: int, message: GenerationCommit) -> None:
+        committed(group, rank, message)
+        if len(asked) == 2 and group._pending.generation is None:
+            order(*asked.pop())
+            print("the late order is given")
+
+    monkeypatch.setattr(Agent, "_order_generation", order_later)
+    monkeypatch.setattr(GroupState, "generation_committed", commit_and_order)
+    agent = lab.start_agent()
+    survives(lab, job_of(lab, "lazy", False, (0, 1)), [Death("all", 9, "forward")], [9])
+    log = agent.log.read_text()
+    assert log.count("the late order is given") == 1
+    assert log.count("is complete after record") == 2, log

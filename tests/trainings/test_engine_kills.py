@@ -1,0 +1,284 @@
+"""Whoever dies, and wherever: training resumes at the last committed step, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.errors import AgentError
+from memckpt.node import replica
+from memckpt.recovery.restore import Restorer
+from memckpt.recovery.target import RestoreTarget
+from memckpt.session import agent_client as client
+from memckpt.session import session
+from memckpt.session.reconnection import Reconnection
+from memckpt.state.redo import RedoGroup
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import Control, config, kill_agent, kill_both, kill_self, patched
+from tests.support.trainings.engine_harness import Lab, collect
+from tests.support.trainings.engine_optimizers import Momentum, OneOptimizer
+from tests.support.trainings.engine_state import AddedGroup
+from tests.support.trainings.engine_training import Case
+
+POINTS = ["before batch", "forward", "backward", "before step", "after step", "in commit", "after commit"]
+REDO = pytest.mark.parametrize("redo", ["lazy", "eager"])
+
+
+@REDO
+def test_a_kill_anywhere_in_a_step_loses_only_what_was_not_committed(lab: Lab, redo: str) -> None:
+    lab.survives(PLAIN, config(redo), [(point, 4 + 2 * index) for index, point in enumerate(POINTS)])
+
+
+@REDO
+def test_a_kill_of_the_trainer_as_soon_as_it_has_resumed(lab: Lab, redo: str) -> None:
+    """The same step is tried again and again."""
+    kills = [("after commit", 9), ("before batch", 10), ("in commit", 10), ("backward", 10), ("after commit", 10)]
+    lab.survives(PLAIN, config(redo), kills)
+
+
+@REDO
+@pytest.mark.parametrize("point", ["backward", "in commit"])
+def test_a_kill_before_anything_is_committed_starts_over(lab: Lab, redo: str, point: str) -> None:
+    attempts = lab.survives(PLAIN, config(redo), [(point, 1)], expected=[None])
+    assert "starting over" in attempts[-1].log
+
+
+def after(count: int, function: Callable[..., Any], control: Control) -> Callable[..., Any]:
+    """`function`, but its `count`-th call ends with the trainer's death."""
+    calls = 0
+
+    def wrapper(*arguments: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = function(*arguments, **settings)
+        if calls == count:
+            kill_self(control)
+        return result
+
+    return wrapper
+
+
+def die_after(owner: type, name: str, count: int) -> Callable[[Control], None]:
+    """Patch a method in the child: the trainer dies after the given number of calls."""
+
+    def prepare(control: Control) -> None:
+        setattr(owner, name, after(count, getattr(owner, name), control))
+
+    return prepare
+
+
+@REDO
+@pytest.mark.parametrize("pieces", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_a_kill_while_the_first_generation_is_written_starts_over(lab: Lab, redo: str, pieces: int) -> None:
+    died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, "_stage_piece", pieces))
+    assert len(died.of("killed")) == 1
+    final = lab.train(PLAIN, config(redo))
+    assert final.of("fresh")
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+@pytest.mark.parametrize("name", [pytest.param("start_generation", marks=pytest.mark.slow), "seal_generation"])
+def test_a_kill_before_the_first_generation_is_committed_starts_over(lab: Lab, redo: str, name: str) -> None:
+    died = lab.train(PLAIN, config(redo), prepare=die_after(SlotWriter, name, 1))
+    assert len(died.of("killed")) == 1
+    final = lab.train(PLAIN, config(redo))
+    assert final.of("fresh")
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        (RestoreTarget, "forget_optimizer_state", 1),
+        pytest.param(Restorer, "_restore_static", 1, marks=pytest.mark.slow),
+        (Restorer, "_restore_by_value", 1),
+        (SlotWriter, "stage_anchors", 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_kill_during_a_restore_is_harmless(lab: Lab, redo: str, owner: type, name: str, count: int) -> None:
+    first = lab.train(PLAIN, config(redo), actions={("backward", 12): kill_self})
+    second = lab.train(PLAIN, config(redo), seed=2, prepare=die_after(owner, name, count))
+    assert len(second.of("killed")) == 1
+    assert set(second.losses) <= {11}  # the repeated step, behind which anchors are staged again
+    behind = name == "stage_anchors" and redo == "eager"  # the commit that nobody noted had the replica go on
+    unchecked = ["the replica has gone past record 10: its step was repeated before"] if behind else []
+    final = lab.train(PLAIN, config(redo), seed=3, unchecked=unchecked)
+    assert final.restored_step == 11
+    lab.check_same(PLAIN, first, final)
+
+
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 5])
+def test_a_kill_in_the_middle_of_lazy_redo_is_harmless(lab: Lab, count: int) -> None:
+    first = lab.train(PLAIN, config("lazy"), actions={("backward", 12): kill_self})
+    second = lab.train(PLAIN, config("lazy"), seed=2, prepare=die_after(RedoGroup, "apply", count))
+    assert len(second.of("killed")) == 1
+    final = lab.train(PLAIN, config("lazy"), seed=3)
+    assert final.restored_step == 11
+    lab.check_same(PLAIN, first, final)
+
+
+@pytest.mark.parametrize("name", ["_stage_piece", "seal_generation"])
+@REDO
+def test_a_kill_while_a_later_generation_is_written_falls_back_on_the_old_one(lab: Lab, redo: str, name: str) -> None:
+    """An agent's death brings a new generation; here one comes because the groups change."""
+    case = Case("added-group", AddedGroup)
+
+    def prepare(control: Control) -> None:
+        original = getattr(SlotWriter, name)
+
+        def dying(self: SlotWriter, *arguments: Any) -> Any:
+            result = original(self, *arguments)
+            if control.step == 8:
+                kill_self(control)
+            return result
+
+        setattr(SlotWriter, name, dying)
+
+    died = lab.train(case, config(redo), prepare=prepare)
+    assert died.of("killed")[0]["step"] == 8
+    final = lab.train(case, config(redo), seed=2)
+    assert final.restored_step == 7
+    lab.check_same(case, died, final)
+
+
+# The agent
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", [pytest.param("before batch", marks=pytest.mark.slow), "backward", "in commit"])
+def test_training_survives_its_agent_and_is_protected_again(lab: Lab, redo: str, point: str) -> None:
+    """The agent dies alone; a new one is started (by a real start), and the trainer's death later loses nothing."""
+    died = lab.train(PLAIN, config(redo), actions={(point, 6): kill_agent, ("before step", 9): kill_self})
+    assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
+    assert "training goes on without protection since step 6" in died.log
+    assert "protected again from step 6 on" in died.log
+    final = lab.train(PLAIN, config(redo), seed=2)
+    assert final.restored_step == 8
+    lab.check_same(PLAIN, died, final)
+
+
+def test_several_agents_die_in_one_run(lab: Lab) -> None:
+    deaths = {("forward", step): kill_agent for step in (1, 2, 5, 6, 12)}
+    died = lab.train(PLAIN, config("lazy"), actions={**deaths, ("after commit", 14): kill_self})
+    assert len(died.of("killed")) == 6
+    final = lab.train(PLAIN, config("lazy"), seed=2)
+    assert final.restored_step == 14
+    lab.check_same(PLAIN, died, final)
+
+
+@REDO
+def test_nothing_is_held_when_agent_and_trainer_die(lab: Lab, redo: str) -> None:
+    died = lab.train(PLAIN, config(redo), actions={("backward", 9): kill_both})
+    assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
+    final = lab.train(PLAIN, config(redo))
+    assert final.of("fresh")
+    assert "starting over: nothing is held in local memory" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_agent_that_dies_while_it_applies_a_record_leaves_nothing_to_trust(lab: Lab) -> None:
+    """The node dies in the middle of a record: the agent is a fork of a process in which redo ends both."""
+    original = replica.Replica._keep_in_replica
+    trainer = lab.directory / "trainer"
+    calls = 0
+
+    def dying(self: Any, member: Any) -> None:
+        nonlocal calls
+        calls += 1
+        original(self, member)
+        if calls == 15:  # some members of the third record are done, some not
+            os.kill(int(trainer.read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with patched(replica.Replica, "_keep_in_replica", dying):
+        agent = lab.start_agent()
+    child, report = lab.begin(
+        PLAIN, config("eager"), prepare=lambda control: trainer.write_text(str(os.getpid())) and None
+    )
+    died = collect(child, report)
+    assert died.code == -signal.SIGKILL
+    assert agent.wait() == -signal.SIGKILL
+    assert max(died.losses) >= 4
+    final = lab.train(PLAIN, config("eager"))
+    assert final.of("fresh")
+    assert "starting over: nothing is held" in final.log
+    lab.check_same(PLAIN, died, final)
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
+def test_an_agent_that_dies_while_a_generation_is_written(lab: Lab, redo: str) -> None:
+    """The new agent dies, too, before its generation is complete: another one follows."""
+
+    def prepare(control: Control) -> None:
+        original = SlotWriter.start_generation
+        calls = 0
+
+        def dying(self: SlotWriter, record: int) -> Any:
+            nonlocal calls
+            calls += 1
+            result = original(self, record)
+            if calls == 1:
+                kill_agent(control)
+            return result
+
+        SlotWriter.start_generation = dying  # type: ignore[method-assign]
+
+    died = lab.train(PLAIN, config(redo), prepare=prepare, actions={("backward", 4): kill_self})
+    assert [each["who"] for each in died.of("killed")] == ["agent", "trainer"]
+    final = lab.train(PLAIN, config(redo), seed=2)
+    assert final.restored_step == 3
+    lab.check_same(PLAIN, died, final)
+
+
+def test_steps_without_protection_are_counted(lab: Lab) -> None:
+    """No agent can be started for a while: training goes on, and the gap is reported with its length."""
+
+    def prepare(control: Control) -> None:
+        original = client.spawn_agent
+
+        def failing(*arguments: Any) -> Any:
+            if 6 <= control.step < 9:
+                control.journal.note("refused", step=control.step)
+                raise AgentError("out of processes")
+            return original(*arguments)
+
+        client.spawn_agent = failing
+        # A clock that counts steps: pauses of 1, then 2.
+        session.Reconnection = functools.partial(Reconnection, clock=lambda: float(control.step))  # type: ignore[assignment, misc]
+
+    actions = {("forward", 6): kill_agent, ("after commit", 15): kill_self}
+    died = lab.train(PLAIN, config(), prepare=prepare, actions=actions)
+    assert [each["step"] for each in died.of("refused")] == [6, 7]
+    assert "training goes on without protection since step 6" in died.log
+    assert "out of processes" in died.log
+    assert "protected again from step 9 on; 3 steps were not" in died.log
+    final = lab.train(PLAIN, config(), seed=2)
+    assert final.restored_step == 15
+    lab.check_same(PLAIN, died, final)
+
+
+def test_an_optimizer_that_the_agent_cannot_import_is_redone_lazily(lab: Lab) -> None:
+    """The trainer finds the class by name, the agent does not: the agent says so, and training falls back."""
+
+    def build() -> Any:
+        module = types.ModuleType("only_in_the_trainer")
+        found = type("Nowhere", (Momentum,), {"__module__": "only_in_the_trainer", "__qualname__": "Nowhere"})
+        module.Nowhere = found  # type: ignore[attr-defined]
+        sys.modules["only_in_the_trainer"] = module
+        return OneOptimizer(lambda params: found(params))
+
+    case = Case("nowhere", build)
+    attempts = lab.survives(case, config("eager"), [("after commit", 9), ("backward", 17)])
+    assert "only_in_the_trainer" in attempts[0].log
+    assert "the agent's redo failed" in attempts[0].log or "redo of record" in attempts[0].log

@@ -1,0 +1,82 @@
+"""What nobody has thought of: it is no error in the user's step, and it is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from memckpt.capture.copier import HostCopier
+from memckpt.capture.pending import PendingGradients
+from memckpt.capture.recorder import Recorder
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.staging_check import StagingCheck
+from memckpt.capture.watch import ParameterWatch, StaticWatch
+from memckpt.session.staging import Staging
+from tests.support.trainings.engine_cases import PLAIN
+from tests.support.trainings.engine_child import config, kill_self
+from tests.support.trainings.engine_foreign import DOUBLE_COMPLEX, INFERENCE_TENSORS, failing
+from tests.support.trainings.engine_harness import Lab
+from tests.support.trainings.engine_training import Case
+
+KILLS = [("after commit", 3), ("backward", 6), ("after commit", 7), ("before step", 12)]
+
+
+@pytest.mark.parametrize("redo", ["lazy", "eager", "capture"])
+@pytest.mark.parametrize("case", [INFERENCE_TENSORS, DOUBLE_COMPLEX], ids=lambda case: case.name)
+def test_tensors_of_other_kinds(lab: Lab, case: Case, redo: str) -> None:
+    attempts = lab.survives(case, config(redo), KILLS)
+    assert not any("failed" in attempt.log for attempt in attempts)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (HostCopier, "copy"),
+        (PendingGradients, "seen"),
+        (PendingGradients, "stepped"),
+        (Recorder, "_note_step"),
+        (Recorder, "backward_runs"),
+        (StagingCheck, "compare"),
+        (ParameterWatch, "note"),
+        (ParameterWatch, "counted_change"),
+    ],
+)
+def test_a_failure_in_a_hook_costs_a_copy_of_the_state(lab: Lab, owner: type, name: str) -> None:
+    prepare = failing(owner, name, 7)
+    died = lab.train(PLAIN, config("lazy"), prepare=prepare, actions={("after commit", 7): kill_self})
+    assert died.of("mishap")
+    assert f"Mishap: in {name}" in died.log
+    assert "training goes on" in died.log
+    # The record was written by value, as the start of a generation: not even that step is lost. But gradients that have
+    # not been seen to be used go on waiting.
+    final = lab.train(PLAIN, config("lazy"), seed=2)
+    assert final.restored_step == (6 if name == "stepped" else 7)
+    lab.check_same(PLAIN, died, final)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "redo"),
+    [
+        (StaticWatch, "changed", "lazy"),
+        (SlotWriter, "stage_anchors", "lazy"),
+        (SlotWriter, "stage_by_value", "eager"),
+        (SlotWriter, "capture", "capture"),
+        (Staging, "seal", "lazy"),
+    ],
+)
+def test_a_failure_in_a_commit_is_a_gap_that_is_counted(lab: Lab, owner: type, name: str, redo: str) -> None:
+    ended = lab.train(PLAIN, config(redo), prepare=failing(owner, name, 7))
+    assert ended.of("mishap")
+    assert (
+        f"training goes on without protection since step 7: protecting a step failed (Mishap: in {name})" in ended.log
+    )
+    assert "protected again from step 8 on; 1 steps were not" in ended.log
+    lab.check_same(PLAIN, ended)
+
+
+def test_a_failure_in_every_step_ends_protection_for_a_while(lab: Lab) -> None:
+    ended = lab.train(PLAIN, config("lazy"), prepare=failing(Recorder, "_note_step", *range(3, 25)))
+    assert "training goes on without protection since step" in ended.log
+    assert "that happens again and again; trying again in" in ended.log
+    assert ended.log.count("Traceback") == 1
+    lab.check_same(PLAIN, ended)
+    lab.stop()

@@ -1,0 +1,237 @@
+"""Sharded training (FSDP2, HSDP, tensor parallelism): neutral, and exact after the death of any rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from memckpt.config import StorageConfig
+from tests.support.cluster.sharded_cases import Setup, named
+from tests.support.cluster.sharded_lab import (
+    Death,
+    Job,
+    check_same,
+    fresh_directory,
+    job_of,
+    logs,
+    noted,
+    reference,
+    results,
+    run,
+    start_agents,
+    survives,
+)
+from tests.support.trainings.engine_child import config
+from tests.support.trainings.engine_harness import Lab
+
+FSDP2, FSDP4 = Setup(), Setup(world_size=4)
+HSDP, TP, FSDP_TP = Setup("hsdp", 4), Setup("tp"), Setup("fsdp-tp", 4)
+#: One of each way to distribute, small; the others are variations.
+SAMPLE = [FSDP2, HSDP, TP, FSDP_TP]
+VARIATIONS = [
+    FSDP4,
+    Setup("tp", 4),
+    Setup(optimizer="sgd"),
+    Setup(optimizer="nesterov"),
+    Setup("tp", optimizer="sgd"),
+    Setup("fsdp-tp", 4, optimizer="nesterov"),
+    Setup(accumulate=2),
+    Setup(accumulate=2, sync_each=True),
+    Setup("hsdp", 4, accumulate=2),
+    Setup(precision="bf16"),
+    Setup(precision="bf16-reduce"),
+    Setup("hsdp", 4, precision="bf16", accumulate=2),
+    Setup(reshard=False),
+    Setup(offload=True),
+    Setup(scaler=True),
+    Setup("hsdp", 4, scaler=True),
+    Setup("fsdp-tp", 4, scaler=True),
+    Setup(optimizer="fused"),
+    Setup(optimizer="lion"),
+    Setup("hsdp", 4, optimizer="lion"),
+    Setup(optimizer="own"),
+    Setup("tp", optimizer="own"),
+    Setup(table=True),
+]
+#: In their steps ranks communicate: what a rank has is not enough to redo them.
+WHOLE = [Setup(optimizer="muon"), Setup("hsdp", 4, optimizer="muon"), Setup("tp", optimizer="muon")]
+PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
+
+slow = pytest.mark.slow
+
+
+def every_setup(*ordinary: Setup) -> pytest.MarkDecorator:
+    """All but these among the slow tests."""
+    params = [pytest.param(each, marks=() if each in ordinary else slow) for each in [*SAMPLE, *VARIATIONS]]
+    return pytest.mark.parametrize("setup", params, ids=named)
+
+
+@every_setup(FSDP2, TP)
+def test_protection_changes_no_bit(lab: Lab, setup: Setup) -> None:
+    job = job_of(lab, setup, config())
+    expected = reference(lab, job)
+    assert run(lab, job) == [0] * setup.world_size, logs(lab)[-6000:]
+    check_same(results(job), expected)
+
+
+# Ranks die
+
+
+@pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
+def test_resumes_exactly_wherever_a_rank_dies(lab: Lab, redo: str) -> None:
+    """One place after the other, each rank in turn; nothing that was committed is lost."""
+    deaths = [Death(number % 2, number + 1, place) for number, place in enumerate(PLACES)]
+    survives(lab, job_of(lab, FSDP2, config(redo)), deaths)
+
+
+@slow
+@pytest.mark.parametrize("setup", [FSDP4, HSDP, TP, FSDP_TP], ids=named)
+@pytest.mark.parametrize(("redo", "nodes"), [("lazy", 1), ("eager", 2)])
+def test_resumes_exactly_wherever_a_rank_dies_in_other_meshes(lab: Lab, setup: Setup, redo: str, nodes: int) -> None:
+    deaths = [Death(number % setup.world_size, number + 1, place) for number, place in enumerate(PLACES)]
+    survives(lab, job_of(lab, setup, config(redo), nodes=nodes), deaths)
+
+
+@every_setup(HSDP, TP)
+def test_resumes_exactly_after_the_death_of_all_ranks(lab: Lab, setup: Setup) -> None:
+    """Once before the anchors have come round, once in a ring that has wrapped."""
+    survives(lab, job_of(lab, setup, config()), [Death("all", 2, "backward"), Death("all", 8, "stepped")])
+
+
+@slow
+@pytest.mark.parametrize("setup", WHOLE, ids=named)
+def test_the_state_of_optimizers_that_need_whole_tensors_is_captured(lab: Lab, setup: Setup) -> None:
+    job = job_of(lab, setup, config(capture_every_steps=1))
+    survives(lab, job, [Death("all", 2, "backward"), Death("all", 8, "stepped")])
+
+
+@pytest.mark.parametrize(
+    ("setup", "nodes", "redo"),
+    [
+        (FSDP4, 2, "lazy"),
+        pytest.param(FSDP4, 4, "lazy", marks=slow),
+        pytest.param(FSDP4, 2, "eager", marks=slow),
+        pytest.param(HSDP, 2, "lazy", marks=slow),
+        pytest.param(HSDP, 4, "lazy", marks=slow),
+        pytest.param(TP, 2, "lazy", marks=slow),
+        pytest.param(FSDP_TP, 2, "lazy", marks=slow),
+        pytest.param(FSDP_TP, 4, "eager", marks=slow),
+    ],
+    ids=named,
+)
+def test_resumes_exactly_on_several_nodes(lab: Lab, setup: Setup, nodes: int, redo: str) -> None:
+    survives(lab, job_of(lab, setup, config(redo), nodes=nodes), [Death(setup.world_size - 1, 8, "backward")])
+
+
+@slow
+@pytest.mark.parametrize("setup", [TP, FSDP_TP], ids=named)
+def test_what_is_not_declared_replicated_is_each_rank_s_own(lab: Lab, setup: Setup) -> None:
+    survives(lab, job_of(lab, setup, config(), declare=False), [Death(1, 3, "backward"), Death("all", 8)])
+
+
+@pytest.mark.parametrize(
+    ("setup", "place"),
+    [
+        (FSDP2, "stepped"),
+        pytest.param(FSDP2, "in commit", marks=slow),
+        pytest.param(FSDP2, "committed", marks=slow),
+        pytest.param(HSDP, "committed", marks=slow),
+        pytest.param(FSDP_TP, "committed", marks=slow),
+    ],
+    ids=named,
+)
+def test_launchers_kill_the_others_at_any_moment(lab: Lab, setup: Setup, place: str) -> None:
+    """What all ranks have committed is there; what some have may be."""
+    job = job_of(lab, setup, config())
+    expected = reference(lab, job)
+    committed = 0
+    for number, step in enumerate([2, 5, 8]):
+        attempt = replace(
+            job, directory=fresh_directory(lab), number=number, deaths=[Death(0, step, place)], launcher=True
+        )
+        assert -9 in run(lab, attempt)
+        _check_resumed(attempt, committed)
+        committed = min(max(each["step"] for each in rank) + 1 for rank in noted(attempt, "committed"))
+    last = replace(job, directory=fresh_directory(lab), number=3)
+    assert run(lab, last) == [0] * setup.world_size
+    _check_resumed(last, committed)
+    check_same(results(last), expected)
+
+
+def _check_resumed(attempt: Job, committed: int) -> None:
+    """All ranks went on together, with nothing lost. One that is killed in a commit may not have noted it."""
+    starts = {rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")}
+    assert len(starts) == 1
+    assert starts <= {committed, committed + (committed > 0)}
+
+
+# Agents die
+
+
+@pytest.mark.parametrize(
+    ("setup", "nodes", "who", "redo"),
+    [
+        (FSDP2, 1, "agents", "lazy"),
+        (FSDP2, 2, "agent", "lazy"),
+        pytest.param(FSDP4, 1, "agents", "eager", marks=slow),
+        pytest.param(FSDP4, 2, "agent", "lazy", marks=slow),
+        pytest.param(FSDP4, 2, "agents", "lazy", marks=slow),
+        pytest.param(FSDP4, 4, "agents", "lazy", marks=slow),
+        pytest.param(HSDP, 2, "agent", "lazy", marks=slow),
+        pytest.param(HSDP, 2, "agents", "lazy", marks=slow),
+        pytest.param(TP, 1, "agents", "lazy", marks=slow),
+        pytest.param(FSDP_TP, 2, "agent", "lazy", marks=slow),
+    ],
+    ids=named,
+)
+def test_training_survives_its_agents_and_is_protected_again(
+    lab: Lab, setup: Setup, nodes: int, who: str, redo: str
+) -> None:
+    """The ranks come back one after the other: the replica of one that is there goes on while the next says hello."""
+    job = job_of(lab, setup, config(redo), nodes=nodes)
+    expected = reference(lab, job)
+    first = replace(job, directory=fresh_directory(lab), deaths=[Death(who, 2), Death("all", 8)])
+    assert run(lab, first) == [-9] * setup.world_size
+    killed = [each["who"] for rank in noted(first, "killed") for each in rank]
+    assert killed.count("agent") == (nodes if who == "agents" else 1)
+    assert "without protection" in logs(lab)
+    assert "protected again" in logs(lab)
+    second = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, second) == [0] * setup.world_size
+    found = results(second)
+    assert [one["start"] for one in found] == [8] * setup.world_size
+    check_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("setup", "nodes", "who", "redo"),
+    [
+        (FSDP2, 2, "agent", "lazy"),
+        pytest.param(FSDP2, 1, "agents", "eager", marks=slow),
+        pytest.param(FSDP4, 2, "agents", "lazy", marks=slow),
+        pytest.param(HSDP, 1, "agents", "lazy", marks=slow),
+        pytest.param(HSDP, 2, "agents", "eager", marks=slow),
+        pytest.param(HSDP, 2, "agent", "lazy", marks=slow),
+        pytest.param(TP, 2, "agents", "lazy", marks=slow),
+        pytest.param(FSDP_TP, 2, "agents", "lazy", marks=slow),
+    ],
+    ids=named,
+)
+def test_resumes_from_storage_when_agents_and_all_ranks_are_gone(
+    lab: Lab, setup: Setup, nodes: int, who: str, redo: str
+) -> None:
+    """Each unit has written its own part; an agent that lives on has not all of them in memory."""
+    job = job_of(lab, setup, config(redo, storage=StorageConfig(every_steps=4)), nodes=nodes)
+    expected = reference(lab, job)
+    if redo == "eager":
+        start_agents(lab, job)
+    deaths = [Death(who, 6, "forward"), Death("all", 6, "backward")]
+    died = replace(job, directory=fresh_directory(lab), deaths=deaths, wait_at=5)
+    assert run(lab, died) == [-9] * setup.world_size
+    last = replace(job, directory=fresh_directory(lab), number=1)
+    assert run(lab, last) == [0] * setup.world_size
+    found = results(last)
+    assert [one["start"] for one in found] == [4] * setup.world_size
+    assert {each["tier"] for rank in noted(last, "restored") for each in rank} == {"storage"}
+    check_same(found, expected)

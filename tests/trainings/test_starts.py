@@ -1,0 +1,133 @@
+"""How a training starts: what it says, with Python's default logging, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import memckpt
+from memckpt.capture.live_state import LiveState
+from memckpt.errors import ConfigurationError, UnsupportedError
+from memckpt.processes.address import AgentAddress
+from memckpt.processes.control import stop_agent
+from memckpt.user_messages import show_by_default
+from tests.support.cluster.processes import be_subreaper
+from tests.support.trainings.engine_harness import Lab
+
+CONFIG = memckpt.MemckptConfig(redo="lazy", storage=None, agent=memckpt.AgentConfig(linger_seconds=60))
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    own = Lab(tmp_path)
+    yield own
+    stop_agent(AgentAddress.of(own.run_dir))
+    own.close()
+
+
+def train(run_dir: Path, resume: str = "auto") -> None:
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    session = memckpt.attach(net, optimizer, run_dir=run_dir, config=CONFIG, resume=resume)  # type: ignore[arg-type]
+    session.restore()
+    for _ in range(3):
+        net(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.commit()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def said(lab: Lab, resume: str = "auto") -> list[str]:
+    """The lines about its start of a training in a process that has not configured logging."""
+
+    def body() -> None:
+        logging.root.handlers.clear()
+        logging.root.setLevel(logging.WARNING)
+        train(lab.run_dir, resume)
+
+    child = lab.fork(body, "train")
+    assert child.wait() == -signal.SIGKILL, child.log.read_text()
+    return [line for line in child.log.read_text().splitlines() if "starting" in line or "resuming" in line]
+
+
+def test_each_start_says_where_it_begins_and_why(lab: Lab) -> None:
+    nothing = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
+    assert said(lab) == [f"memckpt: starting over: {nothing}"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 3"]
+    assert said(lab) == ["memckpt: resuming from local memory at step 6"]
+    assert said(lab, resume="never") == ["memckpt: starting over: resume='never'"]
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_an_agent_that_would_die_with_its_trainer_is_named(lab: Lab, adopts: bool) -> None:
+    """Ray's workers, say, which have all of their descendants ended with them."""
+
+    def body() -> None:
+        be_subreaper(adopts)
+        train(lab.run_dir)
+
+    child = lab.fork(body, "train")
+    assert child.wait() == -signal.SIGKILL, child.log.read_text()
+    assert ("has become a child of this process, which adopts orphans" in child.log.read_text()) == adopts
+
+
+def test_a_level_that_somebody_has_chosen_stays() -> None:
+    above, below = logging.getLogger("tests.of.a"), logging.getLogger("tests.of.a.start")
+    above.setLevel(logging.ERROR)
+    show_by_default(below)
+    assert not below.isEnabledFor(logging.WARNING)
+    above.setLevel(logging.NOTSET)
+    show_by_default(below)
+    assert below.isEnabledFor(logging.INFO)
+
+
+def attach(run_dir: Path) -> None:
+    net = torch.nn.Linear(3, 1)
+    memckpt.attach(net, torch.optim.SGD(net.parameters(), 0.1), run_dir=run_dir, config=CONFIG)
+
+
+@pytest.mark.parametrize("name", ["file", "file/run"])
+def test_a_run_directory_that_cannot_be_made(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match=r"run_dir: expected a directory.*found .*file.*move away"):
+        attach(tmp_path / name)
+
+
+def test_a_run_directory_that_cannot_be_written_to(lab: Lab) -> None:
+    directory = Path(tempfile.mkdtemp(prefix="mk-"))
+    directory.chmod(0o555)
+
+    def body() -> None:
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        with pytest.raises(ConfigurationError, match=r"run_dir: expected a directory.*may not write.*change its owner"):
+            attach(directory)
+
+    try:
+        child = lab.fork(body, "attach")
+        assert child.wait() == 0, child.log.read_text()
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    with pytest.raises(UnsupportedError, match=r"expected an optimizer of the parameters of the Linear.*found SGD"):
+        LiveState(model, [torch.optim.SGD(other.parameters(), 0.1)], {})
+    LiveState(model, [torch.optim.SGD(other.parameters(), 0.1)], {"beside": other})
+
+
+def test_an_optimizer_of_parameters_beside_the_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model, temperature = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.zeros(()))
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1), torch.optim.Adam([temperature])]
+    LiveState(model, optimizers, {})
+    assert [record.getMessage() for record in caplog.records if "optimizer 1 (Adam) steps none" in record.getMessage()]
