@@ -167,7 +167,7 @@ class Connections:
             self.refuse(connection, error)
 
     def refuse(self, connection: Connection, error: MemckptError) -> None:
-        """Tell why it cannot be; whoever cannot be understood is let go of."""
+        """Tell why it cannot be; a sender that breaks the protocol is dropped."""
         self.answer(connection, Refused(type(error).__name__, str(error)))
         if isinstance(error, AgentError):
             self.drop(connection)

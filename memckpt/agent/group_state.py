@@ -285,7 +285,7 @@ class GroupState:
         return Advanced(missing, plain)
 
     def stand_at(self, record: int, behind: int = 0) -> Generation:
-        """Go back to a record that can be produced; what lies beyond it is let go of.
+        """Go back to a record that can be produced; later records are dropped.
 
         Args:
             behind: by how many records the replica stays behind it.

@@ -71,7 +71,7 @@ _log = logging.getLogger("memckpt.agent")
 _ORPHAN_SECONDS = 120.0
 #: How many records ahead all ranks are told to copy their state for somebody.
 _SAVE_AHEAD = 4
-#: Of a new value in the moving average of stalls.
+#: Weight of a new sample in the average stall.
 _STALL_WEIGHT = 0.05
 
 

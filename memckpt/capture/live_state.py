@@ -488,7 +488,7 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
 
 
 def _by_value_slots(by_value: Sequence[TensorSpec], shared: Collection[str], slots: int, request: SpecRequest) -> int:
-    """Of how many records by-value tensors are held; 0: of as many as there are slots.
+    """Number of records whose by-value tensors are held; 0: as many as there are slots.
 
     With lazy redo a record that can be restored lies at most D behind the newest one: to begin the next takes from the
     log what older ones need. Its own by-value tensors are written later, at its end.

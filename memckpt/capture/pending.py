@@ -30,7 +30,7 @@ _MANY = 100
 
 
 class PendingGradients:
-    """Of one session's optimizers.
+    """Gradients that no optimizer step has used yet, for each optimizer of a session.
 
     Args:
         optimizers: all of them.

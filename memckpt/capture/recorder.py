@@ -51,7 +51,7 @@ class _PendingSubStep:
     groups: codec.Packed
     stepped: bool
     absent: list[int] = field(default_factory=list)
-    #: Of a fused step under a gradient scaler: whether it had no effect. In host memory, once its copy has arrived.
+    #: Whether a fused step under a gradient scaler had no effect. In host memory, once its copy has arrived.
     found_inf: torch.Tensor | None = None
     sparse: list[SparseGradient] = field(default_factory=list)
     ops: list[_PendingOp] = field(default_factory=list)

@@ -57,7 +57,7 @@ class SelfTest:
             self._handles += run.install()
 
     def remove(self) -> None:
-        """Leave nothing behind; what was copied is let go of."""
+        """Leave nothing behind; the copies are freed."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

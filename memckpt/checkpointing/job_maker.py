@@ -63,7 +63,7 @@ class JobMaker:
 
     @property
     def attempt_number(self) -> int:
-        """Of the attempt that it has been told of; 0: of none."""
+        """Number of the current attempt; 0: none is known."""
         return self._timeline.number if self._timeline is not None else 0
 
     def configure_like(self, other: JobMaker) -> None:

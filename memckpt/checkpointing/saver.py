@@ -155,7 +155,7 @@ class Saver:
 
     @property
     def attempt_number(self) -> int:
-        """Of the attempt whose parts are written; 0: none is known."""
+        """Number of the attempt whose parts are written; 0: none is known."""
         return self._making.attempt_number
 
     def configure_like(self, other: Saver, name: str) -> None:

@@ -33,7 +33,7 @@ def alone(generation: Generation) -> bool:
 
 
 class Schedule:
-    """Of one run's checkpoints.
+    """When the checkpoints of a run are due.
 
     Args:
         announce: tells those on the same node that a checkpoint is taken after a record and, if the second argument

@@ -13,7 +13,7 @@ from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
 
 #: A node that has been silent for longer is shown with it.
 _SILENT_SECONDS = 5.0
-#: Of more nodes that are well there is one row for all.
+#: Most healthy nodes that get a row each; more are summed up in one.
 _ROWS = 8
 
 

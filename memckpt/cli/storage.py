@@ -296,7 +296,7 @@ class _Verified:
         self.batches: list[Batch] = []
         self.damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
         self.unreadable: dict[str, list[str]] = {path: [problem] for path, problem in catalog.unreadable.items()}
-        #: Of what is damaged and can be moved: the places of its commit files, and the keys of checkpoints among it.
+        #: Damaged checkpoints and batches that can be moved: their commit files, and the keys of the checkpoints.
         self._places = {place for path in catalog.damaged if (place := place_of(path)) is not None}
         self._bad: list[Key] = []
 

@@ -209,7 +209,7 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
 
 
 def _variant(kinds: list[Any], value: Mapping[str, Any], path: str) -> tuple[type, Mapping[str, Any]]:
-    """Of which dataclass a mapping is, and what it says beside that."""
+    """The dataclass that a mapping describes, and its other entries."""
     variants = {variant_name(one): one for one in kinds}
     found = value.get(KIND)
     if found not in variants:

@@ -78,7 +78,7 @@ class Attempt:
 
     @property
     def units(self) -> set[tuple[int, ...]]:
-        """Of those that have said hello."""
+        """The units of the trainers that have said hello."""
         return {trainer.unit for trainer in self.trainers.values()}
 
     @property

@@ -175,7 +175,7 @@ class Replica:
                 raise AgentError(self._broken)
 
     def forget_beyond(self, record: int) -> None:
-        """What was offered beyond `record` belongs to a past that is not gone on with."""
+        """Drop what was offered beyond `record`: it belongs to an abandoned timeline."""
         with self._condition:
             self._metas = {number: meta for number, meta in self._metas.items() if number <= record}
 

@@ -25,7 +25,7 @@ from memckpt.protocol.trainer import Message
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
 _TAKE_SECONDS = 5.0
-#: Of messages that the process has not taken yet.
+#: Limit on messages that the process has not read yet.
 _MOST_WAITING_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -294,4 +294,4 @@ class HelperProcess:
         except AgentGoneError:
             return  # its end, behind all that it has sent
         except AgentError as error:
-            _log.error("the last words of pid %d make no sense: %s", self._process.pid, error)
+            _log.error("the final messages of pid %d cannot be decoded: %s", self._process.pid, error)

@@ -53,7 +53,7 @@ class LiveCopies:
 
     @torch.no_grad()
     def compare(self, comparison: Comparison) -> None:
-        """Compare the copies with what the live tensors are now; a copy is let go of once it has been."""
+        """Compare the copies with what the live tensors are now; each copy is freed after its comparison."""
         for name, kind in self._kinds.items():
             comparison.tensor(kind, name, self._copies.pop(name), local(self._tensors[name]))
         for (name, index), copies in self._states.items():

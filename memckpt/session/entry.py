@@ -70,7 +70,7 @@ def attach(
 
 
 def _raise_oom_score() -> None:
-    """Of trainer and agent, let the kernel shoot the trainer first: the state outlives it."""
+    """Have the OOM killer prefer the trainer to the agent: the state outlives it."""
     path = Path("/proc/self/oom_score_adj")
     try:
         score = int(path.read_text())

@@ -10,7 +10,7 @@ _log = logging.getLogger("memckpt")
 
 
 class Patience:
-    """Of one start: pauses that become longer, until its time is over, whatever could not be read meanwhile.
+    """Backoff of one start: ever longer pauses, until its time is over.
 
     Args:
         seconds: how long, counted from the first failure.

@@ -20,7 +20,7 @@ from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import is_importable
 
 _log = logging.getLogger("memckpt")
-#: Of what lazy redo holds, for a model so small that nobody minds.
+#: Memory of lazy redo below which it is always chosen.
 _SMALL_WINDOW_BYTES = 64 << 20
 
 

@@ -287,7 +287,7 @@ class Resumption:
             )
 
     def _keep_following(self, states: Mapping[int, Mapping[int, bytes]]) -> None:
-        """Of the rank states behind a captured record, keep the first that every rank has."""
+        """Keep the first rank state behind a captured record that every rank has."""
         own = {record: ranks[self._ranks.rank] for record, ranks in states.items() if self._ranks.rank in ranks}
         common = set.intersection(*(set(each) for each in self._ranks.gather(list(own))))
         self.following = {record: own[record] for record in sorted(common)[:1]}
@@ -383,7 +383,7 @@ class Resumption:
         return point.record
 
     def _draws_as_another(self) -> int | None:
-        """Of ranks that the user has seeded differently and that get the same generators, all but one have to diverge.
+        """Make generators differ again on ranks that the user has seeded differently and that got the same ones.
 
         Returns:
             The first rank that was seeded as this one, if it is such a one: those that are alike stay so.

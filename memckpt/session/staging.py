@@ -34,7 +34,7 @@ class RestorePoint:
 
     @property
     def rank_state(self) -> bytes:
-        """Of this rank, encoded; waits for what of it is on its way from a device."""
+        """The rank state, encoded; waits for copies from a device."""
         return self.packed.encode()
 
 

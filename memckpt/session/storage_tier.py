@@ -409,7 +409,7 @@ class _Owning:
         self.absent = ""
         #: The id of a run that has none yet.
         self._new = new_run(run_dir)
-        #: Of a store outside the run directory.
+        #: URL of the store, if it lies outside the run directory.
         self.url = url_outside(store, run_dir)
         self.here = self.url or INSIDE
 

@@ -38,9 +38,9 @@ from memckpt.config import RedoMode
 PAGE = 4096
 ALIGN = 64
 HEADER_BYTES = PAGE
-#: Of one shared tensor, as one rank has it.
+#: Digest of a shared tensor, as one rank has it.
 DIGEST_BYTES = 16
-#: Of the landings of one rank: the record, its generation, the tap's name.
+#: Head of a rank's landings: the record, its generation, the tap's name.
 LANDING_HEAD_BYTES = 64
 #: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
 CUT_ELEMENTS = 32
@@ -101,7 +101,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the tensor that this is a piece of; without pieces, its own."""
+        """Shape of the whole tensor; without shards its own."""
         return self.shape if self.shard is None else self.shard.whole
 
 
@@ -320,7 +320,7 @@ class Layout:
                 self._optimizer_params[owner.optimizer].append(index)
         self._place_gradients()
         self._place_pieces()
-        #: Of each local rank: a head, and a word for each parameter.
+        #: Landings of a local rank: a head, and a word for each parameter.
         self.landing_bytes = 0 if spec.mode == "capture" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
         landings = self.landing_bytes * len(spec.local_ranks)
         self.slot_bytes = aligned(HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + landings, PAGE)
@@ -443,11 +443,11 @@ class Layout:
             else:
                 own += aligned(tensor.nbytes)
         self._shared_bytes, self._own_bytes = shared, own
-        #: Of all local ranks, in one record.
+        #: By-value tensors of all local ranks, in one record.
         self.by_value_bytes = shared + own * ranks
         #: How many records' by-value tensors are held at once.
         self.by_value_ring = min(self.ring, spec.by_value_slots or self.ring) if spec.by_value else 0
-        #: Of one rank's digests of shared tensors, in one record.
+        #: Digests that one rank makes of shared tensors, in one record.
         self.digest_bytes = DIGEST_BYTES * len(self.shared)
         self._by_value_start = aligned(HEADER_BYTES + self.digest_bytes * ranks)
         self.by_value_slot_bytes = 0

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 
-#: Of torch's own making; a scheduler's and a gradient scaler's are among them.
+#: Attributes that torch sets, its schedulers and gradient scaler among them.
 _NOT_OURS = (
     "_opt_called",
     "_warned_capturable",

@@ -32,7 +32,7 @@ def state_name(optimizer: int, param: str, key: str) -> str:
 
 
 def state_shard(param: TensorSpec, state: StateTensorSpec) -> Shard | None:
-    """Of which whole a tensor of optimizer state is a piece: it is cut like its parameter, if it can be cut at all."""
+    """The shard that a tensor of optimizer state is: element-wise state is cut like its parameter."""
     return param.shard if state.elementwise else None
 
 
@@ -50,11 +50,11 @@ class StoredNames:
         self._own = "ranks.{}." if version < 3 else "ranks.{}.model."
 
     def tensor(self, tensor: TensorSpec) -> str:
-        """Of a parameter, stepped or not."""
+        """Name of a parameter, stepped or not."""
         return self._of_first(model_name(tensor.name), tensor.shard)
 
     def state(self, param: ParamSpec, optimizer: int, state: StateTensorSpec) -> str:
-        """Of a tensor of optimizer state."""
+        """Name of a tensor of optimizer state."""
         name = state_name(optimizer, param.tensor.name, state.key)
         return self._of_first(name, state_shard(param.tensor, state))
 
@@ -62,7 +62,7 @@ class StoredNames:
         return name if shard is not None or self._first == 0 else f"ranks.{self._first}.{name}"
 
     def by_value(self, tensor: TensorSpec, rank: int) -> str:
-        """Of a rank's own tensor. Of a sharded one the pieces of the first ranks make up the whole."""
+        """Name of a rank's own tensor. The shards of the first ranks make up the whole of a sharded one."""
         if rank == 0 or self._is_piece(tensor, rank):
             return model_name(tensor.name)
         return self._own.format(rank) + tensor.name

@@ -138,7 +138,7 @@ class Peers:
         try:
             self._replicator.ask(Drain(), Drained, _ANSWER_SECONDS)
         except AgentGoneError as error:
-            _log.warning("whether peers have got the last words is not known: %s", error)
+            _log.warning("could not confirm that peers received the final records: %s", error)
 
     def close(self) -> None:
         self._give_up_recovery("the agent leaves")
@@ -171,7 +171,7 @@ class Peers:
 
     @property
     def kept_bytes(self) -> int:
-        """Of these, what the replicator keeps."""
+        """Memory of the fragments that the replicator keeps for other nodes, in bytes."""
         return self._rooms.nbytes
 
     @property
@@ -366,7 +366,7 @@ class Peers:
             return
         if held.base is None or held.base <= (self._job.record or 0):
             return  # of an earlier attempt: a new one follows
-        # An agent that replaces another one in its attempt counts from 1 again, so that numbers are no names.
+        # An agent that replaces another one in its attempt counts from 1 again, so numbers are not unique.
         name = f"{self._job.attempt}/{self._token}/{'-'.join(map(str, group.ranks))}/{held.number}"
         sent_name, sent = self._sent.get(group.ranks, ("", 0))
         whole = min(held.committed.values())

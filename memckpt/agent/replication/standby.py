@@ -25,10 +25,10 @@ class StandbyReplica:
         self.opened = opened
         self.generation = generation
         self._virtual: dict[int, RecordMeta] = {}
-        #: Of the records that have come without a break, up to the newest.
+        #: The first of the records that have come without a gap up to the newest.
         self._first = 0
         self._newest: int | None = None
-        #: What lies beyond it belongs to a past that is not gone on with.
+        #: What lies beyond it belongs to an abandoned timeline.
         self._last: int | None = None
 
     @property

@@ -6,7 +6,7 @@ import logging
 
 
 class Complaints:
-    """Of one kind of work.
+    """Log of the failures of one kind of work: one traceback for each new one.
 
     Args:
         log: where to.

@@ -291,7 +291,7 @@ class KeptWindow:
             self._drop(number)
 
     def drop_beyond(self, record: int) -> None:
-        """These belong to a past that is not gone on with."""
+        """Drop these records: they belong to an abandoned timeline."""
         for number in [one for one in self._records if one > record]:
             self._drop(number)
 

@@ -24,7 +24,7 @@ _log = logging.getLogger("memckpt.replicator")
 _CACHED_STRIPES = 32
 #: Records that wait for a holder, in windows.
 _MOST_WINDOWS_QUEUED = 3
-#: Of a reason, in characters: a peer writes it.
+#: Characters of a reason from a peer that are kept.
 _MOST_WORDS = 500
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 5.0
 #: Records over which a link's rate is averaged.
@@ -520,7 +520,7 @@ class Sender:
 
     @property
     def window(self) -> Window | None:
-        """Of the newest generation; None before the first."""
+        """Window of the newest generation; None before the first."""
         newest = self._newest
         return None if newest is None else newest.window
 

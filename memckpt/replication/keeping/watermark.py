@@ -44,14 +44,18 @@ class Leader:
         return self._change()
 
     def unheard(self, nodes: frozenset[str]) -> Watermark | None:
-        """Of which nothing is heard now; a new watermark if it has changed. While there are any, not all is whole."""
+        """Note the nodes that are silent now: while there are any, not all is whole.
+
+        Returns:
+            The new watermark, if it has changed.
+        """
         if nodes == self._unheard:
             return None
         self._unheard = nodes
         return self._change()
 
     def give_up(self, nodes: frozenset[str]) -> Watermark | None:
-        """Of which nothing is heard for so long that nobody is to wait for them; a new watermark if it has changed."""
+        """Note the nodes that are silent for too long to be waited for. Returns the new watermark if it changed."""
         if nodes == self._given_up:
             return None
         self._given_up = nodes

@@ -34,7 +34,7 @@ class WindowSizes(NamedTuple):
 
 
 def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
-    """Of a window of records with a layout.
+    """Sizes of a window of records with a layout.
 
     Args:
         spec: what the layout is made from.

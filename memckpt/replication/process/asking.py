@@ -33,7 +33,7 @@ class Asking:
         self._said: dict[str, bytes | None] = {}
         generation = LIVE_ALL if source.live is not None else source.generation
         self._nodes = {source.live} if source.live is not None else {node for node, _ in source.pieces}
-        #: Of the node and ranks that have the rest, where pieces have only what is these ranks' own.
+        #: Node and ranks that have the rest, where pieces hold only what is private to these ranks.
         self._replica = source.replica if source.live is None and source.private else None
         self._replica_said: list[bytes | None] = []
         self._request, self._replica_request = number(), number()

@@ -76,7 +76,7 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Of its stripes."""
+        """Number of its stripes."""
         assert self.manifest is not None
         return -(-self.manifest.nbytes // STRIPE_BYTES)
 
@@ -86,7 +86,7 @@ class Part:
         return min(STRIPE_BYTES, self.manifest.nbytes - stripe * STRIPE_BYTES)
 
     def digest(self, stripe: int) -> bytes:
-        """Of a stripe, as most holders say; empty where the owner says it with the stripe."""
+        """Digest of a stripe, as most holders say; empty where the owner sends it with the stripe."""
         assert self.manifest is not None
         return self.manifest.digests[16 * stripe : 16 * (stripe + 1)]
 

@@ -49,7 +49,7 @@ from memckpt.replication.transport.wire import (
 
 #: Handed over before the loop looks at what has arrived.
 _PUMP_BYTES = 1 << 20
-#: Of a reason in the log, in characters: peers write them.
+#: The longest reason from a peer that is logged, in characters.
 _MOST_WORDS = 500
 _log = logging.getLogger("memckpt.replicator")
 
@@ -218,8 +218,8 @@ class ReplicationNode:
         try:
             self._transport.send(peer, encode(message), payload)
         except PeerError as error:
-            # It does not read what it is sent. It is met anew when it does, and gets all that there is.
-            _log.warning("%s is let go of: %s", peer, error)
+            # The peer does not drain its queue: drop it, and resynchronize when it reconnects.
+            _log.warning("dropping peer %s: %s", peer, error)
             self._transport.forget(peer)
             self._connected.discard(peer)
 

@@ -68,7 +68,7 @@ class Reader:
         self._parts = self._plan_parts(self._static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
-        #: Of the record, and of the one before it where that is wanted.
+        #: Steps of the record, and of the one before it where that is wanted.
         self._steps: dict[int, int] = {}
         self._rank_states: dict[int, dict[int, bytes]] = {
             number: {} for number in range(source.record - source.before, source.record + 1)

@@ -65,11 +65,11 @@ from memckpt.state.records import HeldPieces
 _log = logging.getLogger("memckpt.replicator")
 #: How often the agent is told how things are.
 _REPORT_SECONDS = 1.0
-#: How long peers may take to get the last words of a training that is over.
+#: How long peers may take to receive the final records of a training, in seconds.
 _DRAIN_SECONDS = 5.0
 #: Memory that is reserved at once; it takes some milliseconds.
 _AT_ONCE_BYTES = 64 << 20
-#: Of one peer, that wait until it has room for their answers.
+#: Limit on questions of one peer that wait until it has room for the answers.
 _MOST_QUESTIONS = 4096
 #: Messages of peers that are handled before the loop looks at its agent.
 _MOST_DELIVERIES = 256
@@ -141,7 +141,7 @@ class Replicator:
         self._serving = Serving()
         self._readers: list[Reader] = []
         self._asking: list[Asking] = []
-        #: Of the agent's recoveries, the one for which these read.
+        #: Number of the recovery that the readers work for.
         self._recovery = 0
         self._questions = 0
         #: Memory for others' records that is being made.
@@ -153,7 +153,7 @@ class Replicator:
         self._reported = 0.0
         self._security = ""
         self._budget: int | None = None
-        #: Of the node's memory, what the agent holds.
+        #: Memory that the agent of this node holds, in bytes.
         self._own_bytes = 0
         self._draining_until: float | None = None
         #: What a replicator before this one has kept, until it is known of which node this one is: by window and slot.

@@ -57,7 +57,7 @@ class StandbyFeed:
         self._standbys: dict[Key, StandbyWindow] = {}
         #: That the agent is making.
         self._asked: dict[Key, Window] = {}
-        #: Of which there are plain copies instead, and why.
+        #: Windows that are kept as plain copies instead, and why.
         self._refused: dict[Key, str] = {}
 
     @property
@@ -87,7 +87,7 @@ class StandbyFeed:
 
     @property
     def fragment_store(self) -> FragmentStore:
-        """Of pieces and plain copies."""
+        """The store of fragments and plain copies."""
         return self._fragment_store
 
     # Attempts

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 
 WIRE_VERSION = 3
-"""Of all that replicators say to each other. Those of different versions do not speak with each other."""
+"""Version of the protocol between replicators. Nodes of different versions do not meet."""
 ENVELOPE_BYTES = 2048
 """More than any envelope takes."""
 FRAME_BYTES = 1 << 20
