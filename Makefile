@@ -3,6 +3,9 @@
 PYTHON ?= python3
 SHARE  ?= 1/1
 CASES  ?= 2
+# Two test processes side by side; what trainings share is made once for the tests of a file.
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 VENV  := .venv
 BIN   := $(VENV)/bin
@@ -34,10 +37,10 @@ demo: setup  ## Kill a training run and see it resume
 	$(BIN)/python -m examples.demo
 
 test: setup  ## Run the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup  ## Run the slow tests, too: CASES=2 cases of each, others each day (all: CASES=all)
-	$(BIN)/python -m pytest --share $(SHARE) --cases $(CASES)
+	$(PYTEST) --share $(SHARE) --cases $(CASES)
 
 # No .venv here: whatever Python has torch for the GPU, and the dependencies, will do.
 test-gpu:  ## Run tests/gpu on a GPU, with PYTHON as it is (six at a time where it has pytest-xdist)
