@@ -56,9 +56,13 @@ def _orphans_come_to_us() -> Iterator[None]:
 # Of 6 batches per epoch: the first one, mid-epoch, the epoch's end, the next one's first, and on.
 KILLS = {NONE: [1, 4, 6, 7, 8, 11], TWO: [3, 6, 7], PERSISTENT: [1, 6, 7]}
 NAMES = [name for name in MAKERS if name != "iterable"]
-CHAINS = [(name, workers) for name in NAMES for workers in (NONE, PERSISTENT)] + [
-    (name, TWO)
-    for name in ("shuffle", "own-generator", "random-object", "distributed", "unbatched", "stateful", "init-fn")
+CHAINS = [
+    *((name, NONE) for name in NAMES),
+    *(
+        (name, TWO)
+        for name in ("shuffle", "own-generator", "random-object", "distributed", "unbatched", "stateful", "init-fn")
+    ),
+    *(pytest.param(name, PERSISTENT, marks=() if name == "shuffle" else pytest.mark.slow) for name in NAMES),
 ]
 
 

@@ -70,7 +70,7 @@ def _short_stripes() -> Iterator[None]:
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_whatever_is_lost_what_was_promised_is_there_and_nothing_else_is_given_out(
     setting: Setting, data: st.DataObject
 ) -> None:
