@@ -47,7 +47,7 @@ def everything_told(lab: Lab) -> str:
 def all_on_standbys(lab: Lab) -> None:
     """Nothing was kept as plain copies, and nothing came too late to be taken."""
     told = everything_told(lab)
-    assert "of another node are kept as standby replicas" in told
+    assert "of another node get a standby replica here" in told
     assert "plain copies" not in told
     assert "records behind" not in told
 

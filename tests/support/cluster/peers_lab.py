@@ -238,7 +238,8 @@ def replicators_of(job: PeersJob, name: str) -> set[int]:
     """The pid of a node's replicator, if it has one."""
     agent = agent_of(job, name)
     lists = (task / "children" for task in Path(f"/proc/{agent}/task").iterdir())
-    return {int(pid) for each in lists for pid in each.read_text().split() if "replicator" in command(int(pid))}
+    children = (int(pid) for each in lists for pid in each.read_text().split())
+    return {pid for pid in children if "memckpt.replication" in command(pid)}
 
 
 def replicator_of(job: PeersJob, name: str) -> int:
