@@ -33,6 +33,9 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item, rare in zip(items, shares.thinned([(item.nodeid, _every(item)) for item in items]), strict=True):
+        if rare:
+            item.add_marker(pytest.mark.slow)
     try:
         share, of = shares.parse(config.getoption("--share"))
     except ValueError as error:
@@ -50,6 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item, mine in zip(items, taken, strict=True) if mine]
     if left:
         config.hook.pytest_deselected(items=left)
+
+
+def _every(item: pytest.Item) -> int:
+    """How many cases of its test there are for each that belongs to every run."""
+    marker = item.get_closest_marker("thinned")
+    return 1 if marker is None else int(marker.args[0])
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ def test_one_run_killed_at_every_point(lab: Lab, references: Path) -> None:
     survives(lab, Run(PLAIN, lab.directory / "job"), ONE_AFTER_ANOTHER, references)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_each_feature(case: Case, lab: Lab, references: Path) -> None:
     run = survives(lab, Run(case, lab.directory / "job"), BRIEFLY, references)
@@ -49,6 +50,7 @@ def test_each_feature(case: Case, lab: Lab, references: Path) -> None:
     assert bool(skipped) is case.scaler, "steps are skipped where gradients are scaled, and only there"
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("case", RANKED, ids=str)
 def test_two_ranks(case: Case, lab: Lab, references: Path) -> None:
     survives(lab, Run(case, lab.directory / "job", ranks=2, victim=1), RANKED_KILLS, references)

@@ -33,6 +33,7 @@ def last_captured(step: int, every: int, base: int) -> int:
     return max(base, step // every * every)
 
 
+@pytest.mark.thinned(3)
 @EVERY
 @pytest.mark.parametrize("case", HIDDEN_CASES, ids=by_name)
 def test_what_an_optimizer_hides_is_found_and_captured(lab: Lab, case: Case, every: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.shares import drawn, parse, taken
+from tests.support.shares import drawn, parse, taken, thinned
 
 TESTS = [f"tests/test_{name}.py::test_it[{case}]" for name in "abc" for case in range(7)] + [
     f"tests/test_d.py::test_{number}" for number in range(40)
@@ -37,3 +37,8 @@ def test_as_many_cases_are_drawn_and_all_have_their_turn(cases: int) -> None:
         assert all(any(draw[index] for draw in draws) for index in mine)
     alone = TESTS[21:]
     assert all(draw[21:] == [True] * len(alone) for draw in draws)
+
+
+def test_every_nth_case_of_a_thinned_test_is_in_every_run() -> None:
+    found = thinned([(test, 3 if "test_b" in test else 1) for test in TESTS])
+    assert [index for index, rare in enumerate(found) if rare] == [7 + index for index in (1, 2, 4, 5)]

@@ -59,7 +59,7 @@ slow = pytest.mark.slow
     ("setup", "data", "tolerate", "redo"),
     [
         (FSDP, 2, 2, "lazy"),
-        (DDP, 3, 1, "lazy"),
+        pytest.param(DDP, 3, 1, "lazy", marks=slow),
         pytest.param(FSDP, 1, 1, "eager", marks=slow),
         pytest.param(FSDP, 3, 1, "eager", marks=slow),
         pytest.param(DDP, 1, 1, "lazy", marks=slow),
@@ -358,7 +358,8 @@ def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> N
     assert "has not answered for" in told(lab)
 
 
-@pytest.mark.parametrize("setup", [FSDP, pytest.param(DDP, marks=slow)], ids=named)
+@slow
+@pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_pieces_outlive_the_replicators_that_kept_them(lab: Lab, setup: Setup) -> None:
     """A node is lost, then the replicators of all others die, one of them once more as it is asked for pieces."""
     job = peers_job(lab, setup, peers_config(3, 1))

@@ -98,7 +98,7 @@ def newest(lab: Lab) -> int | None:
     return complete[0].step if complete else None
 
 
-@pytest.mark.parametrize("redo", ["lazy", "eager"])
+@REDO
 def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo)
     actions: Actions = {("after commit", 7): until_stored(5), ("backward", 9): kill_both}

@@ -53,3 +53,18 @@ def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
         found.append(seen[function] % stride == (draw + zlib.crc32(function.encode())) % stride)
         seen[function] += 1
     return found
+
+
+def thinned(tests: Sequence[tuple[str, int]]) -> list[bool]:
+    """Which tests are among the slow ones since only every N-th case of their function belongs to every run.
+
+    Args:
+        tests: id and N of each, cases of a function in their order.
+    """
+    seen: Counter[str] = Counter()
+    found: list[bool] = []
+    for test, every in tests:
+        function = test.partition("[")[0]
+        found.append(seen[function] % every != 0)
+        seen[function] += 1
+    return found

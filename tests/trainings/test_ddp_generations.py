@@ -36,6 +36,7 @@ def job_of(lab: Lab, redo: str, nodes: bool, changed_on: tuple[int, ...]) -> Job
     )
 
 
+@pytest.mark.thinned(3)
 @PLACES
 @CHANGED_ON
 def test_all_ranks_go_back_behind_a_record_that_one_of_them_cannot_redo(
@@ -45,6 +46,7 @@ def test_all_ranks_go_back_behind_a_record_that_one_of_them_cannot_redo(
     survives(lab, job_of(lab, redo, nodes, changed_on), [Death("all", 5, "committed")], [6 if nodes else 5])
 
 
+@pytest.mark.thinned(3)
 @PLACES
 @CHANGED_ON
 def test_a_few_records_later_all_ranks_are_protected_again(
