@@ -271,6 +271,8 @@ class Resumption:
         if not self._wants_to_repeat:
             return
         own = asked or message.not_repeated or self._state.get("unrepeatable", "")
+        if not own and message.before is not None:
+            own = self._why_not_reduced_alike(codec.decode(message.before.rank_states[self._ranks.rank]))
         reason = next(filter(None, self._ranks.gather(own)), "")
         if reason:
             # On some nodes only: one that has fetched its state has nothing to go on to.
@@ -285,6 +287,16 @@ class Resumption:
             self.held = HeldState(
                 before.step, plan.record - 1, plan.tier, self._state["provided"], self._ranks.world_size
             )
+
+    def _why_not_reduced_alike(self, before: Mapping[str, Any]) -> str:
+        """Why a step from the state before would add gradients in another order, in words; empty if it would not.
+
+        The second step of a process is reduced in the buckets that DDP lays out behind the first one, and the state
+        behind the first one cannot say how.
+        """
+        if self._ranks.world_size > 2 and self._state["reduction"] is not None and before["reduction"] is None:
+            return "DDP of three or more ranks had not laid out its buckets for good before that step"
+        return ""
 
     def _keep_following(self, states: Mapping[int, Mapping[int, bytes]]) -> None:
         """Keep the first rank state behind a captured record that every rank has."""
@@ -304,11 +316,13 @@ class Resumption:
             before, reason = tier.before(stored.point)
         if before is not None:
             opened = tier.open(before, spec, self._ranks.rank)
-            reason = self._why_not_compared(stored, opened, spec)
+            known = codec.decode(opened.rank_state)
+            reason = next(filter(None, self._ranks.gather(self._why_not_reduced_alike(known))), "")
+            reason = reason or self._why_not_compared(stored, opened, spec)
             if not reason:
                 self._repeated, self._stored = stored, opened
                 self.check.step = stored.point.step
-                self._state = codec.decode(opened.rank_state)
+                self._state = known
                 provided = self._state["provided"]
                 self.held = HeldState(before.step, before.record, "storage", provided, before.world_size)
                 return

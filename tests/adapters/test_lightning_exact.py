@@ -262,7 +262,8 @@ def interrupted(server: Server, kills: list[Kill], case: Case, directory: Path, 
 def assert_exact(reference: dict[str, Any], found: dict[str, Any], run: Run) -> None:
     assert differences(reference, found) == []
     assert wrong_losses(reference, run) == []
-    assert unproved(run.log.read_text()) == []
+    if run.attach is None:  # the stand-in checks nothing
+        assert unproved(run.log.read_text()) == []
 
 
 PLAIN = Case("plain")
@@ -274,7 +275,7 @@ def test_one_run_killed_at_every_point(
     engine: dict[str, Any], server: Server, reference: Reference, tmp_path: Path
 ) -> None:
     found = interrupted(server, ONE_AFTER_ANOTHER, PLAIN, tmp_path, **engine)
-    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path))
+    assert_exact(reference(PLAIN), found, Run(PLAIN, tmp_path, **engine))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def test_three_ranks_resume_in_the_bucket_layout_they_had(lab: Lab) -> None:
     survives(lab, job_of(lab, world_size=3), [Death(2, 4), Death(0, 8, "backward")], [4, 8])
 
 
+def test_the_second_step_of_three_ranks_is_not_repeated(lab: Lab) -> None:
+    """It was reduced in buckets of which the state behind the first step knows nothing."""
+    reason = "DDP of three or more ranks had not laid out its buckets for good before that step"
+    survives(lab, job_of(lab, world_size=3), [Death(0, 2)], [2], [reason])
+    logs = [path.read_text() for path in sorted(lab.directory.glob("*-rank*.log"))[-3:]]
+    assert any(f"nothing was compared: {reason}" in log for log in logs)
+
+
 @pytest.mark.parametrize(
     "ddp",
     [{"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}],
