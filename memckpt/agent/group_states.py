@@ -255,9 +255,10 @@ class GroupStates:
         for one in self:
             one.saver.look_at_clock()
 
-    def preempt(self) -> None:
-        for one in self:
-            one.saver.preempt()
+    def preempt(self) -> bool:
+        """Somebody got SIGTERM: save at once. False where there is no storage to save to."""
+        told = [one.saver.preempt() for one in self]
+        return any(told)
 
     def retry_later(self) -> None:
         for one in self:

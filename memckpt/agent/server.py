@@ -438,8 +438,12 @@ class Agent:
             case NeedGeneration():
                 self._order_generation(group, message, connection)
             case Preempted():
-                _log.warning("rank %d got SIGTERM: what is held goes to storage now", trainer.rank)
-                self._groups.preempt()
+                if self._groups.preempt():
+                    _log.warning("rank %d got SIGTERM: what is held goes to storage now", trainer.rank)
+                else:
+                    _log.warning(
+                        "rank %d got SIGTERM: without storage, what is held stays in memory only", trainer.rank
+                    )
             case Goodbye():
                 trainer.finished = message.finished
                 if self._attempt.all_finished:

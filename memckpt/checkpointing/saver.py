@@ -182,10 +182,12 @@ class Saver:
     def saving(self) -> bool:
         return self._jobs.busy or self._flushing is not None or bool(self._held_waiting)
 
-    def preempt(self) -> None:
-        """Somebody got SIGTERM: save at once, and take no longer than the grace period."""
-        if self._config is not None:
-            self._schedule.preempt(self._config.grace_seconds)
+    def preempt(self) -> bool:
+        """Somebody got SIGTERM: save at once, within the grace period. False where nothing is to be written."""
+        if self._config is None:
+            return False
+        self._schedule.preempt(self._config.grace_seconds)
+        return True
 
     # While training runs
 

@@ -48,11 +48,12 @@ def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS)
     finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
     """
     from memckpt.agent.serve import serve
+    from memckpt.processes.launch import make_run_dir
     from memckpt.processes.log import logging_to_stderr
     from memckpt.processes.sd_notify import READY, STOPPING, ServiceManager
 
     address = AgentAddress.of(run, node)
-    address.run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(address.run_dir)
     manager = ServiceManager()
     with logging_to_stderr():
         serve(

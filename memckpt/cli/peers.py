@@ -25,6 +25,8 @@ def show_peers(table: Table, peers: PeersStatus) -> None:
     table.add_row("scheme", escape(f"{peers.scheme}; {_security_text(peers.security)}; ack {peers.ack}"))
     if peers.every:
         steps = "every step" if peers.every == 1 else f"every {peers.every} steps"
+        if not peers.protected:  # what N comes to is not known before one has arrived
+            steps = "in place of records"
         table.add_row("cadence", f"the whole state {steps}: the links do not carry every record")
     if peers.acknowledged:
         table.add_row("acknowledged", _acknowledged_text(peers.acknowledged))

@@ -157,7 +157,8 @@ class AgentAddress:
         if original := self.original():
             log.warning(
                 "memckpt: %s is a copy of %s, and its %s was copied with it: the agent of that run is not used; the "
-                "copy gets its own, which holds nothing yet, and goes on from its storage",
+                "copy gets its own, which holds nothing yet, and goes on from its storage; `memckpt export ORIGINAL "
+                "--from memory` has what the original's agent holds",
                 self.run_dir,
                 original,
                 self.file_path.name,

@@ -46,7 +46,8 @@ def report_failure(fd: int, error: BaseException) -> None:
         return
 
 
-def _make_run_dir(run_dir: Path) -> None:
+def make_run_dir(run_dir: Path) -> None:
+    """Make a run directory, if it is not there. Raises ConfigurationError if that cannot be, or it is read-only."""
     expected = "run_dir: expected a directory, or a path at which one can be made, that this process may write to"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -72,7 +73,7 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
         AgentError: it did not come up; the message has what it said and where its log is.
         ConfigurationError: the run directory cannot be made, or not be written to.
     """
-    _make_run_dir(address.run_dir)
+    make_run_dir(address.run_dir)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
     try:
         starter = _start(address, config, write_fd)

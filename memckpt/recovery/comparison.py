@@ -129,9 +129,15 @@ class Comparison:
             elif key not in apart:
                 self.tensor("state", label, local(found[key]), local(held[key]))
 
-    def findings(self) -> Findings:
-        """The result; call it once everything has been compared."""
-        for (kind, name), (distance, dtype) in self._tensors.items():
+    def findings(self, order: Iterable[str] = ()) -> Findings:
+        """The result; call it once everything has been compared.
+
+        Args:
+            order: names of the model's tensors, in the model's order; what differs is named in it.
+        """
+        places = {name: place for place, name in enumerate(order)}
+        tensors = sorted(self._tensors.items(), key=lambda item: places.get(item[0][1].partition(" (")[0], len(places)))
+        for (kind, name), (distance, dtype) in tensors:
             difference = None
             if distance.differing:
                 difference = Difference(kind, name, distance.text, distance.relative, distance.ulp, dtype)

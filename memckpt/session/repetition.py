@@ -168,7 +168,7 @@ class Repetition:
         self._live.restore_state_order(self.state["state_order"])
         states.put_back({name: self.state["provided"][name] for name in differing})
         rng.restore(self.state["rng"])
-        return comparison.findings()
+        return comparison.findings(self._live.tensors())
 
 
 def compare_following(rank_state: bytes, held: bytes, states: RankState, ranks: Ranks) -> list[Findings]:

@@ -146,6 +146,9 @@ def test_states_that_are_sent_in_place_of_records() -> None:
     text = text_of(a_view(an_agent(peers=some_peers(every=12))))
     assert re.search(r"cadence +│ the whole state every 12 steps: the links do not carry every record", text)
     assert "the whole state every step: " in text_of(a_view(an_agent(peers=some_peers(every=1))))
+    assert "the whole state in place of records: " in text_of(
+        a_view(an_agent(peers=some_peers(every=2, protected=False)))
+    )
     assert "cadence" not in text_of(a_view(an_agent(peers=some_peers())))
 
 

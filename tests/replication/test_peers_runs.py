@@ -50,6 +50,8 @@ FSDP, DDP, HSDP = Setup(world_size=4), Setup("ddp", 4), Setup("hsdp", 4)
 FSDP6, DDP6 = Setup(world_size=6), Setup("ddp", 6)
 PLACES = ["forward", "backward", "reduced", "in step", "stepped", "in commit", "committed"]
 slow = pytest.mark.slow
+#: A replicator that stands still is not replaced.
+LEFT_ALONE = AgentConfig(linger_seconds=60.0, liveness_seconds=600.0)
 
 
 # Nodes die
@@ -344,8 +346,8 @@ def test_a_node_is_lost_while_it_fetches_or_serves(lab: Lab, setup: Setup, toler
 @slow
 @pytest.mark.parametrize("setup", [FSDP, DDP], ids=named)
 def test_reads_around_a_holder_that_has_gone_silent(lab: Lab, setup: Setup) -> None:
-    """In the same attempt; it comes to its senses when training has begun."""
-    job = peers_job(lab, setup, peers_config(2, 2))
+    """In the same attempt; it comes to its senses when training has begun, and nobody has replaced it until then."""
+    job = peers_job(lab, setup, peers_config(2, 2, agent=LEFT_ALONE))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     attempt = died.again(lab)
@@ -390,7 +392,7 @@ def test_a_node_is_lost_as_the_replicators_of_others_die(lab: Lab, setup: Setup,
 @slow
 def test_a_silent_holder_that_is_needed_is_waited_for(lab: Lab) -> None:
     """With (3, 1) nobody can be done without. It is asked for a check as well, then without, and then once more."""
-    job = peers_job(lab, FSDP, peers_config(3, 1))
+    job = peers_job(lab, FSDP, peers_config(3, 1, agent=LEFT_ALONE))
     expected = reference(lab, job)
     died = fail(lab, replace(job, protected_at=(5,)), Death("node1", 6, "backward"))
     attempt = died.again(lab)

@@ -426,7 +426,10 @@ def check_verdict(attempt: Job) -> set[str]:
             and attempt.config.replays
             and line != "nothing was compared: nothing was resumed"
         ):
-            known = verdict == "none" and any(reason in line for reason in UNCHECKED)
+            # Training that does not wait for peers may be so far ahead of what they have.
+            ahead = attempt.config.peers is not None and attempt.config.peers.ack == "proceed"
+            reasons = (*UNCHECKED, "is not held any more") if ahead else UNCHECKED
+            known = verdict == "none" and any(reason in line for reason in reasons)
             assert verdict == "equal" or known, f"{verdict}: {line}"
     assert len(verdicts) <= 1, verdicts
     if attempt.config is not None and attempt.config.replays and any(noted(attempt, "restored")) and not verdicts:
