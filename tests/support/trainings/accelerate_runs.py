@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.support.cluster.processes import children, kill_and_wait
 from tests.support.faults.check_lines import unproved
@@ -58,6 +59,9 @@ def _body(run: Run, rank: int, store: Path) -> None:
         except RuntimeError as error:
             print(error)  # gloo's ranks do not always find each other: the attempt is made once more
             os._exit(NO_PROCESS_GROUP)
+    # Tests that ran before in this process may have made an Accelerator, whose state all later ones share.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     Training(run, rank).train()
 
 
