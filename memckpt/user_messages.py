@@ -1,4 +1,4 @@
-"""What an adapter's user reads: a logger that shows INFO unless the application has configured logging."""
+"""What a user reads: counts in short, and a logger that shows INFO unless the application has configured logging."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ class Report(Protocol):
     def steps_lost(self) -> int | None: ...
     @property
     def repeated(self) -> int | None: ...
+
+
+def short_number(number: float, digits: int = 1) -> str:
+    """A count as people write it: 3.2M, 8.3K, 41."""
+    for size, letter in ((1e6, "M"), (1e3, "K")):
+        if number >= size:
+            return f"{number / size:.{digits}f}{letter}"
+    return f"{number:.0f}"
 
 
 def show_by_default(logger: logging.Logger) -> None:

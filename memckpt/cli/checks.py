@@ -19,6 +19,7 @@ from memckpt.config import (
 )
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS
 from memckpt.state.layout import CAPTURES
+from memckpt.user_messages import short_number
 
 Outcome = Literal["ok", "warning", "problem"]
 
@@ -403,8 +404,8 @@ def check_disk(facts: DiskFacts) -> list[Check]:
             checks.append(Check("storage", "ok", text))
     # One more than are kept: the oldest goes only once the newest has been verified.
     copies = 3
-    fits = facts.free / _STATE_BYTES / copies / 1e6
-    text = f"{nbytes_text(facts.free)} free; {copies} checkpoints of {fits:.0f}M parameters (fp32, Adam) fit"
+    fits = short_number(facts.free / _STATE_BYTES / copies, 0)
+    text = f"{nbytes_text(facts.free)} free; {copies} checkpoints of {fits} parameters (fp32, Adam) fit"
     if facts.free < _LITTLE_ROOM:
         checks.append(Check("room", "warning", text, "make room, or StorageConfig(keep_last=1)"))
     else:

@@ -19,6 +19,7 @@ from memckpt.protocol.writer import (
 )
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import Branch, Timeline
+from memckpt.user_messages import short_number
 
 if TYPE_CHECKING:
     from memckpt.node.replica import Replica
@@ -65,7 +66,7 @@ class Generation:
             )
         layout = self.layout
         detail = (
-            f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {layout.numel / 1e6:.1f}M parameters: "
+            f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "
             f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
         )
         by_value = layout.by_value_slot_bytes * layout.by_value_ring

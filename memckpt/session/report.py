@@ -9,6 +9,7 @@ from typing import Any
 
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.state.layout import CAPTURES, Layout, StateSpec
+from memckpt.user_messages import short_number
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
     """One line: what protects a run, how, and at what price in memory."""
     layout = Layout(spec)
     whole = sum(math.prod(param.tensor.whole_shape) for param in spec.params)
-    shards = "" if whole == layout.numel else f", of which this rank holds {layout.numel / 1e6:.1f}M"
+    shards = "" if whole == layout.numel else f", of which this rank holds {short_number(layout.numel)}"
     if spec.mode == "capture":
         steps = "every step" if spec.every == 1 else f"one step of {spec.every}"
         how = f"state capture ({reason}), {CAPTURES} copies"
@@ -67,6 +68,6 @@ def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, cave
         steps = "every step"
         how = f"{spec.mode} redo ({reason}), tap: {tap}, T={spec.period}, D={spec.slots}"
     return (
-        f"memckpt: protecting {steps} of {whole / 1e6:.1f}M parameters{shards}: {how}, "
+        f"memckpt: protecting {steps} of {short_number(whole)} parameters{shards}: {how}, "
         f"{layout.total_bytes / 2**20:.0f} MiB {where}" + "".join(f"; note: {caveat}" for caveat in caveats)
     )

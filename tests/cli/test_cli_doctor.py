@@ -24,6 +24,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.session import policy as choice
 from memckpt.storage.owner import keep_run
 from memckpt.storage.store import LocalStore, open_store
+from memckpt.user_messages import short_number
 from tests.cli.test_cli_status import an_agent, some_peers
 from tests.storage.test_storage import part_of, write
 from tests.support.trainings.cli_harness import invoke, invoke_json
@@ -551,3 +552,8 @@ def test_quota_and_affinity_make_the_cores(monkeypatch: pytest.MonkeyPatch) -> N
     assert cgroup.usable_cores() == 1.5
     monkeypatch.setattr(cgroup, "cpu_quota", lambda: None)
     assert cgroup.usable_cores() == 4.0
+
+
+@pytest.mark.parametrize(("number", "text"), [(41, "41"), (8_320, "8.3K"), (999_999, "1000.0K"), (3_200_000, "3.2M")])
+def test_counts_in_short(number: int, text: str) -> None:
+    assert short_number(number) == text
