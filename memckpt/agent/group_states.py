@@ -78,7 +78,7 @@ class GroupStates:
         self._start_writer = start_writer
         self._save_failed = save_failed
         self._all: dict[tuple[int, ...], GroupState] = {}
-        #: What the parts of this attempt's units are called.
+        #: Names in storage of the parts that this attempt's units write.
         self._names: dict[tuple[int, ...], str] = {}
 
     def __iter__(self) -> Iterator[GroupState]:

@@ -1,4 +1,4 @@
-"""What the command line shows of an agent: its groups as one."""
+"""The status of an agent for the command line: its groups as one."""
 
 from __future__ import annotations
 

@@ -411,6 +411,13 @@ def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make
     assert not node.saver.saving
 
 
+def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:
+    node = logging_node(make)
+    assert node.saver.preempt()
+    node.saver.configure(None, tmp_path, Timeline(2, "b"), 1)
+    assert not node.saver.preempt()
+
+
 def test_in_a_grace_period_the_log_is_written_and_that_is_enough(make: Any) -> None:
     node = logging_node(make)
     node.saver.preempt()

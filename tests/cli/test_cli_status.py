@@ -473,3 +473,9 @@ def test_the_package_is_the_command() -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 11, done.stderr
     assert "memckpt: no agent answers for" in done.stderr
+
+
+def test_an_agent_is_not_started_where_no_directory_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="run_dir: expected a directory, or a path at which one can be made"):
+        invoke("agent", tmp_path / "file" / "run")

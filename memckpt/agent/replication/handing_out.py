@@ -1,4 +1,4 @@
-"""What a replicator is told of a state in this agent's memory: one that it sends, and one that others read."""
+"""Descriptions, for the replicator, of states in this agent's memory: one that it sends, one that others read."""
 
 from __future__ import annotations
 

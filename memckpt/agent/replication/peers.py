@@ -176,7 +176,7 @@ class Peers:
 
     @property
     def status(self) -> PeersStatus | None:
-        """As the replicator has said it last; if that was long ago, it stands still, and nothing is protected."""
+        """The replicator's last report; if it is old, the replicator stands still, and nothing is protected."""
         if self._job is None or self._report is None or self._reported is None:
             return None
         if self._replicator is None:

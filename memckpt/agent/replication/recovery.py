@@ -68,7 +68,7 @@ class Recovery:
                 self._send(Describe(source, self._number), [])
 
     def answered(self, message: Described | Filled | RecoveryProgress) -> None:
-        """What the replicator says of one of them."""
+        """Handle the replicator's news of one recovery."""
         if isinstance(message, RecoveryProgress):
             self._done(message)
             return

@@ -173,6 +173,6 @@ class StandbyReplica:
 
 
 def as_standby(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
-    """What an owner's state consists of, on a standby replica."""
+    """The spec of an owner's state as a standby replica holds it: eager, with slots of its own."""
     slots = spec.slots + EXTRA_SLOTS + spec.trails
     return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=slots, by_value_slots=0)

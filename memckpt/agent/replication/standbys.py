@@ -121,7 +121,7 @@ class StandbyReplicas:
         newest = max(standby.generation.committed.values(), default=0)
         return max(self._watermark, newest - standby.opened.spec.slots)
 
-    # What the replicator says
+    # Messages of the replicator
 
     def open(self, message: OpenStandby) -> tuple[StandbyOpened | StandbyRefused, list[int]]:
         """Make room for an owner's generation: the answer, and the descriptors of its regions."""
@@ -214,7 +214,7 @@ class StandbyReplicas:
             self._drop(key)
 
     def told(self, key: StandbyKey, message: Message) -> StandbyApplied | StandbyFailed | None:
-        """What a redo thread has said: what the replicator is to know of it."""
+        """Handle news of a redo thread; returns what the replicator has to know of it."""
         standby = self._all.get(key)
         if standby is None:
             return None  # it has been let go of since
