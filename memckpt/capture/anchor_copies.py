@@ -1,8 +1,8 @@
-"""The anchors due in a record, copied together.
+"""Batched copies of the anchors due in a record.
 
-A piece that is a whole parameter in host memory, with all of its state in tensors, is copied with all others of its
-kind. Whether that is still what it is takes a look at each of its tensors in every record; where it is not, the caller
-copies them one by one, and finds what has changed.
+A piece that is a whole parameter in host memory, with all of its state in tensors, is copied together with the others
+of its kind. Every record checks the tensors of each such piece; on a mismatch the caller copies piece by piece, and so
+finds what has changed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from memckpt.state.layout import ParamSpec, Piece
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.tensors import is_dtensor
 
-#: The keys of a parameter's state by optimizer.
+#: Keys of a parameter's state, by optimizer.
 Keys = list[tuple[int, tuple[str, ...]]]
 
 
 class AnchorCopies:
-    """The pieces of one step of the period that can be copied together.
+    """The pieces due at one step of the anchor period that can be copied together.
 
     Args:
-        pieces: those that are due in it, each with the places of its parts: the parameter, and its state by owner.
-        params: the live parameters; `specs` is what the layout says of them, and `mine` which of them are copied here.
+        pieces: the pieces due, each with the places of its parts: the parameter, and its state by owner.
+        params: the live parameters.
+        specs: the layout's specs of `params`.
+        mine: for each parameter, whether this rank copies it.
+        optimizers: the live optimizers.
 
     Attributes:
         rest: positions of the pieces that the caller has to copy itself.
@@ -43,7 +46,7 @@ class AnchorCopies:
     ) -> None:
         self._optimizers = optimizers
         self.rest: list[int] = []
-        #: Parameters, the keys of their state, and whether they are copied here.
+        #: Each parameter, the keys of its state, and whether this rank copies it.
         self._live: list[tuple[torch.Tensor, Keys, bool]] = []
         places: list[Place] = []
         for position, (piece, parts) in enumerate(pieces):
@@ -61,7 +64,7 @@ class AnchorCopies:
         self._batch = Batch(places)
 
     def _sources_of(self, param: torch.Tensor, keys: Keys) -> list[torch.Tensor] | None:
-        """A parameter and its state; None if that is not what the layout says."""
+        """A parameter and its state; None if they differ from the layout."""
         found = [param]
         for optimizer, names in keys:
             state = self._optimizers[optimizer].state.get(param)
@@ -75,9 +78,9 @@ class AnchorCopies:
         return found
 
     def copy(self, buffer: mmap.mmap, base: int) -> bool:
-        """Copy all of them into the slot that begins at `base`, in the calling thread.
+        """Copy all pieces into the slot that begins at byte `base`, in the calling thread.
 
-        False if something is no longer what it was: then nothing is copied.
+        Returns False, and copies nothing, if a tensor no longer matches the layout.
         """
         sources: list[torch.Tensor] = []
         for param, keys, mine in self._live:
@@ -90,7 +93,7 @@ class AnchorCopies:
 
 
 def _fit(sources: Sequence[torch.Tensor], places: Sequence[Place]) -> bool:
-    """Whether these tensors, in host memory, have the shapes and dtypes of their places."""
+    """Whether the tensors lie in host memory and have the shapes and dtypes of their places."""
     return all(
         source.is_cpu and tuple(source.shape) == shape and source.dtype == dtype_of(dtype)
         for source, (_, shape, dtype) in zip(sources, places, strict=True)

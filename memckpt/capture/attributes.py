@@ -1,6 +1,6 @@
-"""Plain attributes of the user's objects, by dotted name: read at each commit, put back at a resume.
+"""Plain attributes of the user's objects, by dotted name: read at each commit, written back on a resume.
 
-What hooks keep in attributes (a curriculum's level, a moving threshold) is in no state_dict(): nobody else carries it.
+State that hooks keep in attributes (a curriculum's level, a moving threshold) is in no state_dict().
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MISSING = object()
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray})
 _ARRAYS = frozenset({torch.Tensor, torch.Size, torch.dtype, torch.device, np.ndarray, array.array})
 
-#: Objects that names may begin with, looked up anew each time: a framework makes some of them late.
+#: Root objects of dotted names, looked up on each call: a framework creates some of them late.
 Roots = Callable[[], Mapping[str, object]]
 
 
@@ -31,24 +31,24 @@ class Attributes:
 
     Args:
         names: ``"module.level"``, ``"callbacks.Curriculum.level"``: a root, then attributes or keys of dicts.
-        roots: what names may begin with; a root may have dots in its own name.
+        roots: the root objects by name; a root's own name may contain dots.
 
     Raises:
-        ConfigurationError: a name is not of this kind, or is there twice.
+        ConfigurationError: a name is malformed or given twice.
     """
 
     def __init__(self, names: Iterable[str], roots: Roots) -> None:
         self.names = checked_names(names)
         self._roots = roots
-        #: What could not be carried by a commit, in words, in the order in which it was found.
+        #: Values that a commit could not carry, as text, in the order of discovery.
         self.left_out: dict[str, None] = {}
 
     def check(self) -> None:
-        """Make sure, as training starts, that all of them can be carried.
+        """Check, as training starts, that every attribute can be carried.
 
         Raises:
-            ConfigurationError: an attribute is not there.
-            UnsupportedStateError: a value would not come back as what it is; with its name and type.
+            ConfigurationError: an attribute does not exist.
+            UnsupportedStateError: a value would not survive encoding; names the attribute and its type.
         """
         for name in self.names:
             value = self._value(name)
@@ -62,9 +62,9 @@ class Attributes:
                 raise UnsupportedStateError(f"attribute {name}{found[0]}", found[1])
 
     def capture(self) -> dict[str, Any]:
-        """The values as they are now; they may share memory with live ones until they are encoded.
+        """The current values; they may share memory with live ones until they are encoded.
 
-        Training goes on where one has become what cannot be stored: it is left out, and stands in :attr:`left_out`.
+        A value that can no longer be encoded is left out and listed in :attr:`left_out`; training goes on.
         """
         values = {}
         for name in self.names:
@@ -77,7 +77,7 @@ class Attributes:
         return values
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Put back what :meth:`capture` returned, as copies, as far as the objects that they belong to are there."""
+        """Write copies of the values that :meth:`capture` returned to the objects that exist."""
         for name in self.names:
             holder, last = self._find(name)
             if name in values and holder is not _MISSING:
@@ -92,9 +92,9 @@ class Attributes:
         return _MISSING if holder is _MISSING else _step(holder, last)
 
     def _find(self, name: str) -> tuple[Any, str]:
-        """The object that holds the attribute, and the attribute's own name; `_MISSING` while there is none."""
+        """The object that holds the attribute (`_MISSING` if there is none), and the attribute's own name."""
         roots = self._roots()
-        # The longest root wins: `callbacks.A.B` may be one that is called so.
+        # The longest root wins: `callbacks.A.B` may itself be a root.
         root = max((each for each in roots if name.startswith(f"{each}.")), key=len, default=None)
         if root is None:
             return _MISSING, ""
@@ -108,15 +108,15 @@ class Attributes:
 
 
 class AttributesOf:
-    """Some plain attributes of one object, as an object with a state.
+    """Some plain attributes of one object, as an object with a state_dict().
 
     Args:
-        name: of the object, for messages.
-        obj: which.
-        names: of its attributes; dotted, where they are those of what it has.
+        name: name of the object, for messages.
+        obj: the object.
+        names: names of its attributes; dotted for attributes of its attributes.
 
     Raises:
-        ConfigurationError, UnsupportedStateError: as of :meth:`Attributes.check`.
+        ConfigurationError, UnsupportedStateError: as :meth:`Attributes.check`.
     """
 
     def __init__(self, name: str, obj: object, names: Iterable[str]) -> None:
@@ -126,20 +126,20 @@ class AttributesOf:
         self._attributes.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """The values; raises as the constructor."""
+        """The values. Raises as the constructor does."""
         self._attributes.check()
         return self._attributes.capture()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put them back."""
+        """Write the values back."""
         self._attributes.restore(state)
 
 
 def checked_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The names that a user has given.
+    """The names that a user has given, validated.
 
     Raises:
-        ConfigurationError: one is not a dotted name, or is there twice.
+        ConfigurationError: a name is not dotted, or is given twice.
     """
     if isinstance(names, str):
         raise ConfigurationError(f"attributes: expected a list of names, found the str {names!r}")
@@ -159,9 +159,9 @@ def _step(held: Any, part: str) -> Any:
 
 
 def _unstorable(value: Any, path: str) -> tuple[str, str] | None:
-    """The first place, with its type, whose value would not come back as what it is; None if all do.
+    """Path and type of the first value that would not survive encoding; None if all do.
 
-    Stricter than the codec, which gives subclasses back as their base.
+    Stricter than the codec, which decodes subclasses as their base.
     """
     kind = type(value)
     if kind in _PLAIN:

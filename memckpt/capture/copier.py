@@ -1,8 +1,8 @@
-"""How bytes get from live tensors into slots: at once on a CPU, on a side stream from a GPU.
+"""Copies from live tensors into slots: synchronous on a CPU, on a side stream from a GPU.
 
 Contract: :meth:`Copier.copy` may return before the copy is done. The source must not change before the current stream
-has passed :meth:`Copier.wait_before_changes`, and nobody may read the destination before a token that was taken after
-the copy has been waited for.
+has passed :meth:`Copier.wait_before_changes`. The destination must not be read before a token taken after the copy has
+been waited for.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ class Copier(Protocol):
     """Copies into slots. One per session.
 
     Attributes:
-        asynchronous: whether copies may be on their way when :meth:`copy` returns.
+        asynchronous: whether copies may still be in flight when :meth:`copy` returns.
     """
 
     asynchronous: bool
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin to copy `source` into host memory `destination` of the same shape and dtype."""
+        """Start a copy of `source` into host memory `destination` of the same shape and dtype."""
 
     def fetch(self, source: torch.Tensor) -> torch.Tensor:
-        """Begin to copy a small tensor into host memory of its own, which is returned and to be read as a slot is."""
+        """Start a copy of a small tensor into new host memory and return it; readable under the same rule as a slot."""
 
     def wait_before_changes(self) -> None:
-        """From here on, work that is enqueued may change sources again. Makes the device wait, never the host."""
+        """Let later work on the current stream change sources. The device waits for the copies; the host does not."""
 
     def token(self) -> Callable[[], None]:
-        """A function that waits until every copy that was begun before this call is done."""
+        """A function that blocks until every copy started before this call is done."""
 
     def recording_graph(self) -> bool:
-        """Whether work is being recorded into a graph instead of being done: nothing may be copied meanwhile."""
+        """Whether work is being recorded into a graph, not executed: nothing may be copied meanwhile."""
 
     def ticket(self) -> int:
-        """A number for the copies that have begun before this call; it never falls."""
+        """A ticket number for the copies started before this call; never decreases."""
 
     def done(self) -> int:
-        """The highest number up to which copies are known to be done. Looks, and never waits."""
+        """The highest ticket whose copies are known to be done. Never blocks."""
 
     def adopt(self, region: Region) -> None:
-        """Prepare a region as a destination."""
+        """Prepare a region as a destination of copies."""
 
     def release(self, region: Region) -> None:
-        """Undo :meth:`adopt`; before the region is closed."""
+        """Undo :meth:`adopt`; call before the region is closed."""
 
 
 class HostCopier:
-    """Plain copies in the calling thread: there is nothing to overlap with on a CPU that computes."""
+    """Synchronous copies in the calling thread: training on a CPU leaves nothing to overlap with."""
 
     asynchronous = False
 
@@ -92,12 +92,12 @@ class HostCopier:
 class CudaCopier:
     """Copies on a side stream into page-locked slots.
 
-    Small tensors are gathered into buckets before they are launched, so that a layer costs one hand-over between
-    streams and not one per parameter (REFT's tiny buckets).
+    Small tensors are gathered into buckets of :attr:`BUCKET_BYTES` before they are launched, so that the streams
+    synchronize once per layer and not once per parameter (REFT's tiny buckets).
 
     Args:
-        device: of the sources.
-        cuda: ``torch.cuda``; a test puts another one in its place that knows what happens before what.
+        device: device of the sources.
+        cuda: ``torch.cuda``; a test passes a stand-in that tracks the order of events.
     """
 
     asynchronous = True
@@ -109,10 +109,10 @@ class CudaCopier:
         self._stream = cuda.Stream(device)
         self._bucket: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._bucket_bytes = 0
-        #: The streams on which what is in the bucket was made: fully_shard reduces gradients on one of its own.
+        #: Streams that produced the tensors in the bucket: fully_shard reduces gradients on a stream of its own.
         self._sources: set[Any] = set()
         self._registered: dict[int, int] = {}
-        #: Recorded behind each launch whose copies are not known to be done, oldest first.
+        #: Events recorded behind each launch whose copies are not known to be done, oldest first.
         self._launched: deque[Any] = deque()
         self._done = 0
         #: Hooks of one backward may run in several threads.
@@ -155,14 +155,14 @@ class CudaCopier:
 
     def wait_before_changes(self) -> None:
         if self.recording_graph():
-            return  # what is recorded runs later, and streams outside of the graph cannot be waited for in it
+            return  # recorded work runs later, and a graph cannot wait for streams outside of it
         self._launch()
         self._cuda.current_stream(self._device).wait_stream(self._stream)
 
     def token(self) -> Callable[[], None]:
         self._launch()
-        self.done()  # nobody else need ask, and events of launches are not to be kept for ever
-        # Blocking: whoever waits for it sleeps, and leaves the core to the training thread.
+        self.done()  # drops finished events: no other caller may do so
+        # Blocking: the waiting thread sleeps and leaves the core to the training thread.
         event = self._cuda.Event(blocking=True)
         event.record(self._stream)
         synchronize: Callable[[], None] = event.synchronize
@@ -177,14 +177,14 @@ class CudaCopier:
 
     def done(self) -> int:
         with self._lock:
-            # A query would spoil a graph that is being recorded.
+            # A query would break a graph that is being recorded.
             while self._launched and not self.recording_graph() and self._launched[0].query():
                 self._launched.popleft()
                 self._done += 1
             return self._done
 
     def adopt(self, region: Region) -> None:
-        """Page-lock the mapping: copies from the device to pageable memory would silently block."""
+        """Page-lock the mapping: copies from the device to pageable memory would block without notice."""
         address = torch.frombuffer(region.map, dtype=torch.uint8).data_ptr()
         result = self._cuda.cudart().cudaHostRegister(address, region.nbytes, 0)
         if int(result) != 0:
@@ -198,22 +198,22 @@ class CudaCopier:
     def release(self, region: Region) -> None:
         address = self._registered.pop(id(region), None)
         if address is not None:
-            self._launch()  # what is still gathered may go there
+            self._launch()  # the bucket may hold copies into this region
             self._stream.synchronize()
             self._cuda.cudart().cudaHostUnregister(address)
 
 
 def _take_error(device: torch.device) -> None:
-    """Take the last error away: CUDA keeps it for whoever launches a kernel next, and that would be the user."""
+    """Clear CUDA's last error: it would be reported to the next kernel launch, which is the user's."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """Where training runs: the accelerator that some of its tensors are on, or the CPU.
+    """The accelerator that some of the tensors are on, or the CPU.
 
     Raises:
-        UnsupportedError: they are on several.
+        UnsupportedError: the tensors are on several accelerators.
     """
     on: dict[torch.device, str] = {}
     for name, tensor in tensors.items():
@@ -229,5 +229,5 @@ def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """The copier for gradients that live on `device`."""
+    """The copier for gradients on `device`."""
     return CudaCopier(device) if device.type == "cuda" else HostCopier()

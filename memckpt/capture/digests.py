@@ -1,8 +1,8 @@
-"""Digests of tensors that several ranks should have alike: of each, so that one copy can stand for all.
+"""Digests of tensors that should be equal on several ranks, so that one copy can stand for all.
 
-In host memory xxh3 of the bytes. On a device two sums of 32-bit words, each times a key of 64 bits that belongs to its
-place, modulo 2^64: integers, so that the order of the additions is of no account, and two tensors that differ have
-equal sums once in 2^64 times or so. Nothing waits for the device: the sums come to the host as tensors in slots do.
+In host memory the digest is xxh3 of the bytes. On a device it is two sums, modulo 2^64, of 32-bit words times 64-bit
+keys by position. Integer sums do not depend on the order of additions; two tensors that differ collide with a
+probability of about 2^-64. The host does not wait for the device: the sums are fetched like tensors in slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from memckpt.capture.copier import Copier
 from memckpt.state.layout import DIGEST_BYTES
 from memckpt.state.tensors import local
 
-#: Words that are multiplied at once: bounds the temporary, which has 16 bytes for each.
+#: Words multiplied at once; bounds the temporary, which takes 16 bytes per word.
 _CHUNK = 1 << 20
 _SUMS = 2
 _SEED = 0x6D656D636B7074
@@ -24,18 +24,18 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 def on_host(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes can be read where they are."""
+    """Whether a tensor's bytes are readable by the host."""
     return tensor.device.type == "cpu"
 
 
 def digest(tensor: torch.Tensor) -> bytes:
-    """xxh3_128 of the bytes of a tensor in host memory, in row-major order."""
+    """xxh3_128 of the bytes, in row-major order, of a tensor in host memory: 16 bytes."""
     return xxhash.xxh3_128_digest(_as_bytes(tensor).numpy().data)
 
 
 @torch.no_grad()
 def sums(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor on a device: int64 of shape ``(2,)``, on that device and in its stream."""
+    """The digest of a tensor on a device: int64 of shape ``(2,)``, on that device and on the current stream."""
     words = _as_bytes(tensor)
     rest = words.numel() % 4
     if rest or words.storage_offset() % 4:
@@ -50,7 +50,7 @@ def _sums(words: torch.Tensor) -> torch.Tensor:
 
 
 def _keys_on(device: torch.device) -> torch.Tensor:
-    """The keys, int64 of shape ``(2, chunk)``; the same in every process."""
+    """The keys: int64 of shape ``(2, _CHUNK)``, equal in every process."""
     if device not in _keys:
         generator = torch.Generator("cpu").manual_seed(_SEED)
         made = torch.randint(-(2**63), 2**63 - 1, (_SUMS, _CHUNK), generator=generator, device="cpu")
@@ -64,7 +64,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Digests:
-    """Those of some tensors as they are now; :meth:`encode` them once the copier's copies are done."""
+    """Digests of some tensors at this point; call :meth:`encode` once the copier's copies are done."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
         here = [local(tensor) for tensor in tensors]
@@ -73,7 +73,7 @@ class Digests:
         self._fetched = copier.fetch(torch.stack(away)) if away else None
 
     def encode(self) -> bytes:
-        """All of them, in order, each of 16 bytes."""
+        """All digests, in order, 16 bytes each."""
         fetched = b"" if self._fetched is None else self._fetched.numpy().tobytes()
         found: list[bytes] = []
         for one in self._of_host:

@@ -1,9 +1,9 @@
-"""FullyShardedDataParallel (FSDP1): what is relied upon of it, and the tap for it.
+"""FullyShardedDataParallel (FSDP1): the internals that we rely upon, and its tap.
 
-It flattens the parameters of each wrapped module into one, cuts that evenly, and gives every rank a piece, which has no
-place in any tensor of the user's. What the optimizer steps are the pieces, or views of them: plain tensors, each rank's
-own. During forward and backward others, the whole ones, may be in their places; between an optimizer's step and the
-next forward the pieces are.
+FSDP1 flattens the parameters of each wrapped module into one, cuts it evenly, and gives each rank a shard that
+corresponds to no slice of any user tensor. The optimizer steps these shards or views of them: plain tensors, private to
+each rank. During forward and backward the unsharded parameters may replace them in the modules; between an optimizer's
+step and the next forward the shards are in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memckpt.capture.shards import fsdp1_wrappers
 from memckpt.capture.taps import PendingTap
 from memckpt.errors import UnsupportedError
 
-#: What it marks parameters with that are views of a flat one.
+#: FSDP1's mark on parameters that are views of a flat parameter.
 _MARK = "_fsdp_flattened"
 
 REMEDY = (
@@ -30,15 +30,15 @@ REMEDY = (
 
 
 def is_flattened(model: nn.Module) -> bool:
-    """Whether some parameters are FSDP1's, also where its wrapper is not part of `model`."""
+    """Whether some parameters belong to FSDP1, even if its wrapper is not part of `model`."""
     return bool(fsdp1_wrappers(model)) or any(getattr(param, _MARK, False) for param in model.parameters())
 
 
 def check(model: nn.Module, world_size: int) -> None:
-    """Refuse what this tap cannot follow.
+    """Refuse models that this tap does not support.
 
     Raises:
-        UnsupportedError: the wrapper is not part of the model, does not span the job, or is not as torch makes it.
+        UnsupportedError: the wrapper is not part of the model, does not span the job, or lacks attributes we rely upon.
     """
     covered = {id(param) for one in fsdp1_wrappers(model) for param in one.parameters()}
     outside = [name for name, param in model.named_parameters() if getattr(param, _MARK, False)]
@@ -55,7 +55,7 @@ def check(model: nn.Module, world_size: int) -> None:
                     "use fully_shard (FSDP2)"
                 )
         ranks = dist.get_world_size(one.process_group)
-        between = getattr(one, "_inter_node_pg", None)  # of the hybrid strategies
+        between = getattr(one, "_inter_node_pg", None)  # set by the hybrid strategies
         ranks *= dist.get_world_size(between) if between is not None else 1
         if ranks != world_size:
             raise UnsupportedError(
@@ -66,7 +66,7 @@ def check(model: nn.Module, world_size: int) -> None:
 
 def _flat_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for one in fsdp1_wrappers(model):
-        if one._handle is not None:  # None where it manages no parameters of its own
+        if one._handle is not None:  # None if the wrapper manages no parameters itself
             yield one._handle.flat_param
 
 
@@ -77,14 +77,14 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
 
 
 class FlatParameterTap(PendingTap):
-    """Stages nothing during backward: what the optimizer has used is cut out of reduced flat gradients only behind it.
+    """Stages gradients after the optimizer's step, from the reduced flat gradients; stages nothing during backward.
 
-    Flat parameters say when a backward runs, right before their gradients are reduced. Whether parameters were changed
-    by hand is looked at before forward, while each rank's own pieces are in their places.
+    Flat parameters signal a backward right before their gradients are reduced. Changes of parameters by hand are
+    looked for before forward, while each rank's own shards are in place.
 
     Args:
-        model: with the wrappers in it.
-        recorder: of the session.
+        model: the model, with the wrappers in it.
+        recorder: the session's recorder.
         before_reduction: as for :class:`memckpt.capture.taps.ShardTap`.
     """
 

@@ -1,8 +1,8 @@
-"""What happens to gradients between backward and the optimizer's step: clipping and unscaling.
+"""Changes of gradients between backward and the optimizer's step: clipping and unscaling.
 
-Streaming stages gradients before they are changed in place, so the changes are recorded as factors: raw gradient times
-recorded factors equals, bit for bit, what the optimizer used. The places where torch makes them are wrapped while a
-session is open; a change made in another way shows up in the check of the first record, and the tap changes.
+Streaming stages gradients before they are changed in place, and records each change as a factor: staged gradient times
+recorded factor equals, bit for bit, what the optimizer used. torch's functions that make such changes are wrapped while
+a session is open. The check of the first records finds any other change, and the session switches to another tap.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from memckpt.state.tensors import whole
 
 
 class Listener(Protocol):
-    """Told of each in-place change, right before it is made and right after."""
+    """Notified right before and right after each in-place change."""
 
     def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
-        """`kind` and `operand` as in GradientOp; `params` are the parameters whose gradients change."""
+        """A change is about to be made: `kind` and `operand` as in GradientOp, to the gradients of `params`."""
 
     def gradients_changed(self, params: list[torch.Tensor]) -> None:
-        """The change is made."""
+        """The change has been made."""
 
 
 _lock = threading.Lock()
@@ -36,7 +36,7 @@ _originals: list[tuple[Any, str, Any]] = []
 
 
 def listen(listener: Listener) -> None:
-    """Tell `listener` of changes until :func:`unlisten`. The first listener installs the wrappers."""
+    """Notify `listener` of changes until :func:`unlisten`. The first listener installs the wrappers."""
     with _lock:
         if not _originals:
             _install()
@@ -44,7 +44,7 @@ def listen(listener: Listener) -> None:
 
 
 def unlisten(listener: Listener) -> None:
-    """The last listener that goes takes the wrappers away."""
+    """Stop notifying `listener`. The last one to leave removes the wrappers."""
     with _lock:
         _listeners.discard(listener)
         if not _listeners:
@@ -66,7 +66,7 @@ def _telling(kind: str, operand: Any, params: Iterable[torch.Tensor]) -> Iterato
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     original = getattr(owner, name, None)
     if original is None:
-        return  # a torch without this function: the check of staged gradients will notice what it did
+        return  # this torch lacks the function; the check of staged gradients finds other changes
     _originals.append((owner, name, original))
     setattr(owner, name, functools.wraps(original)(make(original)))
 
@@ -80,7 +80,8 @@ def _install() -> None:
         def wrapper(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> None:
             parameters = _as_list(parameters)
             with torch.no_grad():
-                # The norm of DTensors is one, too: here all ranks take part, whatever becomes of the record.
+                # The norm of DTensors is a DTensor: `whole` is collective, so it runs whether or not a record is
+                # written.
                 factor = torch.clamp(float(max_norm) / (whole(total_norm) + 1e-6), max=1.0)
             with _telling("mul", factor, parameters):
                 original(parameters, max_norm, total_norm, foreach)
@@ -103,7 +104,7 @@ def _install() -> None:
 
         return wrapper
 
-    # clip_grad_norm_ calls the first of these by its module's global name, so that every way of importing it is seen.
+    # clip_grad_norm_ calls the first of these by its module global, so every way of importing it is covered.
     _wrap(clip_grad, "_clip_grads_with_norm_", clip_by_norm)
     _wrap(torch.nn.utils, "clip_grads_with_norm_", clip_by_norm)
     _wrap(clip_grad, "clip_grad_value_", clip_by_value)

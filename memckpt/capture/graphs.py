@@ -1,8 +1,8 @@
-"""CUDA graphs: what is recorded into one runs later, and then without the hooks by which training is seen.
+"""CUDA graphs: recorded work runs later, without the hooks that observe training.
 
-A forward in a graph (``torch.compile(mode="reduce-overhead")``, ``make_graphed_callables``) is no matter: gradients are
-accumulated outside of it. A whole backward is seen only while it is recorded; its replays leave gradients that are
-taken after the step. A step's replays leave nothing that could be recorded.
+A forward in a graph (``torch.compile(mode="reduce-overhead")``, ``make_graphed_callables``) is harmless: gradients are
+accumulated outside of it. A whole backward runs its hooks only while it is recorded; the gradients of its replays are
+taken after the step. Replays of a step leave nothing that could be recorded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ STEP = (
 
 
 class GraphNotes:
-    """What has been seen to be recorded into graphs.
+    """Graph recordings seen in this session.
 
     Attributes:
-        backward, step: whether one has been.
+        backward, step: whether a backward or a step has been recorded.
         stepped: whether an optimizer has stepped, outside of graphs, since the last commit.
     """
 
@@ -29,14 +29,14 @@ class GraphNotes:
         self.stepped = False
 
     def refuse_unseen(self, world_size: int, told: bool) -> None:
-        """Refuse a commit where replays hide whether it is a restore point.
+        """Refuse a commit if replays hide whether it is a restore point.
 
         Args:
-            world_size: the number of ranks.
-            told: whether the caller has said if gradients are pending.
+            world_size: number of ranks.
+            told: whether the caller has declared if gradients are pending.
 
         Raises:
-            UnsupportedError: several ranks, whose reductions are not seen.
+            UnsupportedError: several ranks, whose reductions are hidden.
             UsageError: gradients may be waiting for a step.
         """
         stepped, self.stepped = self.stepped, False
@@ -45,10 +45,10 @@ class GraphNotes:
         if world_size > 1:
             raise UnsupportedError(
                 f"a backward was recorded into a CUDA graph, with {world_size} ranks: its replays run no hooks, so "
-                "that it cannot be seen when all ranks have reduced; record the forward alone, or use one rank"
+                "it is unknown when all ranks have reduced; record the forward alone, or use one rank"
             )
         if not (told or stepped or self.step):
             raise UsageError(
                 "commit(): a backward was recorded into a CUDA graph, whose replays cannot be seen, and no optimizer "
-                "has stepped: expected commit(gradients_pending=True) in the middle of an accumulation, False else"
+                "has stepped: expected commit(gradients_pending=True) inside an accumulation, False otherwise"
             )

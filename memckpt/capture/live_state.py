@@ -1,8 +1,8 @@
-"""The live training state by name: which tensors there are, and which of them are staged how.
+"""The live training state by name: its tensors, and how each is staged.
 
 Three kinds. *Stepped*: parameters that an optimizer steps, covered by gradients and anchors. *By value*: buffers and
 averaged models that change with every step, copied into every record. *Static*: everything else, frozen parameters and
-large constant buffers, copied once a generation and watched for changes.
+large constant buffers, copied once per generation and watched for changes.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from memckpt.state.optimizers import (
 )
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
-#: Buffers up to this size are copied at every step without asking whether they change.
+#: Buffers up to this size are copied with every record, without checking whether they change.
 SMALL_BYTES = 64 << 10
-#: What compiled, checkpointed and FullyShardedDataParallel modules put into names.
+#: Name prefixes that compiled, checkpointed and FullyShardedDataParallel modules add.
 _WRAPPER_PREFIXES = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
-#: Larger by-value tensors are held once for all ranks that share slots, as long as these agree.
+#: By-value tensors above this size are held once for all ranks that share slots, as long as the ranks agree.
 SHARED_ABOVE_BYTES = 64 << 10
-#: Slots that a job takes whose ranks share tensors while others have slots of their own, with an accelerator: as many
-#: records others may be ahead of the newest one on which all agree (docs/design.md, "Held once").
+#: Slots with an accelerator if some ranks share tensors while others have slots of their own: the number of records
+#: by which other units may be ahead of the newest record on which all ranks agree (docs/design.md, "Held once").
 _SLOTS_BETWEEN_UNITS = 5
 
-#: By-value tensors of a record, of all local ranks: up to so many bytes they stay as long as its gradients, so that a
-#: log of small records, which storage may choose by itself, may lag behind by a whole batch.
+#: Bytes of by-value tensors per record, over all local ranks, up to which they stay as long as the record's gradients:
+#: storage may choose to log small records, and that log may lag by a whole batch.
 SMALL_BY_VALUE_BYTES = 4 << 20
 
 _log = logging.getLogger("memckpt")
@@ -58,11 +58,10 @@ _log = logging.getLogger("memckpt")
 
 @dataclass(frozen=True)
 class SpecRequest:
-    """Settings that a layout depends on beside the live tensors.
+    """Settings that a layout depends on, beside the live tensors.
 
-    `reads_late` says that records are read out of their slots as long as they lie there, and not only for restores: by
-    peers, by the log in storage. `shares` says that some ranks of the job share slots; `asynchronous` that commits are
-    sent later than they are made.
+    `reads_late`: peers or the log in storage read records as long as they lie in their slots, not only restores.
+    `shares`: some ranks of the job share slots. `asynchronous`: commits are sent later than they are made.
     """
 
     mode: RedoMode
@@ -80,9 +79,8 @@ class SpecRequest:
 
 @dataclass
 class Growth:
-    """What earlier records have shown to need room: sub-steps of an optimizer, bytes of a sparse gradient, tensors
-    that change, tensors of which ranks have had different ones; none of these ever shrinks. And the dtypes of
-    gradients, as they were last."""
+    """Room that earlier records have shown to be needed; it never shrinks: sub-steps by optimizer, bytes of sparse
+    gradients, tensors that change, tensors that differ between ranks. And the latest dtypes of gradients."""
 
     sub_steps: dict[int, int] = field(default_factory=dict)
     sparse_bytes: dict[str, int] = field(default_factory=dict)
@@ -91,7 +89,7 @@ class Growth:
     grad_dtypes: dict[str, str] = field(default_factory=dict)
 
     def take_over(self, spec: StateSpec) -> None:
-        """What the run that is being resumed had room for."""
+        """Adopt the room of the run that is being resumed."""
         self.sub_steps = {index: optimizer.sub_steps for index, optimizer in enumerate(spec.optimizers)}
         self.sparse_bytes = {param.tensor.name: param.sparse_bytes for param in spec.params if param.sparse_bytes}
         self.changing = {tensor.name for tensor in spec.by_value}
@@ -100,7 +98,7 @@ class Growth:
 
 
 class LiveState:
-    """Names of the live tensors of a model, its optimizers and modules beside it."""
+    """The live tensors, by name, of a model, its optimizers and extra modules."""
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], extra_modules: Mapping[str, nn.Module]
@@ -114,7 +112,7 @@ class LiveState:
         self._named_params: list[tuple[str, torch.Tensor]] = []
         self._dry_runs: list[DryRuns] = [{} for _ in self.optimizers]
         self._shards: dict[str, torch.Tensor] = {}
-        # FSDP1 puts others into the places of parameters for a while.
+        # FSDP1 replaces parameters in the modules temporarily.
         self._flattened: dict[str, torch.Tensor] = {}
         self.put_shards_in_place()
         if shards.fsdp1_wrappers(model):
@@ -122,17 +120,17 @@ class LiveState:
         for optimizer in self.optimizers:
             refuse_unsupported(optimizer)
         self._check()
-        #: What of optimizers could not be captured, in words, in the order in which it was found.
+        #: State of optimizers that could not be captured, as text, in the order of discovery.
         self.left_out: dict[str, None] = {}
         #: Optimizers whose steps cannot be redone, with the reason.
         self.not_redoable: dict[int, str] = {}
         habits = [self._habits_of(index) for index in range(len(self.optimizers))]
         #: Optimizers whose step changes gradients in place: they cannot be read after it.
         self.changing_optimizers = {index for index, habit in enumerate(habits) if habit.changes}
-        #: By how much a step moves a gradient's version counter though its values stay.
+        #: Increments of a gradient's version counter in a step that leaves its values alone, by optimizer.
         self.version_moves = [habit.version_moves for habit in habits]
         classes = [type(each) for index, each in enumerate(self.optimizers) if index not in self.not_redoable]
-        #: Names of optimizer classes that no other process finds: only a trainer can redo their steps.
+        #: Names of optimizer classes that no other process can import: only a trainer can redo their steps.
         self.redone_only_here = sorted({each.__qualname__ for each in classes if not is_importable(each)})
 
     def _habits_of(self, index: int) -> GradientHabits:
@@ -146,12 +144,12 @@ class LiveState:
         return GradientHabits(False, 0)
 
     def put_shards_in_place(self) -> None:
-        """Have shards, and not whole parameters, in the modules; on every rank at the same time."""
+        """Put shards, not whole parameters, in the modules; to be called on every rank at the same time."""
         for module in (self.model, *self.extra_modules.values()):
             shards.put_in_place(module)
 
     def _in_place_of(self, name: str, tensor: torch.Tensor, stepped: set[int]) -> torch.Tensor:
-        """The shard, where a whole parameter stands in its place for a while."""
+        """The shard of `name` if a whole parameter replaces it temporarily, else `tensor`."""
         known = self._shards.get(name)
         if known is not None and id(tensor) not in stepped and known.shape == tensor.shape:
             return known
@@ -187,7 +185,7 @@ class LiveState:
                 raise UnsupportedError(f"{name} has dtype {tensor.dtype}, which is not supported")
 
     def _check_ownership(self) -> None:
-        """Refuse optimizers of another model; parameters beside the model, a learned temperature say, are fine."""
+        """Refuse optimizers of another model. Parameters beside the model are allowed (a learned temperature)."""
         modules = (self.model, *self.extra_modules.values())
         named = {id(param) for module in modules for param in module.parameters()}
         named |= {id(param) for _, param in self._parameters()}
@@ -230,7 +228,7 @@ class LiveState:
         return named
 
     def large_buffers(self) -> dict[str, torch.Tensor]:
-        """Buffers that are not copied with every record unless they are seen to change."""
+        """Buffers above :data:`SMALL_BYTES`: copied with every record only once they are seen to change."""
         params = {id(param) for _, param in self._parameters()}
         return {
             name: tensor
@@ -244,7 +242,7 @@ class LiveState:
         return any(is_dtensor(tensor) for tensor in self.tensors().values())
 
     def pieces(self) -> list[tuple[str, tuple[int, ...], Shard]]:
-        """Which pieces of which tensors this rank holds, without what is held whole."""
+        """Name, shape and shard of each tensor of which this rank holds a part."""
         found = ((name, tuple(local(tensor).shape), shard_of(tensor)) for name, tensor in self.tensors().items())
         return [(name, shape, shard) for name, shape, shard in found if shard is not None]
 
@@ -257,7 +255,7 @@ class LiveState:
         }
 
     def buffer_holders(self) -> dict[str, tuple[nn.Module, str]]:
-        """Where each buffer hangs: user code may put another tensor in its place at any time."""
+        """The module and key of each buffer, by name: user code may replace the tensor at any time."""
         holders: dict[str, tuple[nn.Module, str]] = {}
         for prefix, module in [("", self.model), *((f"{name}.", one) for name, one in self.extra_modules.items())]:
             for path, owner in module.named_modules():
@@ -273,7 +271,7 @@ class LiveState:
                     yield f"optimizer{index}.group{group_index}.param{position}", param
 
     def _stepped(self) -> dict[int, list[tuple[int, int]]]:
-        """(optimizer, group) pairs by the identity of each parameter that they may step."""
+        """(optimizer, group) pairs by the `id` of each parameter that they may step."""
         owners: dict[int, list[tuple[int, int]]] = {}
         for index, optimizer in enumerate(self.optimizers):
             for group_index, group in enumerate(optimizer.param_groups):
@@ -285,7 +283,7 @@ class LiveState:
     # Layout
 
     def spec(self, request: SpecRequest) -> StateSpec:
-        """The layout's spec for the state as it is now; looks at the module tree anew."""
+        """The layout's spec of the current state; walks the module tree again."""
         self._group_names = None
         self._named_params = []
         owners = self._stepped()
@@ -330,9 +328,9 @@ class LiveState:
         )
 
     def _held_once(self, by_value: Sequence[TensorSpec], request: SpecRequest) -> tuple[str, ...]:
-        """Names of the by-value tensors of which ranks that share slots hold one copy; the same on all ranks.
+        """Names of by-value tensors that the ranks sharing slots hold once; the same on all ranks.
 
-        Whoever reads records late has each rank's own: bytes of a record are the same whenever they are read.
+        Empty if somebody reads records late: a record's bytes must be the same whenever they are read.
         """
         if not request.shares or request.mode != "lazy" or request.reads_late:
             return ()
@@ -340,9 +338,9 @@ class LiveState:
         return tuple(one.name for one in by_value if one.nbytes > SHARED_ABOVE_BYTES and one.name not in apart)
 
     def _state_dict_keys(self) -> dict[str, str]:
-        """Keys of the model's ``state_dict()`` with the names of their tensors here; no hook of the user's runs."""
+        """Names of tensors by their key in the model's ``state_dict()``; runs none of the user's hooks."""
         names = {id(tensor): name for name, tensor in self.tensors().items()}
-        # Those that stand in the places of shards for a while.
+        # Whole parameters that replace shards temporarily.
         names.update((id(param), _without_wrappers(name)) for name, param in self.model.named_parameters())
         keys = {}
         for path, module in self.model.named_modules(remove_duplicate=False):
@@ -365,7 +363,7 @@ class LiveState:
             specs.append(OwnerSpec(index, group_index, described_state.tensors, described_state.keys))
             whole = whole or not is_elementwise(optimizer)
         sparse_bytes = self.growth.sparse_bytes.get(described.name, 0)
-        # What backward makes is of that dtype where it is not said otherwise (None: whatever is assigned).
+        # Gradients have the dtype `grad_dtype` of the parameter if it is set (None: any dtype may be assigned).
         said = getattr(param, "grad_dtype", None) or param.dtype
         grad_dtype = self.growth.grad_dtypes.get(described.name) or dtype_name(said)
         other = grad_dtype if grad_dtype != described.dtype else ""
@@ -373,7 +371,7 @@ class LiveState:
 
     def _optimizer_spec(self, index: int, request: SpecRequest) -> OptimizerSpec:
         optimizer = self.optimizers[index]
-        # Captured attributes belong to the rank state: they change, and the layout does not.
+        # Captured attributes are in the rank state: they change, and the layout must not.
         kept = attributes(optimizer)[0] if request.mode != "capture" else {}
         return OptimizerSpec(
             module=type(optimizer).__module__,
@@ -384,10 +382,10 @@ class LiveState:
             changes_gradients=index in self.changing_optimizers,
         )
 
-    # What is captured beside tensors in slots
+    # State captured beside the tensors in slots
 
     def capture_optimizers(self, spec: StateSpec) -> list[Any]:
-        """What the optimizers keep and that layout has no room for, attributes of theirs among it."""
+        """State of the optimizers that has no room in the layout, including their attributes."""
         capture = self._optimizer_capture()
         found = capture.capture(spec)
         for text in capture.left_out:
@@ -395,16 +393,16 @@ class LiveState:
         return found
 
     def restore_optimizers(self, captured: list[Any], resharded: bool = False) -> None:
-        """Put back what :meth:`capture_optimizers` found; behind the restore of all tensors."""
+        """Restore what :meth:`capture_optimizers` returned; call after all tensors are restored."""
         self._optimizer_capture().restore(captured, resharded)
 
     def _optimizer_capture(self) -> OptimizerCapture:
         return OptimizerCapture(self.optimizers, self.tensors(), [self.model, *self.extra_modules.values()])
 
-    # What frameworks change behind our back and a resume has to put back
+    # State that frameworks change by themselves and a resume has to restore
 
     def describe_groups(self) -> list[list[dict[str, Any]]]:
-        """Groups of all optimizers with parameters by name, as plain values for the rank state."""
+        """Groups of all optimizers as plain values for the rank state, with parameters by name."""
         described = []
         for optimizer, names in zip(self.optimizers, self.names_of_groups(), strict=True):
             settings = hyperparameters(optimizer)
@@ -426,7 +424,7 @@ class LiveState:
         return self._group_names[1]
 
     def restore_groups(self, described: list[list[dict[str, Any]]]) -> None:
-        """Give the optimizers the groups that :meth:`describe_groups` saw: structure and hyperparameters."""
+        """Restore the groups that :meth:`describe_groups` returned: structure and hyperparameters."""
         tensors = self.tensors()
         for optimizer, groups in zip(self.optimizers, described, strict=True):
             live = optimizer.param_groups
@@ -440,7 +438,7 @@ class LiveState:
             del live[len(groups) :]
 
     def describe_state_order(self) -> list[list[str] | None]:
-        """For each optimizer the names of the parameters with state, in its order; None where that is the groups'."""
+        """For each optimizer, parameters with state in order of insertion; None if that is the groups' order."""
         orders: list[list[str] | None] = []
         names: dict[int, str] = {}
         for optimizer in self.optimizers:
@@ -454,7 +452,7 @@ class LiveState:
         return orders
 
     def restore_state_order(self, orders: list[list[str] | None]) -> None:
-        """Put the optimizers' state into the order that :meth:`describe_state_order` saw: state_dict() shows it."""
+        """Restore the order that :meth:`describe_state_order` returned: state_dict() shows it."""
         tensors = self.tensors()
         for optimizer, order in zip(self.optimizers, orders, strict=True):
             for name in order or ():
@@ -482,7 +480,7 @@ def _without_wrappers(name: str) -> str:
 
 
 def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """An optimizer's state for a parameter, without making an entry where there is none."""
+    """An optimizer's state for a parameter, without creating an entry."""
     state: dict[str, Any] = optimizer.state.get(param, {})
     return state
 
@@ -490,8 +488,8 @@ def state_of(optimizer: Optimizer, param: torch.Tensor) -> dict[str, Any]:
 def _by_value_slots(by_value: Sequence[TensorSpec], shared: Collection[str], slots: int, request: SpecRequest) -> int:
     """Number of records whose by-value tensors are held; 0: as many as there are slots.
 
-    With lazy redo a record that can be restored lies at most D behind the newest one: to begin the next takes from the
-    log what older ones need. Its own by-value tensors are written later, at its end.
+    With lazy redo, restorable records lie at most D behind the newest one: beginning the next record invalidates what
+    older ones need. A record's own by-value tensors are written later, at its end.
     """
     nbytes = sum(one.nbytes * (1 if one.name in shared else len(request.local_ranks)) for one in by_value)
     if request.mode != "lazy" or request.reads_late or nbytes <= SMALL_BY_VALUE_BYTES:

@@ -1,4 +1,4 @@
-"""Marks of gradients whose copies are still on their way: they are set once the copies are known to be done."""
+"""Landing marks of gradients whose copies are in flight: set once the copies are known to be done."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from memckpt.capture.copier import Copier
 
 
 class MarksInFlight:
-    """Waiting marks of one record, for an asynchronous copier. Nothing here ever waits for a copy.
+    """Marks of one record that wait for an asynchronous copier. Never blocks on a copy.
 
-    Hooks of one backward may run in several threads, so that calls exclude each other.
+    Thread-safe: hooks of one backward may run in several threads.
     """
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
         self._waiting: deque[tuple[int, memoryview, int, int]] = deque()  # ticket, words, index, value
-        # What is to be set for a parameter; another value than the waiting mark's says that it was copied over since.
+        # The newest mark of each parameter; a waiting mark with another value has been superseded by a later copy.
         self._newest: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def add(self, words: memoryview, index: int, value: int) -> None:
-        """A copy has begun: set the mark when it is done."""
+        """Set the mark once the copy that has just begun is done."""
         with self._lock:
             ticket = self._copier.ticket()
-            # Asking the device costs a microsecond: once for each hand-over of copies, not for each gradient.
+            # Asking the device takes about a microsecond: once per launch of copies, not per gradient.
             if self._waiting and self._waiting[-1][0] != ticket:
                 self._set()
             self._waiting.append((ticket, words, index, value))
             self._newest[index] = value
 
     def drop(self, index: int) -> None:
-        """A parameter's gradient is about to be copied over: what waits for it is void."""
+        """Void the waiting marks of a parameter whose gradient is about to be overwritten."""
         with self._lock:
             self._newest.pop(index, None)
 
     def look(self) -> None:
-        """Set the marks of all copies that are done by now."""
+        """Set the marks of all copies that are done."""
         with self._lock:
             self._set()
 
     def forget(self) -> None:
-        """The record is over."""
+        """Drop all marks: the record is over."""
         with self._lock:
             self._waiting.clear()
             self._newest.clear()

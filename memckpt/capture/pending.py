@@ -1,12 +1,12 @@
-"""Which gradients no optimizer has used yet: while there are any, the end of a batch is no restore point.
+"""Gradients that no optimizer has used yet: while there are any, the end of a batch is no restore point.
 
-Pending are parameters, by the set of optimizers that own them (their *family*): a step of any owner uses the gradients
-of a family, and a family that another optimizer's step leaves alone goes on waiting.
+Parameters are tracked by the set of optimizers that own them (their *family*). A step of any owner uses the gradients
+of the whole family; steps of other optimizers do not.
 
-Gradients may also wait for nobody. In adversarial training a generator's backward reaches the critic, whose gradients
-are thrown away before its own backward. At the batch's end both look alike, so a family waits until it was seen once
-that its gradients were thrown away; from then on they are taken to be. Whether they are is looked at each time: what is
-used after all makes a family wait for ever, and is said.
+Some gradients are never used. In adversarial training a generator's backward reaches the critic, whose gradients are
+discarded before its own backward. At the end of the batch they look like accumulated ones, so a family counts as
+pending until its gradients were seen to be discarded once. From then on they are assumed to be, and each time that is
+verified: if they are used after all, a warning follows and the family counts as pending from then on.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from memckpt.state.tensors import version
 
 _log = logging.getLogger("memckpt")
-#: Indices of the optimizers that own a parameter. Empty for what no optimizer owns: flat parameters, whose pieces they
-#: step.
+#: Indices of the optimizers that own a parameter. Empty for flat parameters, which no optimizer owns directly: they
+#: step its shards.
 Family = tuple[int, ...]
-#: So many ends of batches in a row that are no restore points are worth a line.
+#: Consecutive ends of batches without a restore point before a warning.
 _MANY = 100
 
 
@@ -33,8 +33,8 @@ class PendingGradients:
     """Gradients that no optimizer step has used yet, for each optimizer of a session.
 
     Args:
-        optimizers: all of them.
-        failed: called with the reason when a restore point turns out to have been none.
+        optimizers: all optimizers of the session.
+        failed: called with the reason when an assumed restore point turns out not to have been one.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], failed: Callable[[str], None]) -> None:
@@ -42,19 +42,19 @@ class PendingGradients:
         self._failed = failed
         self._families: dict[int, Family] = {}
         self._members: dict[Family, list[torch.Tensor]] = {}
-        #: Families that wait. The value says whether their parameters show it by having a gradient.
+        #: Families with unused gradients. The value: whether `param.grad` shows it.
         self._waiting: dict[Family, bool] = {}
-        #: Families that waited at the end of a batch, with the gradients that they had then.
+        #: Families that were pending at the end of a batch, with their gradients at that time.
         self._left: dict[Family, list[tuple[torch.Tensor, weakref.ref[torch.Tensor], int]]] = {}
-        #: Those of them that were taken for gradients that are thrown away.
+        #: Those of them whose gradients were assumed to be discarded.
         self._assumed: set[Family] = set()
-        #: Whether gradients that are left at the end of a batch are thrown away, as far as that was seen.
+        #: Whether gradients left at the end of a batch are discarded, as far as observed.
         self._thrown_away: dict[Family, bool] = {}
         self._blocked = 0
         self.regroup()
 
     def regroup(self) -> None:
-        """Look at the optimizers' groups anew."""
+        """Read the optimizers' groups again."""
         owners: dict[int, tuple[torch.Tensor, set[int]]] = {}
         for number, optimizer in enumerate(self._optimizers):
             for group in optimizer.param_groups:
@@ -68,7 +68,7 @@ class PendingGradients:
     # Events
 
     def seen(self, param: torch.Tensor | None) -> None:
-        """A parameter has a new gradient; None for a flat one, whose pieces are what optimizers step."""
+        """Note a new gradient of a parameter; None for a flat parameter, whose shards the optimizers step."""
         family = () if param is None else self._families.get(id(param))
         if family is None:
             return  # no optimizer uses it
@@ -78,12 +78,12 @@ class PendingGradients:
             self._waiting[family] = bool(family)
 
     def unreduced(self) -> None:
-        """A backward has run whose gradients wait, unseen, to be reduced with those of a later one."""
+        """Note a backward whose gradients are invisible until they are reduced with those of a later one."""
         for family in self._members:
             self._waiting[family] = False
 
     def stepped(self, number: int) -> None:
-        """An optimizer has used its gradients, or decided to do without them."""
+        """Note that an optimizer has used its gradients, or skipped its step."""
         for family in [one for one in self._left if number in one]:
             self._look_at_left(family, None)
         for family in [one for one in self._waiting if number in one or not one]:
@@ -92,7 +92,7 @@ class PendingGradients:
     # Restore points
 
     def at_restore_point(self) -> bool:
-        """Whether a batch that ends here ends with nothing pending."""
+        """Whether a batch that ends here leaves no gradient pending."""
         for family, shows in list(self._waiting.items()):
             if shows and all(param.grad is None for param in self._members.get(family, ())):
                 del self._waiting[family]
@@ -107,14 +107,14 @@ class PendingGradients:
             names = ", ".join(sorted({type(self._optimizers[n]).__qualname__ for one in blocking for n in one}))
             _log.warning(
                 "memckpt: none of the last %d batches ended at a restore point: gradients of %s wait for its step. "
-                "Where they are thrown away later, tell commit(gradients_pending=False)",
+                "If they are discarded later, call commit(gradients_pending=False)",
                 _MANY,
                 names or "some optimizer",
             )
         return not blocking
 
     def waive(self) -> None:
-        """Gradients that wait are of no account: whoever commits says so."""
+        """Ignore pending gradients: the caller of commit has declared that there are none."""
         self._waiting.clear()
         self._left.clear()
         self._assumed.clear()
@@ -131,16 +131,16 @@ class PendingGradients:
             ]
 
     def _look_at_left(self, family: Family, fired: torch.Tensor | None) -> None:
-        """Were the gradients that waited at the end of a batch thrown away, or are they part of what is used now?
+        """Decide whether gradients that were left at the end of a batch were discarded or are being used.
 
         Args:
-            family: whose they were.
-            fired: the parameter whose gradient has just been accumulated, and whose counter has moved by that.
+            family: the family that the gradients belong to.
+            fired: the parameter whose gradient was just accumulated, which has incremented its counter once.
         """
         left = self._left.pop(family)
         assumed = family in self._assumed
         self._assumed.discard(family)
-        kept = fired is not None and torch.is_grad_enabled()  # a new tensor is made of both then
+        kept = fired is not None and torch.is_grad_enabled()  # backward then makes a new tensor of both
         for param, gradient, counted in left:
             held = gradient()
             moves = 1 if param is fired else 0
@@ -148,7 +148,7 @@ class PendingGradients:
         self._thrown_away[family] = not kept and self._thrown_away.get(family, True)
         if kept and assumed:
             names = ", ".join(sorted({type(self._optimizers[number]).__qualname__ for number in family}))
-            reason = f"gradients of {names} that were left over at the end of a batch, as they often are, were used"
+            reason = f"gradients of {names} that were left over at the end of a batch, and usually discarded, were used"
             _log.warning(
                 "memckpt: %s: a resume from that batch would not be exact. The state is written anew at the next batch "
                 "that leaves none",
@@ -156,17 +156,17 @@ class PendingGradients:
             )
             self._failed(reason)
 
-    # Knowledge for a resume
+    # State for a resume
 
     def capture(self) -> dict[str, Any]:
-        """Its share of a restore point's rank state."""
+        """This object's part of a restore point's rank state."""
         return {
             "thrown_away": [[list(family), known] for family, known in sorted(self._thrown_away.items())],
             "left": [list(family) for family in sorted(self._left) if family in self._waiting],
         }
 
     def resume(self, captured: dict[str, Any]) -> None:
-        """Go on from what :meth:`capture` found; with zeros in the place of gradients that were left over."""
+        """Restore what :meth:`capture` returned; zeros stand for the gradients that were left over."""
         self.waive()
         self._thrown_away = {tuple(family): known for family, known in captured["thrown_away"]}
         for family in captured["left"]:

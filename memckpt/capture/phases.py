@@ -1,8 +1,8 @@
-"""The trainer's phase marks, by which peers' traffic keeps out of the way of reductions.
+"""The trainer's phase marks, by which peers' traffic yields to reductions.
 
-The end of a step is marked by the session, a backward by the taps, which see its first gradient: under DDP before the
-first reduction. No hook is put on modules: a hook in a compiled module would change what is compiled. What the taps do
-not see is taken as part of the phase before: sharded parameters are seen from their first reduced gradient on.
+The session marks the end of a step. The taps mark a backward at its first gradient, under DDP before the first
+reduction. Modules get no hooks, which would change what is compiled. Work that the taps do not see counts as part of
+the previous phase: sharded parameters are seen from their first reduced gradient on.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _log = logging.getLogger("memckpt")
 
 
 class PhaseMarks:
-    """Marks the phases of one rank. Its methods never raise: what goes wrong is said once, and nothing marked any more.
+    """Phase marks of one rank. Methods never raise: the first error is logged once and ends marking.
 
     Args:
-        writer: to the shared page, which belongs to the caller: :meth:`remove` this before it is closed.
+        writer: writer to the shared page. The caller owns it, and calls :meth:`remove` before it closes it.
         record: number of the first record to be made.
     """
 
@@ -32,7 +32,7 @@ class PhaseMarks:
         self._mark(Phase.FORWARD)
 
     def gradient_seen(self) -> None:
-        """From a hook that autograd runs: a backward is running. Its first call marks that, the others cost nothing."""
+        """Mark a backward, from a hook that autograd runs. Only the first call of a backward does anything."""
         if self._in_backward or self._writer is None:
             return
         self._in_backward = True
@@ -55,13 +55,13 @@ class PhaseMarks:
         self._mark(Phase.STEP)
 
     def step_ended(self, record: int) -> None:
-        """A record is complete, and the next one begins."""
+        """Mark the end of `record` and the start of the next one."""
         self._step = record + 1
-        self._in_backward = False  # a backward that raised has not come to its end
+        self._in_backward = False  # a backward that raised runs no callback
         self._mark(Phase.FORWARD)
 
     def remove(self) -> None:
-        """Mark nothing any more. Idempotent."""
+        """Stop marking. Idempotent."""
         self._writer = None
 
     def _mark(self, phase: Phase) -> None:
@@ -72,5 +72,5 @@ class PhaseMarks:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        _log.warning("memckpt: phases are not marked any more, so that peers send at any time: %s", error)
+        _log.warning("memckpt: phases are no longer marked, so peers send at any time: %s", error)
         self.remove()

@@ -1,8 +1,8 @@
-"""Which parameters have a gradient between two steps, and of which kind: None and zeros are different to an optimizer.
+"""Presence and kind of each parameter's gradient between two steps: optimizers treat None and zeros differently.
 
 After ``zero_grad(set_to_none=False)`` a parameter that a batch does not use has a gradient of zeros, and its optimizer
-steps it (decay, momentum); one that never had a gradient is left alone. So a resume puts zeros where there was a
-gradient. What values it had is of no account at a restore point: it has been used, and is about to be zeroed.
+steps it (decay, momentum). A parameter whose gradient is None is not stepped. So a resume puts zeros where there was a
+gradient. Its values do not matter at a restore point: it has been used, and is about to be zeroed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from memckpt.capture.live_state import LiveState
 from memckpt.state.optimizers import dtype_name, dtype_of
 from memckpt.state.tensors import is_dtensor
 
-#: None: no gradient. Else its layout, "dense" or "sparse", and its dtype; for a sparse one also its sparse dimensions.
+#: None: no gradient. Else its layout ("dense" or "sparse"), its dtype and, if sparse, its number of sparse dimensions.
 Kind = list[Any] | None
 
 
 def describe_gradients(live: LiveState) -> dict[str, Any]:
-    """What :func:`restore_gradients` needs, for the rank state: the usual case, and what differs from it by name."""
+    """Input of :func:`restore_gradients`, for the rank state: the common case, and exceptions by name."""
     present: list[str] = []
     absent: list[str] = []
     others: list[list[Any]] = []
@@ -46,7 +46,7 @@ def _kind(gradient: torch.Tensor) -> Kind:
 
 @torch.no_grad()
 def restore_gradients(live: LiveState, described: dict[str, Any]) -> None:
-    """Give every parameter that had a gradient one of zeros, and take it from those that had none."""
+    """Give zeros to every parameter that had a gradient, and None to every other."""
     unusual = set(described["unusual"])
     others = dict(described["others"])
     for optimizer, names in zip(live.optimizers, live.names_of_groups(), strict=True):

@@ -1,8 +1,8 @@
-"""Collects one record: staged gradients, the steps that optimizers really took, and the factors between them.
+"""Collection of one record: staged gradients, the steps that optimizers really took, and the factors between them.
 
 Taps call :meth:`Recorder.stage`; optimizer post-hooks call :meth:`Recorder.optimizer_stepped`; the session closes the
-record. Nothing here raises into the user's training: what goes wrong is kept in `problem`, and the session answers it
-with a new generation.
+record. Nothing here raises into the user's training: an error is kept in `problem`, and the session responds with a new
+generation.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _PendingSubStep:
     groups: codec.Packed
     stepped: bool
     absent: list[int] = field(default_factory=list)
-    #: Whether a fused step under a gradient scaler had no effect. In host memory, once its copy has arrived.
+    #: Flag in host memory, once its copy has arrived: a fused step under a gradient scaler had no effect.
     found_inf: torch.Tensor | None = None
     sparse: list[SparseGradient] = field(default_factory=list)
     ops: list[_PendingOp] = field(default_factory=list)
@@ -59,10 +59,10 @@ class _PendingSubStep:
 
 @dataclass
 class StallClock:
-    """Seconds that the training thread spent in us, by cause.
+    """Seconds that the training thread spent in our code, by cause.
 
-    `hooks` is what is run by autograd, by optimizers and by torch's functions that change gradients. Each of these
-    hooks measures itself, from its first line to its last: what they call does not.
+    `hooks` covers hooks of autograd, of optimizers, and of torch's functions that change gradients. Each hook measures
+    itself as a whole; functions that it calls do not.
     """
 
     hooks: float = 0.0
@@ -77,7 +77,7 @@ class StallClock:
 
     @contextlib.contextmanager
     def in_hook(self) -> Iterator[None]:
-        """Measure a hook. Those that run for each parameter do without this, which would cost more than they do."""
+        """Measure a hook. Hooks that run per parameter skip this: it would cost more than they do."""
         started = time.perf_counter()
         try:
             yield
@@ -86,7 +86,7 @@ class StallClock:
 
 
 class Recorder:
-    """One per session. `writer` is None while nothing can be staged (no generation yet, or none any more)."""
+    """Recorder of a session. `writer` is None while nothing can be staged, as before the first generation."""
 
     def __init__(self, live: LiveState, copier: Copier, clock: StallClock) -> None:
         self._live = live
@@ -95,16 +95,16 @@ class Recorder:
         self.writer: SlotWriter | None = None
         self.record = 0
         self.graphs = GraphNotes()
-        #: Whether records are made of steps; else the state is captured as it stands.
+        #: Whether records consist of steps; else the state is captured by value.
         self.needs_steps = True
         self.streams = True
         self.pending = PendingGradients(live.optimizers, self.fail)
         #: Whether a backward has run since the last step of any optimizer, or the last commit.
         self.backward_ran = False
-        #: The class of an optimizer whose step is compiled; empty if there is none, None before the first step.
+        #: Class name of an optimizer whose step is compiled; empty if there is none, None before the first step.
         self.compiled: str | None = None
         self.problem: str | None = None
-        #: What of ours has raised in this record, in words; empty if nothing has.
+        #: Text of an internal error in this record; empty if there was none.
         self.broken = ""
         self._told: set[str] = set()
         self.tap_mismatch: str | None = None
@@ -112,38 +112,39 @@ class Recorder:
         self.watch: ParameterWatch | None = None
         self.on_backward: Callable[[], None] | None = None
         self.marks: PhaseMarks | None = None
-        #: Says in a backward whether a later one adds to its gradients before a step: then they are not copied.
+        #: Whether a later backward adds to the gradients of this one before a step: then they are not copied.
         self.accumulates: Callable[[], bool] | None = None
         self._asked_in = -1
         self._put_off = False
-        #: Is told of each optimizer's step while the last step of a dead attempt is repeated.
+        #: Called at each optimizer step while the last step of a dead attempt is repeated.
         self.repeated: Callable[[int, Optimizer], None] | None = None
-        #: Is told of each gradient as backward has made it, while a dead attempt's are there to compare with.
+        #: Called with each gradient as backward has made it, while those of a dead attempt are there for comparison.
         self.witness: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        #: The name of the tap that calls :meth:`stage`.
+        #: Name of the tap that calls :meth:`stage`.
         self.tap = ""
         self._noted_before: set[int] = set()
         self._ops: list[_PendingOp] = []
         self._sub_steps: list[_PendingSubStep] = []
         self._steps_taken: dict[int, int] = {}
-        # For each parameter: 0 while its gradient is not staged for the coming step, else 1 + the number of
-        # in-place changes that had been made when it was.
+        # For each parameter: 0 until its gradient is staged for the coming step, then 1 + the number of in-place
+        # changes
+        # made before it was staged.
         self._staged_after: list[int] = []
-        # The gradient that was staged, None where unknown, and its version counter after the last known change.
+        # The staged gradient of each parameter (None: unknown), and its version counter after the last known change.
         self._held: list[torch.Tensor | None] = []
         self._counts: list[int] = []
-        # By optimizer: where the gradients of its next step go, None where there is no room for one more.
+        # By optimizer: destinations of the gradients of its next step; None if there is no room for another one.
         self._rows: list[list[torch.Tensor | None] | None] = []
-        # By optimizer: where it is marked that a gradient has landed, None once the optimizer has stepped.
+        # By optimizer: landing marks of its gradients; None once the optimizer has stepped.
         self._landings: list[memoryview | None] = []
         self._in_flight = MarksInFlight(copier) if copier.asynchronous else None
-        # For each parameter: how many gradients backward has made for it in this record. Of all: how many were staged.
+        # For each parameter, gradients made by backward in this record; and over all of them, gradients staged.
         self._firings: list[int] = []
         self._landed = 0
         self._changed: str | None = None
 
     def begin(self, writer: SlotWriter | None, record: int) -> None:
-        """Start to collect `record`."""
+        """Start collecting `record`."""
         self.writer = writer
         self.record = record
         self.problem = None
@@ -161,7 +162,7 @@ class Recorder:
             self._in_flight.forget()
 
     def fail(self, reason: str) -> None:
-        """This record cannot be whole: the session begins a new generation at its end."""
+        """Void this record: the session begins a new generation at its end."""
         if self.problem is None:
             self.problem = reason
 
@@ -171,7 +172,7 @@ class Recorder:
         return bool(self._steps_taken)
 
     def broke(self, what: str, error: Exception) -> None:
-        """Something of ours has raised inside of the user's step, which must not end for that."""
+        """Note an internal error inside the user's step, which must go on."""
         reason = f"{what} failed: {type(error).__name__}: {error}"
         if reason not in self._told:
             self._told.add(reason)
@@ -182,10 +183,10 @@ class Recorder:
     # From taps
 
     def backward_runs(self) -> bool:
-        """From hooks that autograd runs, as soon as they do: gradients are being made and reduced.
+        """Note, from hooks that autograd runs, that gradients are being made and reduced.
 
         Returns:
-            False where they are not, but what makes them is being recorded into a graph.
+            False if the backward is being recorded into a graph and not executed.
         """
         if self._copier.recording_graph():
             self.graphs.backward = True
@@ -195,11 +196,11 @@ class Recorder:
         return True
 
     def gradient_seen(self, param: torch.Tensor | None, look: bool = True) -> None:
-        """A parameter has a new gradient: from now on the record cannot end before its optimizer has stepped.
+        """Note a new gradient: from now on the record cannot end before the parameter's optimizer has stepped.
 
         Args:
-            param: None for a flat one, of which optimizers have the pieces.
-            look: whether parameters stand in their places, so that changes by hand can be looked for.
+            param: the parameter; None for a flat one, whose shards the optimizers step.
+            look: whether parameters are in place, so that changes by hand can be looked for.
         """
         self.pending.seen(param)
         if not self.backward_ran:
@@ -211,7 +212,7 @@ class Recorder:
             self.look_before_backward()
 
     def look_before_backward(self) -> None:
-        """A backward is about to run, or begins: were parameters changed since their optimizer's step?"""
+        """Look for changes of parameters since their optimizer's step; called when a backward begins or is about to."""
         try:
             if self.on_backward is not None:
                 self.on_backward()
@@ -219,9 +220,9 @@ class Recorder:
             self.broke("looking for changes of parameters", error)
 
     def stage(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Stage the gradient that backward has produced for `param`; the last call before a step counts."""
+        """Stage the gradient that backward has made for `param`; the last call before a step counts."""
         try:
-            # What follows runs for each tensor of each step: as little of it as possible is a call.
+            # Runs for each tensor of each step: calls are kept to a minimum.
             self.pending.seen(param)
             if not self.backward_ran:
                 self._backward_begins()
@@ -256,7 +257,7 @@ class Recorder:
                     self._copier.copy(view, gradient)
                 elif writer.mine[index]:
                     return  # it was sparse: settled at the optimizer's step
-            self._landed = landed = self._landed + 1  # what others stage counts, too: ranks put their orders together
+            self._landed = landed = self._landed + 1  # other ranks count these, too, and merge orders
             if landings is not None and view is not None:
                 if self._in_flight is None:
                     landings[index] = landed << FIRING_BITS | firing
@@ -268,15 +269,15 @@ class Recorder:
             self.broke("staging a gradient", error)
 
     def _take_off(self, landings: memoryview, index: int) -> None:
-        """A gradient is about to be copied over one that has landed, or is about to."""
+        """Clear a landing mark, set or in flight, before its gradient is overwritten."""
         if self._in_flight is not None:
             self._in_flight.drop(index)
         landings[index] = 0
 
     def _is_put_off(self, accumulates: Callable[[], bool]) -> bool:
-        """Whether gradients of the backward that runs now need not be copied; asked once for each.
+        """Whether gradients of the running backward need not be copied; asks once per backward.
 
-        A wrong answer costs no more than a copy: what a step uses and is not staged is taken behind that step.
+        A wrong answer costs only a copy: gradients that a step uses and that are not staged are taken after the step.
         """
         running: int = torch._C._current_graph_task_id()
         if running == -1 or running != self._asked_in:
@@ -305,12 +306,12 @@ class Recorder:
             self.broke("noting a change of gradients", error)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A number as it is now, in host memory. From a device it is on its way there, and nobody waits for it."""
+        """A small tensor's value at this point, in host memory; a copy from a device may still be in flight."""
         tensor = local(tensor)
         return tensor.clone() if codec.on_host(tensor) else self._copier.fetch(tensor)
 
     def note_versions(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """The gradients of these parameters (None: of all staged ones) are as known changes have left them."""
+        """Note the version counters of these parameters' gradients (None: of all staged ones) after a known change."""
         try:
             writer = self.writer
             if writer is None:
@@ -323,23 +324,23 @@ class Recorder:
             self.broke("noting a change of gradients", error)
 
     def _as_staged(self, number: int, index: int, gradient: torch.Tensor, stepped: bool) -> bool:
-        """Whether a staged gradient went through known changes only, as far as version counters tell."""
+        """Whether a staged gradient underwent known changes only, as far as version counters tell."""
         held = self._held[index]
         if held is None:
-            return True  # not known; the check of the values is left
-        # What a fused step does to DTensors is not counted.
+            return True  # unknown; the check of values remains
+        # Version counters miss what a fused step does to DTensors.
         moves = self._live.version_moves[number] if stepped and not is_dtensor(gradient) else 0
         return held is gradient and version(gradient) == self._counts[index] + moves
 
     # From optimizers
 
     def optimizer_stepping(self, number: int, optimizer: Optimizer, with_closure: bool) -> None:
-        """An optimizer is about to step. Only one that changes its gradients is noted here, while they are whole.
+        """Note, before its step, an optimizer that changes its gradients, while they are intact.
 
-        With a closure they do not exist yet (Lightning computes them inside it): then only streaming has them.
+        With a closure they do not exist yet (Lightning computes them inside it): then only streaming captures them.
 
         Raises:
-            UnsupportedError: the step is being recorded into a graph, and steps are what is redone.
+            UnsupportedError: the step is being recorded into a graph, and records consist of steps.
         """
         if self._copier.recording_graph():
             if self.needs_steps:
@@ -350,13 +351,13 @@ class Recorder:
             if number in self._live.changing_optimizers and not with_closure:
                 self._guarded_note(number, optimizer, whole=True, stepped=False)
                 self._noted_before.add(number)
-            # The step changes parameters and its state, of which anchors are being copied, and maybe gradients.
+            # The step changes parameters and state, whose anchors are being copied, and maybe gradients.
             self._copier.wait_before_changes()
         except Exception as error:
             self.broke("preparing for a step", error)
 
     def optimizer_stepped(self, number: int, optimizer: Optimizer) -> None:
-        """An optimizer has just taken a step (or decided to skip it): note what it used."""
+        """Note what an optimizer used in the step that it has just taken or skipped."""
         if self._copier.recording_graph():
             return
         self.graphs.stepped = True
@@ -370,7 +371,7 @@ class Recorder:
                 self._noted_before.discard(number)
             else:
                 self._guarded_note(number, optimizer, number not in self._live.changing_optimizers, stepped=True)
-                # What was taken only now may be set to zero in place, or added to by the next backward.
+                # Gradients copied just now may be zeroed in place, or accumulated into by the next backward.
                 self._copier.wait_before_changes()
             if self.watch is not None:
                 self.watch.note(number)
@@ -380,14 +381,14 @@ class Recorder:
             self.broke("noting a step", error)
 
     def compiled_step(self, number: int, optimizer: Optimizer) -> None:
-        """The same, of a step that was compiled. Its kernels round otherwise than the class, which would redo it."""
+        """As :meth:`optimizer_stepped`, for a compiled step: its kernels round differently from the class."""
         self.compiled = type(optimizer).__qualname__
         if self.writer is not None:
             self.fail(f"the step of {self.compiled} is compiled")
         self.optimizer_stepped(number, optimizer)
 
     def _guarded_note(self, number: int, optimizer: Optimizer, whole: bool, stepped: bool) -> None:
-        """Note a step, before or after it was made; `whole` says that the gradients are what it uses."""
+        """Note a step, before or after it is taken; `whole`: the gradients are those that it uses."""
         try:
             if self.writer is not None and self.problem is None and not _skipped(optimizer):
                 self._note_step(self.writer, number, optimizer, whole, stepped)
@@ -427,19 +428,19 @@ class Recorder:
             self.fail("a parameter that was frozen has a gradient now")
         self._sub_steps.append(step)
         if self._changed is not None and self.streams:
-            # It was staged again and is right; but streaming is of no use where that happens.
+            # The gradient was staged again and is right; but streaming is useless here.
             self.tap_mismatch = (
                 f"the gradient of {self._changed} was changed between backward and the optimizer's step in a way that "
                 "streaming does not know"
             )
 
     def _settle_all(self, writer: SlotWriter, step: _PendingSubStep, whole: bool) -> list[int]:
-        """Make sure that all gradients are in the slot; the parameters of those that were streamed, unchanged since."""
+        """Make sure that all gradients are in the slot; returns parameters whose streamed gradients are unchanged."""
         streamed: list[int] = []
         params, staged_after, held, counts = writer.params, self._staged_after, self._held, self._counts
         moves = self._live.version_moves[step.optimizer] if step.stepped else 0
         for index in writer.members[step.optimizer]:
-            # As nearly all of them are, without a call: staged, and the same gradient ever since.
+            # The common case, without a call: staged, and the same gradient ever since.
             gradient = held[index]
             if (
                 staged_after[index]
@@ -483,14 +484,14 @@ class Recorder:
             else:
                 landings = self._landings[step.optimizer]
                 if landings is not None and writer.owners[index][0] == step.optimizer:
-                    self._take_off(landings, index)  # what is copied now is not as backward has made it
+                    self._take_off(landings, index)  # no longer the gradient as backward made it
                 view = writer.gradient_view(self.record, step.optimizer, step.index, index)
                 self._copier.copy(view, local(gradient))
         # Staged after all the changes: none of them applies.
         self._staged_after[index] = 1 + len(self._ops)
 
     def _ops_for(self, writer: SlotWriter, step: _PendingSubStep, streamed: list[int]) -> list[_PendingOp]:
-        """The changes made to streamed gradients after they were staged; forgets the staging."""
+        """The changes made to streamed gradients after staging; resets the staging state."""
         ops = []
         for position, op in enumerate(self._ops):
             covered = set(op.params)
@@ -499,18 +500,18 @@ class Recorder:
                 ops.append(_PendingOp(op.kind, op.operand, late))
         for index in writer.members[step.optimizer]:
             self._staged_after[index] = 0
-            self._held[index] = None  # it would keep the gradient's memory beyond zero_grad()
+            self._held[index] = None  # a reference would keep the gradient alive beyond zero_grad()
         return ops
 
     # For the session
 
     def take_sub_steps(self) -> Callable[[], tuple[SubStep, ...]]:
-        """The record's steps. Encoding reads operands back from the device, so it is left to whoever sends them."""
+        """A function that encodes the record's steps: it reads operands from the device, so the sender calls it."""
         steps, self._sub_steps = self._sub_steps, []
         return lambda: tuple(_encode(step) for step in steps if step.found_inf is None or not step.found_inf.any())
 
     def _packed(self, groups: list[dict[str, Any]]) -> codec.Packed:
-        """Hyperparameters as they are now: schedulers change tensors in place after the step."""
+        """Hyperparameters at this point: schedulers change tensors in place after the step."""
         return codec.Packed(groups, self._copier.fetch, self._copier.token)
 
 
@@ -526,9 +527,9 @@ def _encode(step: _PendingSubStep) -> SubStep:
 
 
 def _skipped(optimizer: Optimizer, wait: bool = False) -> bool:
-    """Fused optimizers run their step under a scaler even when it must have no effect.
+    """Whether a gradient scaler makes this step void: fused optimizers run it nevertheless.
 
-    On a device only the device knows: unless somebody waits for it, the step is noted, and left out when it is encoded.
+    Only the device knows. Unless `wait` is set the step is noted, and dropped when it is encoded.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and (wait or codec.on_host(found)) and bool(found.item())

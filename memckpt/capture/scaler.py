@@ -1,7 +1,7 @@
-"""A gradient scaler's state without making the host wait for the device.
+"""A gradient scaler's state, read without making the host wait for the device.
 
-Scale and growth count live on the device, and ``state_dict()`` reads them: at each commit that would drain the device's
-queue. Here they are copied as everything else is, and encoded when the copy has arrived.
+Scale and growth count live on the device, and ``state_dict()`` reads them, which would drain the device's queue at each
+commit. Here they are copied asynchronously, and encoded when the copies have arrived.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from memckpt.state import codec
 
 
 def scaler_state(scaler: Any) -> Any:
-    """What ``scaler.state_dict()`` returns; on a device with numbers that are read when they are encoded.
+    """The scaler's ``state_dict()``; values on a device are read when they are encoded.
 
-    A scaler whose class makes its own ``state_dict()`` is asked for that.
+    A scaler whose class overrides ``state_dict()`` is asked for it directly.
     """
     scale, count = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     plain = getattr(type(scaler), "state_dict", None) is not torch.amp.GradScaler.state_dict

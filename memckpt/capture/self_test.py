@@ -1,9 +1,8 @@
-"""Whether an optimizer can be redone, found by redoing its first steps on copies and comparing every bit.
+"""Test whether an optimizer can be redone: its first steps are redone on copies and compared bit by bit.
 
-What a step uses beside gradients, groups and state is found in this way: an attribute that counts (each redo is a
-fresh sibling, with the attributes as they were at the start), random numbers (the redo draws others), tensors that it
-looks at together (each parameter is redone by itself, as a redo in pieces would). Nothing of the user's is touched: not
-the tensors, not the objects, not the generators.
+The test finds steps that depend on more than gradients, groups and state. Attributes: each redo is a fresh sibling with
+the attributes as they were at the start. Random numbers: the redo draws from other streams. Other tensors: each
+parameter is redone by itself, as a redo in pieces would. The user's tensors, objects and generators are not touched.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from memckpt.state.optimizers import hyperparameters, rebuild, without_global_ho
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 
 _log = logging.getLogger("memckpt")
-#: So many steps of each optimizer are redone.
+#: Steps of each optimizer that are redone.
 STEPS = 3
-#: An optimizer that has not taken them within so many records is taken for one that cannot be redone.
+#: Records within which an optimizer has to take them; else it counts as one that cannot be redone.
 MOST_RECORDS = 64
-#: Parameters, their gradients and state are copied up to this many bytes.
+#: Bytes of parameters, gradients and state that are copied at most.
 MOST_BYTES = 256 << 20
 
 
 class _Difference(Exception):
-    """The redo came to something else than the live step; the message says what and where."""
+    """The redo differs from the live step; the message says in what and where."""
 
 
 class SelfTest:
@@ -57,14 +56,14 @@ class SelfTest:
             self._handles += run.install()
 
     def remove(self) -> None:
-        """Leave nothing behind; the copies are freed."""
+        """Remove the hooks and free the copies."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._runs = []
 
     def after_record(self) -> str | None:
-        """A record has ended. Why some optimizer cannot be redone; empty if all can; None while that is not known."""
+        """Count a record. Returns why some optimizer cannot be redone; empty if all can; None if not known yet."""
         self._records += 1
         for run in self._runs:
             if run.failure:
@@ -74,7 +73,7 @@ class SelfTest:
         if self._records < MOST_RECORDS:
             return None
         slow = next(run for run in self._runs if run.steps < STEPS)
-        return f"{slow.name} has taken {slow.steps} steps in {self._records} records, too few for its redo to be tested"
+        return f"{slow.name} has taken {slow.steps} steps in {self._records} records, too few to test its redo"
 
 
 class _Run:
@@ -100,7 +99,7 @@ class _Run:
         hooks.move_to_end(post.id, last=False)
         return [*handles, post]
 
-    # The hooks: nothing in them may end the user's training
+    # Hooks: no error in them may end the user's training
 
     def _guard(self, work: Any, *arguments: Any) -> None:
         if self.failure or self.steps >= STEPS:
@@ -118,7 +117,7 @@ class _Run:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # the session learns of it, and does without this test
+            return  # the session finds out by itself, and drops this test
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._guard(self._step_begins, closure is not None)
 
@@ -127,11 +126,11 @@ class _Run:
             return
         self._guard(self._step_ended)
 
-    # What is kept
+    # State kept of the live optimizer
 
     def _keep_attributes(self) -> None:
         kept, dropped = attributes(self._optimizer)
-        # As the agent gets them, if it can be given them.
+        # Encoded as the agent gets them, if it can get them.
         self._attributes = private_attributes(self._optimizer) if dropped else codec.encode(kept)
 
     def _fresh_attributes(self) -> dict[str, Any]:
@@ -149,20 +148,20 @@ class _Run:
         if self._changes_gradients:
             if with_closure:
                 raise _Difference(
-                    f"{self.name} changes gradients within its step and is given a closure, so that its redo cannot be "
+                    f"{self.name} changes gradients within its step and is given a closure, so its redo cannot be "
                     "tested"
                 )
             self._noted = self._note()
 
     def _note(self) -> tuple[list[dict[str, Any]], dict[int, torch.Tensor]]:
-        """The groups as a record would have them, and copies of the gradients."""
+        """The groups as in a record, and copies of the gradients."""
         groups = codec.decode(codec.encode(hyperparameters(self._optimizer)))
         scale = getattr(self._optimizer, "grad_scale", None)
         gradients = {}
         for key, (param, _, _) in self._copies.items():
             if param.grad is not None:
                 gradient = param.grad if param.grad.is_sparse else local(param.grad)
-                # Fused kernels unscale by themselves; a redo is given what they used.
+                # Fused kernels unscale by themselves; a redo gets the gradients that they used.
                 gradients[key] = gradient.clone() if scale is None else gradient / local(scale).to(gradient.device)
         return groups, gradients
 
@@ -189,7 +188,7 @@ class _Run:
         copied: tuple[torch.Tensor, torch.nn.Parameter, dict[str, Any]],
         gradient: torch.Tensor | None,
     ) -> None:
-        """One step of one parameter, by a sibling of its own."""
+        """One step of one parameter, by its own sibling optimizer."""
         _, piece, state = copied
         own = [
             {**copy.deepcopy({k: v for k, v in group.items() if k != "param_names"}), "params": []} for group in groups
@@ -246,7 +245,7 @@ def _same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _chosen(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The parameters to test: all if they fit. Else the smallest of each kind first, then whatever fits."""
+    """The parameters to test: all if they fit, else the smallest of each kind, then others as space permits."""
     params = [
         (index, param)
         for index, group in enumerate(optimizer.param_groups)
@@ -260,7 +259,7 @@ def _chosen(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     first = {id(param) for param in kinds.values()}
     left = MOST_BYTES
     for _, param in sorted(params, key=lambda item: id(item[1]) not in first):
-        # Itself, its gradient, and state of about twice its size.
+        # The parameter, its gradient, and state of about twice its size.
         nbytes = 4 * local(param).nbytes
         if nbytes <= left or left == MOST_BYTES:
             left -= nbytes

@@ -1,8 +1,8 @@
-"""Modules that put whole parameters in the places of shards for a while, and how to have the shards back.
+"""Modules that temporarily replace shards by whole parameters, and how to put the shards back.
 
-Both FSDP2 (fully_shard) and FSDP1 leave some whole parameters allocated behind a forward without a backward, an
-evaluation: the outermost module's by default, all with other settings. The next forward takes them as they are, so
-after a restore it would compute with what was restored over.
+FSDP2 (fully_shard) and FSDP1 leave some whole parameters allocated after a forward without a backward, as in an
+evaluation: by default those of the outermost module, with other settings all. The next forward uses them as they are,
+so after a restore it would compute with outdated values.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import nn
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class to compare with; to import it would take a second of those who do not use it."""
+    """A class to compare with, if its module is loaded: importing it takes a second."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_fsdp2(module: nn.Module) -> bool:
-    """Whether fully_shard was applied to it."""
+    """Whether fully_shard was applied to the module."""
     return isinstance(module, _imported("torch.distributed.fsdp", "FSDPModule"))
 
 
@@ -30,9 +30,9 @@ def fsdp1_wrappers(model: nn.Module) -> list[Any]:
 
 
 def put_in_place(model: nn.Module) -> None:
-    """Have shards in their places, and whole parameters freed. Every rank has to do it at the same time.
+    """Put shards in place and free whole parameters. Every rank has to call this at the same time.
 
-    Else some would gather parameters in the next forward, and wait for those that need not.
+    Otherwise some ranks would gather parameters in the next forward, and wait for ranks that do not.
     """
     for module in model.modules():
         if is_fsdp2(module):
@@ -42,7 +42,7 @@ def put_in_place(model: nn.Module) -> None:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:
             continue
-        # Before the first forward there is no room for the whole one yet.
+        # Before the first forward the whole parameter has no storage yet.
         if hasattr(handle.flat_param, "_full_param_padded") and not handle.needs_unshard():
             handle.reshard(free_unsharded_flat_param=True)
             handle.post_reshard()

@@ -1,4 +1,4 @@
-"""Writes one rank's part of records into the slots of a generation."""
+"""Writer of one rank's part of records into the slots of a generation."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class LayoutChangedError(UnsupportedError):
 class SlotWriter:
     """One rank's view of a generation's regions, bound to the live tensors that it stages.
 
-    Owns the mappings it was given; :meth:`close` unmaps them. The memory itself is the agent's.
+    Owns the mappings it is given; :meth:`close` unmaps them. The memory itself is the agent's.
 
     Attributes:
-        whole: whether all slots are reserved. Where they are not, only a start may be written.
+        whole: whether all slots are reserved. If not, only a start may be written.
     """
 
     def __init__(
@@ -62,55 +62,55 @@ class SlotWriter:
         self._copier = copier
         self.ring = SlotRing(slots, self.layout, generation)
         tensors = live.tensors()
-        #: The live parameters, DTensors among them; what is staged is what this rank holds of them.
+        #: The live parameters, including DTensors; the rank's local part of each is staged.
         self.params = [tensors[param.tensor.name] for param in spec.params]
         self.index = {id(param): index for index, param in enumerate(self.params)}
         holders = live.buffer_holders()
         self._by_value = [(tensors[one.name], holders.get(one.name)) for one in spec.by_value]
         stagers = self.layout.shared_stagers
-        #: Which of them this rank copies: its own, and its part of what is held once.
+        #: Positions of those that this rank copies: its own, and its share of tensors held once.
         self._copied = [at for at in range(len(spec.by_value)) if stagers.get(at, rank) == rank]
         self._by_value_offsets = self.layout.by_value_offsets(rank)
-        #: The digests of what is held once, as this rank has staged it last.
+        #: Digests of the tensors held once, as this rank staged them last.
         self._digests: Digests | None = None
         self._static_tensors = [(tensors[one.name], holders.get(one.name)) for one in spec.static]
         self.mine = [stager == rank for stager in self.layout.stagers]
         self.leads = spec.local_ranks[0] == rank
-        #: Nothing is redone: the whole state is written now and then, and what has no room here is encoded.
+        #: Whether state is captured: nothing is redone, and state without room in the layout is encoded.
         self.captures = spec.mode == "capture"
-        #: Which gradients are complete in their slots; None where none are staged.
+        #: Marks of gradients that are complete in their slots; None if none are staged.
         self.landings = None if self.captures else Landings(slots, self.layout, generation, rank)
-        # What is asked for at every gradient, in plain lists: backward leaves nothing of ours in the CPU's caches.
+        # Plain lists for look-ups at every gradient: backward evicts our data from the CPU's caches.
         self.owners = [[owner.optimizer for owner in param.owners] for param in spec.params]
         self.members = [self.layout.optimizer_params(number) for number in range(len(spec.optimizers))]
         self.grad_dtypes = [dtype_of(param.grad_dtype) for param in spec.params]
         self.sub_step_room = self.layout.sub_step_room
         self._in_groups: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
         self._anchor_parts = [[self._parts_of(piece) for piece in group] for group in self.layout.anchor_groups]
-        #: By step of the period; made when its anchors are first due, since optimizers have no state before a step.
+        #: By step of the anchor period; made when its anchors are first due: optimizers have no state before a step.
         self._anchor_copies: dict[int, AnchorCopies] = {}
         self._by_value_batch: Batch | None = None
-        # Made now and not when they are first used: that is during backward, between large gradients, where small
-        # objects that stay would pin the heap.
+        # Made here, not at first use: that is during backward, between large gradients, where small long-lived objects
+        # would fragment the heap.
         self._gradient_rows = self._make_gradient_rows()
         self.whole = False
         if whole:
             self.use_all_slots()
 
     def use_all_slots(self) -> None:
-        """All slots are there: records may be staged.
+        """Allow records to be staged: all slots are reserved now.
 
-        Before that nothing is page-locked or touched ahead, which would take the memory of what is not reserved. So
-        an accelerator's start is copied to pageable memory.
+        Before that, nothing is page-locked or populated, which would allocate unreserved memory. So an accelerator's
+        start is copied to pageable memory.
         """
         self._copier.adopt(self._slots)
         self._slots.populate_in_background()
         self.whole = True
 
     def close(self) -> None:
-        """Let go of views and mappings."""
+        """Release views and mappings."""
         for row in [row for slot in self._gradient_rows for steps in slot for row in steps]:
-            row.clear()  # the recorder has some of them, and views keep the memory
+            row.clear()  # the recorder holds some rows, and views keep the mapping
         self._gradient_rows.clear()
         self._anchor_copies.clear()
         if self.landings is not None:
@@ -121,7 +121,7 @@ class SlotWriter:
                 region.close()
 
     def not_stepped(self, number: int, optimizer: Optimizer) -> list[torch.Tensor]:
-        """Parameters in an optimizer's groups that the layout does not have: they were frozen when it was made."""
+        """Parameters in an optimizer's groups that the layout lacks: they were frozen when it was made."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         identities = list(map(id, params))
         known = self._in_groups.get(number)
@@ -132,29 +132,30 @@ class SlotWriter:
     # Gradients
 
     def gradient_view(self, record: int, optimizer: int, sub_step: int, param: int) -> torch.Tensor:
-        """Where the gradient of `param` for that sub-step is staged; only for parameters that this rank stages."""
+        """Destination of the gradient of `param` in that sub-step; only for parameters that this rank stages."""
         view = self._gradient_rows[self.layout.slot_number(record)][optimizer][sub_step][param]
         assert view is not None
         return view
 
     def gradient_row(self, record: int, optimizer: int, sub_step: int) -> list[torch.Tensor | None] | None:
-        """Where gradients for that sub-step are staged, by parameter; None for those that this rank does not stage, and
-        where a sparse gradient has room and a dense one has not.
+        """Destinations of gradients in that sub-step, by parameter.
 
-        None altogether where the record has no room for another step of the optimizer.
+        An entry is None if this rank does not stage the parameter, or if its room fits sparse gradients only. The
+        result
+        is None if the record has no room for another step of the optimizer.
         """
         if sub_step >= self.sub_step_room[optimizer]:
             return None
         return self._gradient_rows[self.layout.slot_number(record)][optimizer][sub_step]
 
     def gradient_area(self, record: int, optimizer: int, sub_step: int, dtype: str) -> torch.Tensor:
-        """All gradients of that sub-step as they are staged, as one row of elements."""
+        """All gradients of that sub-step as staged, as a one-dimensional tensor."""
         offset, nbytes = self.layout.gradient_area(optimizer, sub_step)
         offset += self.layout.slot_offset(record)
         return tensor_at(self._slots.map, offset, (nbytes // ITEM_BYTES[dtype],), dtype)
 
     def _make_gradient_rows(self) -> list[list[list[list[torch.Tensor | None]]]]:
-        """By slot, optimizer, sub-step and parameter."""
+        """Destinations by slot, optimizer, sub-step and parameter."""
         rows: list[list[list[list[torch.Tensor | None]]]] = [[] for _ in range(self.layout.ring)]
         for optimizer, room in enumerate(self.sub_step_room):
             specs, offset = self.spec.params, self.layout.gradient_offset
@@ -182,12 +183,12 @@ class SlotWriter:
     def stage_sparse(
         self, record: int, optimizer: int, sub_step: int, param: int, gradient: torch.Tensor
     ) -> SparseGradient | None:
-        """Stage a sparse gradient as it is, coalesced or not; None if its room is too small (it is then noted)."""
+        """Stage a sparse gradient, coalesced or not; None, and the need is noted, if its room is too small."""
         indices, values = gradient._indices(), gradient._values()
         spec = self.spec.params[param]
         needed = indices.numel() * ITEM_BYTES["int64"] + values.nbytes
         if needed > spec.sparse_bytes:
-            # Twice what was seen: the number of rows that occur differs from batch to batch.
+            # Twice the bytes seen: the number of rows differs from batch to batch.
             self._live.growth.sparse_bytes[spec.tensor.name] = 2 * needed
             return None
         if self.mine[param]:
@@ -202,7 +203,7 @@ class SlotWriter:
     # Anchors
 
     def _parts_of(self, piece: Piece) -> list[tuple[int, tuple[int, ...], str]]:
-        """Offset in its slot, shape and dtype of each part of an anchored piece."""
+        """Offset in its slot (bytes), shape and dtype of each part of an anchored piece."""
         length = (piece.stop - piece.start,)
         parts: list[tuple[int, tuple[int, ...], str]] = []
         for _, state, offset in self.layout.piece_parts(piece):
@@ -213,10 +214,12 @@ class SlotWriter:
         return parts
 
     def stage_anchors(self, record: int) -> tuple[Missing, bytes]:
-        """Stage the anchors due in `record`; returns what of the state is missing and what of it is not a tensor.
+        """Stage the anchors due in `record`.
+
+        Returns the (parameter, optimizer, key) of missing state, and the encoding of state that is not in tensors.
 
         Raises:
-            LayoutChangedError: an optimizer keeps other state than the layout says.
+            LayoutChangedError: an optimizer keeps other state than the layout has room for.
         """
         if self._copier.asynchronous:
             return self._stage_pieces(record)
@@ -231,7 +234,7 @@ class SlotWriter:
         return self._stage_pieces(record, copies.rest)
 
     def _stage_pieces(self, record: int, positions: Iterable[int] | None = None) -> tuple[Missing, bytes]:
-        """Stage pieces due in `record` one by one; None: all of them."""
+        """Stage the pieces at `positions` of those due in `record` one by one; None: all of them."""
         missing: list[tuple[int, int, str]] = []
         plain: dict[int, dict[int, dict[str, Any]]] = {}
         base = self.layout.slot_offset(record)
@@ -280,16 +283,16 @@ class SlotWriter:
                 if key not in known and (not self.captures or _is_large(value, self.params[param])):
                     raise LayoutChangedError(f"new optimizer state {key!r} of {self.spec.params[param].tensor.name}")
             elif not self.captures or not codec.unencodable_paths(value):
-                # What is captured and cannot be encoded as it is belongs to the rank state, or is told.
+                # Captured values that cannot be encoded here go into the rank state, or are reported.
                 plain.setdefault(param, {}).setdefault(optimizer, {})[key] = value
 
-    # By value, static, and the start of a generation
+    # By-value and static tensors, and the start of a generation
 
     def stage_by_value(self, record: int) -> None:
-        """Copy buffers and the like to where those of the record lie.
+        """Copy the by-value tensors to the record's by-value slot.
 
         Raises:
-            LayoutChangedError: a buffer has another shape or dtype than before, or is gone.
+            LayoutChangedError: a buffer has changed its shape or dtype, or was removed.
         """
         self.ring.open_by_value(record, self.rank)
         self._digests = None
@@ -298,18 +301,18 @@ class SlotWriter:
             self._digests = Digests([self._by_value_now(position) for position in self.layout.shared], self._copier)
 
     def take_digests(self) -> Digests | None:
-        """Digests of what is held once, as it was staged last; None where nothing is."""
+        """Digests of the tensors held once, as staged last; None if there are none."""
         digests, self._digests = self._digests, None
         return digests
 
     def seal(self, record: int, digests: Digests | None) -> None:
-        """State that this rank's part of a record is complete; after the copies are done."""
+        """Mark this rank's part of a record as complete; call after the copies are done."""
         if digests is not None:
             self.ring.note_digests(record, self.rank, digests.encode())
         self.ring.seal(record, self.rank)
 
     def _by_value_now(self, position: int) -> torch.Tensor:
-        """The live tensor; raises LayoutChangedError where it has no place."""
+        """The live tensor; raises LayoutChangedError if it does not fit its place."""
         spec, held = self.spec.by_value[position], _now_at(self._by_value[position])
         tensor = None if held is None else local(held)
         if tensor is None or tuple(tensor.shape) != spec.shape or dtype_name(tensor.dtype) != spec.dtype:
@@ -332,9 +335,10 @@ class SlotWriter:
             self._copier.copy(tensor_at(region.map, place, spec.shape, spec.dtype), tensor)
 
     def by_value_differs(self, record: int) -> bool:
-        """Whether a buffer or the like is not what this rank has had of it at the end of a record, bit for bit.
+        """Whether a by-value tensor differs, in any bit, from what this rank held at the end of `record`.
 
-        What is shared another rank may still be copying, and may have another one of: there its own digests count.
+        Another rank may still be copying a shared tensor, and may hold other values: there this rank's own digests
+        count.
         """
         base, shared = self.layout.by_value_base(record), self.layout.shared
         try:
@@ -354,7 +358,7 @@ class SlotWriter:
         return False
 
     def static_tensor(self, position: int) -> torch.Tensor | None:
-        """The live static tensor as it hangs in its module now."""
+        """The live static tensor that its module holds now."""
         return _now_at(self._static_tensors[position])
 
     def static_copy(self, position: int) -> torch.Tensor:
@@ -366,7 +370,7 @@ class SlotWriter:
     def start_generation(self, record: int) -> tuple[tuple[bytes, ...], Missing, bytes]:
         """Write the state after `record` by value: T virtual records (lazy) or straight into the replica (eager).
 
-        Returns the virtual records' encodings, and for the replica what is missing and what is not a tensor.
+        Returns the encodings of the virtual records; and for the replica its missing and its non-tensor state.
         """
         if self.leads:
             for position in range(len(self.spec.static)):
@@ -388,16 +392,16 @@ class SlotWriter:
         return tuple(metas), (), b""
 
     def is_captured(self, record: int) -> bool:
-        """Whether the state after this record is to be written by value; the start of a generation always is."""
+        """Whether the state after `record` is due to be captured; the start of a generation always is captured."""
         return self.captures and record % self.spec.every == 0
 
     def capture(self, record: int) -> bytes:
-        """Write this rank's part of the state after `record` over the one before the last.
+        """Write this rank's part of the state after `record` over the older of the two captures.
 
         Returns the record's encoding.
 
         Raises:
-            LayoutChangedError: the state does not fit the layout any more.
+            LayoutChangedError: the state no longer fits the layout.
         """
         self.ring.open_for_writing(record, self.rank)
         missing, plain = self._stage_pieces(record)
@@ -405,7 +409,7 @@ class SlotWriter:
         return encode_meta(RecordMeta(record, record, True, (), missing, plain))
 
     def seal_generation(self, record: int) -> None:
-        """State that this rank's part of the start is complete; after the copies are done."""
+        """Mark this rank's part of the start as complete; call after the copies are done."""
         first = record if self.spec.mode == "eager" else record - self.spec.period + 1
         digests = self.take_digests()
         if digests is not None:
@@ -414,10 +418,10 @@ class SlotWriter:
             self.ring.seal(virtual, self.rank, by_value=virtual == record)
 
     def take_snapshot(self, region: Region) -> tuple[Missing, bytes]:
-        """Copy this rank's part of the state as it is now; what of it is missing, and what is not a tensor.
+        """Copy this rank's part of the current state; returns its missing and its non-tensor state.
 
         Raises:
-            LayoutChangedError: the state does not fit the layout any more.
+            LayoutChangedError: the state no longer fits the layout.
         """
         missing, plain = self._fill(region)
         self._stage_by_value_at(region, self.layout.state_bytes)
@@ -446,18 +450,18 @@ def _has_dense_room(spec: ParamSpec) -> bool:
 
 
 def _is_large(value: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether new state is as large as its parameter: it had better have a slot than be encoded with each record."""
+    """Whether new state is as large as its parameter: then it should have a slot, not be encoded with each record."""
     return fits_slots(value, param) and local(value).shape == local(param).shape and local(param).numel() > 1
 
 
 def _now_at(place: tuple[torch.Tensor, tuple[nn.Module, str] | None]) -> torch.Tensor | None:
-    """A tensor, or the buffer that hangs in its place today."""
+    """A tensor, or the buffer that is registered in its place now."""
     tensor, holder = place
     return tensor if holder is None else holder[0]._buffers.get(holder[1])
 
 
 def _cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece's elements in row-major order, as a view where the memory allows it."""
+    """A piece's elements in row-major order; a view if the memory format permits."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
     return flat if piece.stop - piece.start == tensor.numel() else flat[piece.start : piece.stop]
 

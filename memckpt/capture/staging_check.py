@@ -1,9 +1,9 @@
-"""Checks that what was staged, times the noted factors, is what the optimizer used.
+"""Check that staged gradients times the noted factors equal what the optimizer used.
 
 User code may change gradients in ways that streaming does not know: its own clipping, noise, centralization. The first
-records are compared in full, later ones in a window of every tensor that moves on from record to record, which sees any
-change of a whole tensor at once and costs next to nothing. (Elements far apart would cost a cache miss each.) Where a
-sample is not equal, tensors are compared one by one, so that the one that differs has a name.
+records are compared in full, later ones in a contiguous window of every tensor, which moves on with each record. The
+window catches any change of a whole tensor at once, at negligible cost. (Strided elements would cost a cache miss
+each.) If windows differ, tensors are compared one by one, to name the one that differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import change_values
 from memckpt.state.tensors import bits_of, local
 
-#: Elements of each tensor that are compared.
+#: Elements of each tensor that are compared per record.
 WINDOW = 256
 FULL_RECORDS = 2
 
@@ -34,23 +34,23 @@ class Op(Protocol):
 
 
 class StagingCheck:
-    """Compares staged with used gradients. Host tensors only: reading them on an accelerator would stall it, and there
-    the version counters of gradients are what finds unknown changes."""
+    """Compares staged with used gradients. Host tensors only: reading an accelerator would stall it, and there version
+    counters find unknown changes."""
 
     def __init__(self) -> None:
         self._checked = 0
-        #: By optimizer: the parameters that were compared last, and their windows.
+        #: By optimizer: the parameters compared last, and their windows.
         self._last: dict[int, tuple[list[int], _Sample | None]] = {}
 
     def restart(self) -> None:
-        """Compare the next records in full again, of a layout that may be another one."""
+        """Compare the next records in full again; their layout may be a new one."""
         self._checked = 0
         self._last.clear()
 
     def compare(
         self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
     ) -> str | None:
-        """What differs, in words; None if nothing does."""
+        """A text naming the difference; None if there is none."""
         full = self._checked < FULL_RECORDS
         self._checked += 1
         if not full and self._sample_is_equal(writer, record, optimizer, sub_step, params, ops):
@@ -79,10 +79,10 @@ class StagingCheck:
     def _sample_is_equal(
         self, writer: SlotWriter, record: int, optimizer: int, sub_step: int, params: Sequence[int], ops: Sequence[Op]
     ) -> bool:
-        """Whether the windows of all gradients are equal: in a few operations on all of them together.
+        """Whether the windows of all gradients are equal, by a few operations on all of them together.
 
-        That takes gradients of one dtype to which the same changes apply, and the same ones as last time. False
-        otherwise, too.
+        Also False if that cannot be done: dtypes or changes differ between gradients, or the parameters differ from the
+        last comparison.
         """
         last, sample = self._last.get(optimizer, ([], None))
         if params != last:
@@ -94,7 +94,7 @@ class StagingCheck:
         return sample.fits(ops) and sample.is_equal(writer, record, sub_step, ops)
 
     def _alike(self, params: Sequence[int], ops: Sequence[Op], writer: SlotWriter) -> list[list[int]]:
-        """Parameters of one dtype to which the same changes apply, together."""
+        """Batches of parameters with one dtype and the same changes."""
         covered = [set(op.params) for op in ops]
         batches: dict[Any, list[int]] = {}
         for index in params:
@@ -123,10 +123,10 @@ class StagingCheck:
 
 
 class _Sample:
-    """The windows of the gradients of one optimizer, in a row.
+    """The windows of one optimizer's gradients, concatenated.
 
-    With a thousand tensors of a few elements each, two views of every one of them cost more than all else that is done
-    with it. Here what is staged is gathered by one index, and whole small gradients are copied by one call.
+    With a thousand tensors of a few elements each, two views of each would dominate the cost. Here staged values are
+    gathered by one index, and whole small gradients are copied by one call.
     """
 
     def __init__(self, writer: SlotWriter, optimizer: int, params: Sequence[int]) -> None:
@@ -147,12 +147,12 @@ class _Sample:
         area, _ = writer.layout.gradient_area(optimizer, 0)
         starts = {index: (writer.layout.gradient_offset(optimizer, 0, index) - area) // item for index in host}
         numels = [specs[index].tensor.numel for index in small]
-        #: Where the elements of small gradients are in the area of a sub-step.
+        #: Indices of the elements of small gradients in a sub-step's area.
         self._of_small = torch.cat(
             [torch.arange(starts[index], starts[index] + numel) for index, numel in zip(small, numels, strict=True)]
             or [torch.empty(0, dtype=torch.int64)]
         )
-        #: Where the first window of each large gradient begins, and how many places there are for it to begin at.
+        #: Start of each large gradient in the area, in elements, and its number of window positions.
         self._of_large = torch.tensor([starts[index] for index in large], dtype=torch.int64)
         self._places = torch.tensor([specs[index].tensor.numel - WINDOW + 1 for index in large], dtype=torch.int64)
         self._within = torch.arange(WINDOW)
@@ -163,11 +163,11 @@ class _Sample:
         ] + list(rows[len(small) :])
 
     def fits(self, ops: Sequence[Op]) -> bool:
-        """Whether these changes are made to all of the gradients alike."""
+        """Whether all gradients have one dtype and every change applies to all of them."""
         return bool(self._dtype) and all(len(op.params) == self._covered for op in ops)
 
     def is_equal(self, writer: SlotWriter, record: int, sub_step: int, ops: Sequence[Op]) -> bool:
-        """Whether what is staged, changed, has the bits of what the optimizer has used."""
+        """Whether the staged values, with the changes applied, equal what the optimizer used, bit for bit."""
         with torch.no_grad():
             begin = (record * WINDOW) % self._places
             used = self._gradients(self._small)
@@ -197,7 +197,7 @@ _dtype = attrgetter("dtype")
 
 
 def _window(tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-    """Elements in row-major order: one operation where that is how they lie."""
+    """`size` elements in row-major order from `start`; one operation if the tensor is contiguous."""
     if tensor.is_contiguous():
         return tensor.as_strided((size,), (1,), tensor.storage_offset() + start)
     return tensor.reshape(-1)[start : start + size]

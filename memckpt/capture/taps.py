@@ -1,7 +1,7 @@
-"""Taps: where gradients are taken from.
+"""Taps: the points at which gradients are taken.
 
-Each tap is installed once per session and calls the recorder; which one is in use, and why, is said at the start.
-A tap never raises into the user's backward: the recorder keeps what goes wrong.
+A tap is installed once per session and calls the recorder; the first log line names it and the reason for its choice.
+A tap never raises into the user's backward: the recorder keeps the error.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ CommHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 LOCAL_STEPS = (
-    "its ranks step on their own between averages, so that no record holds what the others have done; average the "
+    "its ranks step on their own between averages, so no record holds the steps of the others; average the "
     "gradients at every step (DistributedDataParallel, fully_shard)"
 )
 
 
 def refuse_local_sgd(*parts: object) -> None:
-    """Refuse a communication hook of DDP, or its state, that does not average at every step.
+    """Refuse a DDP communication hook, or its state, that does not average at every step.
 
     Raises:
-        UnsupportedError: it is one.
+        UnsupportedError: one of `parts` belongs to local SGD.
     """
     if any("localsgd" in getattr(part, "__name__", type(part).__name__).lower() for part in parts):
         raise UnsupportedError(f"local SGD (a communication hook of DDP): {LOCAL_STEPS}")
 
 
 class Tap(Protocol):
-    """Takes gradients from a training and gives them to a recorder.
+    """Takes gradients from training and passes them to a recorder.
 
     Attributes:
-        reductions: how many gradients have been seen that all ranks had a part in.
+        reductions: number of gradients seen that took part in a reduction over all ranks.
     """
 
     name: str
     reductions: int
 
     def install(self) -> None:
-        """Start to tap."""
+        """Start tapping."""
 
     def remove(self) -> None:
-        """Leave nothing behind in the user's objects, as far as torch allows."""
+        """Remove every trace from the user's objects, as far as torch allows."""
 
 
 def _survives(what: str) -> Callable[[Method], Method]:
-    """For what runs inside of the user's step: what it raises is kept, and the record is declared void."""
+    """Decorator for code that runs inside the user's step: an exception is kept, and the record becomes void."""
 
     def make(method: Method) -> Method:
         @functools.wraps(method)
@@ -85,9 +85,9 @@ def _survives(what: str) -> Callable[[Method], Method]:
 
 
 class _OncePerBackward:
-    """Asks autograd to call a function when the backward that runs now has ended.
+    """Asks autograd to call a function when the running backward has ended.
 
-    A backward that raises drops its callbacks, so it is remembered for which backward was asked, and not that it was.
+    A backward that raises drops its callbacks. So the id of the backward is remembered, not just that it was asked.
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class _OncePerBackward:
         self._asked_in = -1
 
     def ask(self) -> bool:
-        """From a hook: whether this is the first time in the backward that runs now."""
+        """Queue the callback, from a hook; True on the first call in the running backward."""
         running: int = torch._C._current_graph_task_id()
         if running == self._asked_in or running == -1:
             return False
@@ -107,7 +107,7 @@ class _OncePerBackward:
 class _ParameterHooks(ABC):
     """A hook on each parameter, which sees its accumulated gradient as backward produces it.
 
-    With fully_shard it fires once the gradient is reduced and cut, and not at all where reduction is put off
+    With fully_shard it fires once the gradient is reduced and sharded, and not at all while reduction is off
     (``set_requires_gradient_sync(False)``).
     """
 
@@ -133,7 +133,7 @@ class _ParameterHooks(ABC):
             if not self._recorder.backward_runs():
                 return
             gradient = param.grad
-            if gradient is not None:  # else a hook of the user's has stepped and taken it away
+            if gradient is not None:  # else a user's hook has stepped and cleared it
                 self.reductions += 1
                 self._fired(param, gradient)
         except Exception as error:
@@ -170,16 +170,16 @@ class ParameterTap(_ParameterHooks):
 
 
 class ShardTap(ParameterTap):
-    """Streaming of sharded models: FSDP2, HSDP, tensor parallel and their products.
+    """Streaming of sharded models: FSDP2, HSDP, tensor parallel and combinations.
 
-    With fully_shard the hooks see each parameter's reduced shard, on the stream that has reduced it; the copier makes
-    its own wait for that one.
+    With fully_shard the hooks see each parameter's reduced shard, on the stream that reduced it; the copier makes its
+    own stream wait for that one.
 
     Args:
-        model: whose modules are sharded.
+        model: the model with sharded modules.
         params, recorder, copier: as for :class:`ParameterTap`.
-        before_reduction: called before a backward reaches the first reduction: no rank may have a part in a gradient
-            of the next record while its commit of the last one waits to be sent.
+        before_reduction: called before a backward reaches its first reduction: no rank may contribute to a gradient of
+            the next record before its commit of the last one is sent.
     """
 
     name = "streaming (reduced shards)"
@@ -210,7 +210,7 @@ class ShardTap(ParameterTap):
 
     @_survives("looking at what a module returns")
     def _watch_reduction(self, module: nn.Module, args: Any, output: Any) -> None:
-        """See the backwards whose reduction is put off (``set_requires_gradient_sync(False)``): no hook sees them."""
+        """Detect backwards with deferred reduction (``set_requires_gradient_sync(False)``): no other hook sees them."""
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._backward_begins())
@@ -221,7 +221,7 @@ class ShardTap(ParameterTap):
             self._reductions_before = self.reductions
 
     def _reduction_ending(self) -> None:
-        # fully_shard reduces the rest in a callback of its own; one queued from inside a callback runs after it.
+        # fully_shard reduces the rest in its own callback; one queued from inside a callback runs after it.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduction_ended)
 
     @_survives("looking at a backward")
@@ -242,10 +242,10 @@ class ShardTap(ParameterTap):
 
     def _fired(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
         if is_dtensor(param) and param.device.type != param.device_mesh.device_type:
-            # Offloaded: it is on its way to the host, and there once fully_shard's own callback has waited for it.
+            # Offloaded: the copy to the host is in flight until fully_shard's own callback has waited for it.
             self._recorder.gradient_seen(param)
             if self._at_end.ask():
-                self._offloaded = []  # of a backward that has raised
+                self._offloaded = []  # left by a backward that raised
             self._offloaded.append(param)
         else:
             super()._fired(param, gradient)
@@ -261,14 +261,14 @@ class ShardTap(ParameterTap):
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:
-    """The modules to which fully_shard was applied, without those inside of others."""
+    """The outermost modules to which fully_shard was applied."""
     if is_fsdp2(model):
         return [model]
     return [found for child in model.children() for found in _outermost(child)]
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module returns."""
+    """The tensors in a module's output."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -284,7 +284,7 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 @dataclass
 class _HeldBucket:
-    """A bucket whose reduction waits until all of its backward's buckets are there."""
+    """A bucket whose reduction waits until all buckets of its backward are ready."""
 
     params: list[torch.Tensor]
     gradients: list[torch.Tensor]
@@ -295,12 +295,13 @@ class _HeldBucket:
 class CommHookTap:
     """Streaming under DDP: the communication hook's future carries each bucket's synchronized gradients.
 
-    DDP takes one communication hook. Ours runs the user's inside, when it is registered after us; without one it
-    averages as DDP itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
+    DDP takes one communication hook. Ours calls the user's, if it is registered later; without one it averages as DDP
+    itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
 
-    With three ranks or more the order of a sum depends on where in a buffer an element lies, and DDP lays its buckets
-    out anew after the first backward of a process. So the layout belongs to the state: the first backward after a
-    resume is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
+    With three ranks or more the order of a sum depends on an element's position in a buffer, and DDP rebuilds its
+    buckets
+    after the first backward of a process. So the bucket layout is part of the state: the first backward after a resume
+    is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
     """
 
     name = "streaming (DDP communication hook)"
@@ -325,24 +326,24 @@ class CommHookTap:
         self._backwards = 0
         self._handles: list[Any] = []
         self.reductions = 0
-        #: Parameter positions bucket by bucket, as the next backward reduces them; None while that is not known yet.
+        #: Parameter positions by bucket in which the next backward is reduced; None until known.
         self.layout: list[list[int]] | None = None
 
     @staticmethod
     def available(model: DistributedDataParallel) -> bool:
-        """False when the user has registered a hook already: torch takes no second one."""
+        """Whether the hook is free: torch takes only one, and the user may have registered theirs."""
         return not getattr(model, "_comm_hooks", [])
 
     def install(self) -> None:
         def memckpt_tap(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
             return self._reduce(bucket)
 
-        # Torch compares the annotations with its own classes and would not know them by name.
+        # Torch compares the annotations with its own classes, and does not resolve strings.
         memckpt_tap.__annotations__.clear()
         self._model.register_comm_hook(None, memckpt_tap)
-        # From now on a user's registration reaches us and not torch, which would refuse a second hook.
+        # A user's registration now reaches us and not torch, which would refuse a second hook.
         vars(self._model)["register_comm_hook"] = self._adopt
-        # Under no_sync() no bucket is reduced, and yet gradients wait.
+        # Under no_sync() no bucket is reduced, yet gradients are pending.
         self._handles = [
             param.register_post_accumulate_grad_hook(self._accumulated)
             for param in self._model.module.parameters()
@@ -356,7 +357,7 @@ class CommHookTap:
         self._users = (state, hook)
 
     def remove(self) -> None:
-        """Torch cannot unregister a communication hook: ours stays and only averages from now on."""
+        """Stop tapping. Torch cannot unregister a communication hook: ours stays, and only averages from now on."""
         self._removed = True
         for handle in self._handles:
             handle.remove()
@@ -364,7 +365,7 @@ class CommHookTap:
         self._model.__dict__.pop("register_comm_hook", None)
 
     def resume_layout(self, layout: list[list[int]] | None) -> None:
-        """Reduce the next backward in this layout. Before the first backward of the process."""
+        """Reduce the next backward in this layout. Call before the first backward of the process."""
         if self._world_size > 2 and layout is not None:
             self._resumed_layout = self.layout = layout
 
@@ -387,7 +388,7 @@ class CommHookTap:
         params, gradients, buffer = bucket.parameters(), bucket.gradients(), bucket.buffer()
 
         def staged(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            flat = _first(done)  # raises when the reduction failed, which is not ours to hide
+            flat = _first(done)  # raises if the reduction failed: the user must see that
             self._stage(flat, params, gradients, buffer)
             return flat
 
@@ -397,7 +398,7 @@ class CommHookTap:
     def _look(self, bucket: GradBucket) -> None:
         with self._recorder.clock.in_hook():
             if self._at_end.ask():
-                self._observed, self._held = [], []  # of a backward that has raised
+                self._observed, self._held = [], []  # left by a backward that raised
             self._observe(bucket)
             self._before_reduction()
 
@@ -424,7 +425,7 @@ class CommHookTap:
         return future
 
     def _observe(self, bucket: GradBucket) -> None:
-        """Learn the layout. That of a process's first backward is DDP's provisional one, which it never uses again."""
+        """Learn the layout. A process's first backward has DDP's provisional one, which is used only once."""
         self._observed.append([self._positions[id(param)] for param in bucket.parameters()])
         if bucket.is_last():
             self._backwards += 1
@@ -466,7 +467,7 @@ class CommHookTap:
             one.future.set_result(one.buffer)
 
     def _backward_ending(self) -> None:
-        # DDP finalizes its buckets in a callback of its own; one queued from inside a callback runs after it.
+        # DDP finalizes its buckets in its own callback; one queued from inside a callback runs after it.
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     @_survives("ending a backward")
@@ -477,7 +478,7 @@ class CommHookTap:
 
 
 def _placed_alike(gradients: Sequence[torch.Tensor], buffer: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Views of `flat` that lie in it as `gradients` lie in `buffer`."""
+    """Views of `flat` at the positions that `gradients` have in `buffer`."""
     first, flat = buffer.storage_offset(), flat.view(-1)
     begins = [int(gradient.storage_offset() - first) for gradient in gradients]
     return [flat[begin : begin + one.numel()].view(one.shape) for begin, one in zip(begins, gradients, strict=True)]
@@ -491,9 +492,9 @@ def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
 
 
 class PendingTap(_ParameterHooks):
-    """Stages nothing during backward: gradients are taken after the optimizer's step. Right for anything.
+    """Stages nothing during backward: gradients are taken after the optimizer's step. Correct for any training.
 
-    It still has to know that a backward has run, so that a batch in the middle of an accumulation is no restore point.
+    The hooks note that a backward has run, so that a batch inside an accumulation is no restore point.
     """
 
     name = "step"
@@ -504,18 +505,18 @@ class PendingTap(_ParameterHooks):
 
 @_disable_dynamo
 def _compiled_stepping(recorder: Recorder, number: int, optimizer: Optimizer) -> None:
-    """An optimizer is about to take such a step; this is not part of what is compiled."""
-    recorder.optimizer_stepping(number, optimizer, with_closure=True)  # what it uses is noted neither before nor after
+    """Note that a compiled step is about to be taken; not compiled itself."""
+    recorder.optimizer_stepping(number, optimizer, with_closure=True)  # its gradients are never noted
 
 
 @_disable_dynamo
 def _compiled_step(recorder: Recorder, number: int, optimizer: Optimizer) -> None:
-    """An optimizer has taken a step that torch.compile has made; this is not part of what it compiles."""
+    """Note that a compiled step was taken; not compiled itself."""
     recorder.compiled_step(number, optimizer)
 
 
 class StepHooks:
-    """Post-hooks on the optimizers: the one place that sees, everywhere, which step was really taken and with what."""
+    """Hooks on the optimizers: the only place that sees, in every framework, which step was really taken."""
 
     def __init__(self, optimizers: Sequence[Optimizer], recorder: Recorder) -> None:
         self._optimizers = optimizers
@@ -524,7 +525,7 @@ class StepHooks:
 
     def install(self) -> None:
         for number, optimizer in enumerate(self._optimizers):
-            # Where a step is compiled, the compiler traces these and finds its own answer to `is_compiling` in them.
+            # In a compiled step the compiler traces these hooks, and evaluates `is_compiling` to True in them.
             def stepped(stepping: Optimizer, args: Any, kwargs: Any, number: int = number) -> None:
                 if torch.compiler.is_compiling():
                     _compiled_step(self._recorder, number, stepping)
@@ -543,7 +544,7 @@ class StepHooks:
 
             self._handles.append(optimizer.register_step_pre_hook(stepping))
             handle = optimizer.register_step_post_hook(stepped)
-            # Ours first: what a user's hook then does to parameters is seen as a change outside the step.
+            # Ours first: changes that a user's hook makes to parameters are seen as made outside of the step.
             hooks: Any = vars(optimizer)["_optimizer_step_post_hooks"]
             hooks.move_to_end(handle.id, last=False)
             self._handles.append(handle)

@@ -1,7 +1,7 @@
-"""Copies of many tensors to their places in shared memory, and views of those places, all at once.
+"""Batched copies of many tensors to their places in shared memory, and batched views of those places.
 
-For a small tensor a view of its place takes several times as long as the copy; to keep the views of all slots would
-take more memory than the tensors.
+For a small tensor, creating a view of its place takes several times as long as the copy; keeping the views of all slots
+would take more memory than the tensors.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from memckpt.state.layout import ITEM_BYTES, aligned
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import tensor_at
 
-#: Offset in bytes, shape and dtype.
+#: Offset (bytes), shape and dtype.
 Place = tuple[int, tuple[int, ...], str]
-#: Tensors up to this size are copied twice, which takes less than a view does.
+#: Tensors up to this size are copied twice, which is cheaper than a view.
 SMALL_BYTES = 4 << 10
 
 _dtype, _shape, _on_host = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -27,12 +27,12 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class Places:
-    """Places that lie alike in several parts of a region, for each record in another one.
+    """Places laid out alike in several parts of a region, one part per record.
 
     One operation makes the views of all places of one dtype.
 
     Args:
-        places: offsets are multiples of the dtypes' sizes; places do not overlap.
+        places: the places, which do not overlap; offsets are multiples of the dtypes' sizes.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -40,7 +40,7 @@ class Places:
         self._rows = [_Rows(dtype, places) for dtype in dict.fromkeys(dtype for _, _, dtype in places)]
 
     def at(self, buffer: mmap.mmap, base: int) -> list[torch.Tensor]:
-        """Views of all places, `base` bytes further on. Whoever keeps one keeps the mapping."""
+        """Views of all places, offset by `base` bytes. Each view keeps the mapping alive."""
         views: list[torch.Tensor | None] = [None] * self._count
         with torch.no_grad():
             for rows in self._rows:
@@ -49,11 +49,11 @@ class Places:
 
 
 class _Rows:
-    """The places of one dtype: stretches of elements with gaps before them."""
+    """The places of one dtype: runs of elements with gaps before them."""
 
     def __init__(self, dtype: str, places: Sequence[Place]) -> None:
         item = ITEM_BYTES[dtype]
-        # Empty ones first, which may lie where another one begins.
+        # Empty places first: they may share an offset with another place.
         found = sorted(
             (offset, prod(shape), index) for index, (offset, shape, one) in enumerate(places) if one == dtype
         )
@@ -81,11 +81,11 @@ class _Rows:
 class Batch:
     """Copies tensors in host memory to their places, in the calling thread.
 
-    Small ones are gathered in memory that is laid out as their places are, and copied from there by one operation for
-    each stretch of them.
+    Small tensors are gathered in memory laid out like their places, and copied from there by one operation per
+    contiguous run.
 
     Args:
-        places: aligned as a layout aligns them, each with the bytes up to the next multiple.
+        places: the places, aligned as a layout aligns them; each includes the padding behind it.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -96,7 +96,7 @@ class Batch:
         self._shapes = [places[index][1] for index in self._order]
         self._dtypes = [dtype_of(places[index][2]) for index in self._order]
         self._large = Places([places[index] for index in large])
-        #: From where to where small ones lie without a gap.
+        #: Byte ranges that places of small tensors fill without a gap.
         self._stretches: list[tuple[int, int]] = []
         for start, stop in sorted((places[index][0], places[index][0] + aligned(sizes[index])) for index in small):
             if self._stretches and self._stretches[-1][1] == start:
@@ -109,10 +109,11 @@ class Batch:
 
     @torch.no_grad()
     def copy(self, buffer: mmap.mmap, base: int, sources: Sequence[torch.Tensor]) -> bool:
-        """Copy each of `sources` to its place, `base` bytes further on; without gradients.
+        """Copy each of `sources` to its place, offset by `base` bytes; without autograd.
 
-        False, and nothing is copied, if one of them is not a plain tensor in host memory of the shape and dtype of its
-        place: a copy would cast and broadcast in silence.
+        Returns False, and copies nothing, unless all are plain tensors in host memory with the shapes and dtypes of
+        their
+        places: a copy would silently cast and broadcast.
         """
         if not sources:
             return True

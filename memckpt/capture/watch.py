@@ -1,7 +1,8 @@
-"""Notices when parameters, frozen ones too, are changed by anything but their optimizer.
+"""Detection of changes to parameters, frozen ones too, by anything but their optimizer.
 
-Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor; what was
-written through ``.data`` escapes that count and is looked for in a sample of the values.
+Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor. Writes
+through
+``.data`` escape that count and are detected by a sample of the values.
 """
 
 from __future__ import annotations
@@ -13,20 +14,21 @@ import torch
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.state.tensors import Fixed, bits_of, local, version
 
-#: A window of so many elements out of every so many. Neighbours share a cache line: a strided sample of as many
-#: elements takes several times as long.
+#: A sample is WINDOW elements out of every SPACING. Neighbours share a cache line: a strided sample of as many elements
+#: takes several times as long.
 WINDOW = 64
 SPACING = 1 << 16
-#: So many checks look at every element.
+#: Number of checks that compare every element.
 FULL_CHECKS = 2
 
 
 class _Sample:
-    """Values of host tensors as they were, to see what escapes the counters. Reading accelerators would wait for them.
+    """Former values of host tensors, to detect changes that escape the counters. Accelerators would have to be waited
+    for.
 
     Args:
-        tensors: that are looked at; always the same ones.
-        full_checks: how many checks look at every element; until they are over all values are kept.
+        tensors: the tensors to compare; always the same ones.
+        full_checks: number of checks that compare every element; all values are kept until they are over.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], full_checks: int) -> None:
@@ -34,13 +36,13 @@ class _Sample:
         self._sampled = [i for i, one in enumerate(tensors) if one.device.type == "cpu" and local(one).numel()]
         self._in_memory = Fixed([tensors[index] for index in self._sampled])
         self._pointers: list[int] = []
-        #: By dtype and width, the tensors' indices and views of their windows: rows of that width.
+        #: By dtype and row width: the tensors' indices, and views of their windows as rows of that width.
         self._windows: dict[tuple[torch.dtype, int], list[tuple[int, torch.Tensor]]] = {}
         self._full_checks_left = full_checks
         self._values = self._take()
 
     def _window(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that is looked at, as a view of equally wide rows."""
+        """The compared part of a tensor, as a view with rows of equal width."""
         flat = _flat(tensor)
         if self._full_checks_left:
             return flat.view(-1, 1)
@@ -50,7 +52,7 @@ class _Sample:
         return flat[: rows * SPACING].view(rows, SPACING)[:, :WINDOW]
 
     def _take(self) -> dict[tuple[torch.dtype, int], torch.Tensor]:
-        """The sampled values, as copies. The views on them are kept as long as the tensors keep their memory."""
+        """Copies of the sampled values. The views are reused as long as the tensors keep their memory."""
         pointers = self._in_memory.pointers()
         if pointers != self._pointers:
             self._pointers, self._windows = pointers, {}
@@ -60,11 +62,11 @@ class _Sample:
         return {key: torch.cat([window for _, window in windows]) for key, windows in self._windows.items()}
 
     def renew(self) -> None:
-        """The values are now as they should be."""
+        """Take the current values as the expected ones."""
         self._values = self._take()
 
     def changed(self) -> list[int]:
-        """The indices of tensors that have other values."""
+        """Indices of tensors whose values differ from the expected ones."""
         found = []
         for key, now in self._take().items():
             if not torch.equal(bits_of(now), bits_of(self._values[key])):
@@ -77,7 +79,7 @@ class _Sample:
         if self._full_checks_left:
             self._full_checks_left -= 1
             if not self._full_checks_left:
-                self._pointers = []  # the windows are others now
+                self._pointers = []  # windows have to be made anew
                 self.renew()
 
     def _find(self, key: tuple[torch.dtype, int], now: torch.Tensor) -> list[int]:
@@ -87,7 +89,7 @@ class _Sample:
 
 
 class ParameterWatch:
-    """Remembers the stepped parameters as their optimizers left them."""
+    """Expected state of the stepped parameters, as their optimizers left them."""
 
     def __init__(self, writer: SlotWriter) -> None:
         self._writer = writer
@@ -96,7 +98,7 @@ class ParameterWatch:
         self._sample = _Sample(writer.params, FULL_CHECKS)
 
     def note(self, optimizer: int) -> None:
-        """An optimizer has just changed its parameters, as it should."""
+        """Accept the changes that an optimizer has just made to its parameters."""
         versions = self._params.versions()
         stepped = self._writer.layout.optimizer_params(optimizer)
         if len(stepped) == len(versions):
@@ -107,7 +109,7 @@ class ParameterWatch:
         self._sample.renew()
 
     def counted_change(self) -> str | None:
-        """The name of a parameter whose count of changes is not as its optimizer left it; None if all are."""
+        """Name of a parameter whose version counter moved since its optimizer's step; None if there is none."""
         versions = self._params.versions()
         if versions == self._versions:
             return None
@@ -115,23 +117,24 @@ class ParameterWatch:
         return self._writer.spec.params[moved].tensor.name
 
     def sampled_change(self) -> str | None:
-        """Like :meth:`counted_change`, by the sample of the values."""
+        """As :meth:`counted_change`, by the sample of the values."""
         changed = self._sample.changed()
         return self._writer.spec.params[changed[0]].tensor.name if changed else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in the order of memory: a view, whatever the strides of a dense tensor."""
+    """All elements in memory order; a view for any dense tensor, whatever its strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     dense = last == tensor.numel() - 1  # channels_last and other permutations
     return tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.flatten()
 
 
 class StaticWatch:
-    """Watches tensors that are staged once a generation: a changed count is settled by comparing with the copy.
+    """Watches tensors that are staged once per generation: if a counter has moved, the copy is compared.
 
-    What escapes the counters (a momentum encoder that is updated through ``.data``) shows in the values of host
-    tensors: the first checks compare all of them with the copy, later ones a sample with what it was.
+    Writes that escape the counters (a momentum encoder updated through ``.data``) show in the values of host tensors:
+    the
+    first checks compare all values with the copy, later ones a sample with its former values.
     """
 
     def __init__(self, writer: SlotWriter) -> None:
@@ -150,7 +153,7 @@ class StaticWatch:
         return tensor, -1 if tensor is None else version(tensor)
 
     def changed(self) -> list[str]:
-        """The names of static tensors whose values are no longer the staged ones."""
+        """Names of static tensors whose values differ from the staged ones."""
         replaced, changed = False, set()
         for position, (seen, noted) in enumerate(self._seen):
             tensor, now = self._look(position)

@@ -64,7 +64,7 @@ def test_gradients_that_are_thrown_away_do_not_wait(lab: Lab, how: str) -> None:
 def test_gradients_that_are_used_after_all_are_told(lab: Lab) -> None:
     case = recycled("none", used_at=9)
     ended = lab.train(case, config("lazy"), last_step=14)
-    assert "gradients of RMSprop that were left over at the end of a batch, as they often are, were used" in ended.log
+    assert "RMSprop that were left over at the end of a batch, and usually discarded, were used" in ended.log
     # From there on they wait, and here no step uses them before the batch's end.
     assert {step for step, done in committed([ended]).items() if not done} == {1, *range(9, 15)}
     lab.stop()

@@ -279,7 +279,7 @@ def test_what_goes_wrong_stops_the_marks_and_not_the_training(
 ) -> None:
     marks = PhaseMarks(PhaseWriter(page, 0), 1)
     marks.gradient_seen()  # no backward runs: torch takes no callback
-    assert "phases are not marked any more" in caplog.text
+    assert "phases are no longer marked" in caplog.text
     caplog.clear()
     marks.gradient_seen()
     marks.step_ended(1)
@@ -287,7 +287,7 @@ def test_what_goes_wrong_stops_the_marks_and_not_the_training(
     other = PhaseMarks(PhaseWriter(page, 1), 1)
     page.words.release()
     other.step_ended(1)
-    assert "phases are not marked any more" in caplog.text
+    assert "phases are no longer marked" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
