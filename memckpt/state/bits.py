@@ -1,4 +1,4 @@
-"""Tensors compared by their bits: equal or not, and by how much they differ where they are not."""
+"""Bitwise comparison of tensors: equality, and distance in units in the last place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-#: Elements that are compared at once: bounds the temporaries, which are doubles.
+#: Elements compared at once; bounds the temporaries, which are doubles.
 _CHUNK = 1 << 22
 _BIT_VIEW = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -25,7 +25,8 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest distance between two tensors of one dtype in units in the last place; 0 exactly if equal in bits.
+    """The largest distance between two tensors of one dtype in units in the last place; 0 exactly if all bits are
+    equal.
 
     Values of different sign are counted through zero. Integers count their difference.
     """
@@ -39,19 +40,19 @@ def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
         return float((a.double() - b.double()).abs().max())
     lowest = -(2 ** (8 * width - 1))
     a, b = (torch.where(bits < 0, lowest - bits, bits) for bits in (a, b))
-    # Doubles hold the differences of 64-bit patterns only roughly, which is enough to see how far apart they are.
+    # Doubles hold differences of 64-bit patterns approximately, which suffices for a magnitude.
     return max(float((a.double() - b.double()).abs().max()), 1.0)
 
 
 @dataclass
 class Distance:
-    """How far two tensors, or pieces of them that are added one by one, lie apart.
+    """Distance between two tensors, or between pieces of them that are added one by one.
 
     Attributes:
-        elements, differing: how many there are, and how many of them differ in bits.
-        largest: the largest absolute difference of two values; infinite where shapes, dtypes or NaNs differ.
-        scale: the largest absolute value of those that are held.
-        ulp: the largest difference in units in the last place.
+        elements, differing: number of elements, and of those that differ in any bit.
+        largest: largest absolute difference of two values; infinite if shapes, dtypes or NaNs differ.
+        scale: largest absolute value of the expected tensor.
+        ulp: largest difference in units in the last place.
     """
 
     elements: int = 0
@@ -61,7 +62,7 @@ class Distance:
     ulp: float = 0.0
 
     def add(self, found: torch.Tensor, held: torch.Tensor) -> None:
-        """Compare one more pair. Both may lie on any device; the comparison runs on that of `found`."""
+        """Compare one more pair, found and expected, on any devices; the comparison runs on the device of `found`."""
         self.elements += held.numel()
         if found.shape != held.shape or found.dtype != held.dtype:
             self.differing += max(held.numel(), 1)
@@ -81,14 +82,14 @@ class Distance:
 
     @property
     def relative(self) -> float:
-        """The largest difference as a share of the largest value that is held."""
+        """The largest difference as a fraction of the largest expected value."""
         if not self.differing:
             return 0.0
         return self.largest / self.scale if self.scale else float("inf")
 
     @property
     def text(self) -> str:
-        """How far, in words."""
+        """The distance as text."""
         return (
             f"{self.differing} of {self.elements} elements differ, by {self.ulp:.3g} ulp and {self.relative:.2g} of "
             "the largest value at most"
@@ -103,6 +104,6 @@ def _largest(tensor: torch.Tensor) -> float:
 def _largest_difference(found: torch.Tensor, held: torch.Tensor) -> float:
     wide = torch.complex128 if found.is_complex() else torch.float64
     difference = (found.to(wide) - held.to(wide)).abs()
-    # Infinities that are equal give NaN, and so do NaNs; only where the bits differ is that a difference.
+    # Equal infinities give NaN, and so do NaNs; neither is a difference if the bits are equal.
     difference = torch.where((found == held) | (found.isnan() & held.isnan()), 0.0, difference)
     return float(torch.nan_to_num(difference, nan=float("inf")).max())

@@ -1,10 +1,10 @@
-"""What an optimizer object keeps beside the tensors in slots, as a tree that the codec takes, and back.
+"""Capture of the state that an optimizer object keeps beside the tensors in slots, as trees that the codec takes.
 
-Instance attributes of any kind, generators among them; state that has no room in a slot; the order of the state's keys.
-What refers to a live tensor by identity (a list of parameters, a buffer that is state, too) refers to it again when it
-comes back. Containers and tensors are filled in place, so that whoever else holds them sees what they hold.
+That is: instance attributes of any kind, including generators; state that has no room in a slot; the order of the
+state's keys. A reference to a live tensor (a list of parameters, a buffer that is also state) is captured as a
+reference. Restoring fills containers and tensors in place, so that other holders see the values.
 
-A tree is ``[kind, ...]``. ``"live"`` stands for what cannot change (functions) or cannot be encoded: it stays as it is.
+A tree is ``[kind, ...]``. ``"live"`` stands for values that cannot change (functions) or cannot be encoded: they stay.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from memckpt.state.optimizers import fits_room
 from memckpt.state.tensors import is_dtensor, local
 
 Tree = list[Any]
-#: The room that slots have: (optimizer, parameter, key) -> what fits.
+#: Room in slots, by (optimizer, parameter, key).
 Rooms = dict[tuple[int, str, Any], StateTensorSpec]
-#: (parameter, key, value) of an optimizer's state -> whether it travels elsewhere.
+#: (parameter, key, value) of an optimizer's state -> whether it is carried elsewhere.
 Travels = Callable[[str, Any, Any], bool]
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 _LIVE: Tree = ["live"]
 
 
 class OptimizerCapture:
-    """Captures optimizers of one model, and puts back what was captured.
+    """Captures and restores the optimizers of one model.
 
     Args:
-        optimizers: live ones.
+        optimizers: the live optimizers.
         tensors: the live tensors by name.
         modules: the user's modules; their tensors are captured elsewhere.
 
     Attributes:
-        left_out: what could not be captured, in words; only ever grows.
+        left_out: state that could not be captured, as text; never shrinks.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class OptimizerCapture:
         self._resharded = False
         self.left_out: list[str] = []
 
-    # Out
+    # Capture
 
     def capture(self, spec: StateSpec) -> list[Any]:
-        """All optimizers as they are now, one tree for each; without what has its room in the slots of that layout."""
+        """One tree per optimizer of its current state, without what has room in the slots of that layout."""
         rooms: Rooms = {
             (owner.optimizer, param.tensor.name, state.key): state
             for param in spec.params
@@ -83,7 +83,7 @@ class OptimizerCapture:
         return found
 
     def _travels(self, rooms: Rooms, index: int, name: str, key: Any, value: Any) -> bool:
-        """Whether a state's value travels in a slot, or, encoded, with the record."""
+        """Whether a state's value is carried in a slot or encoded with the record."""
         if isinstance(value, torch.Tensor):
             room = rooms.get((index, name, key))
             return room is not None and fits_room(value, self._tensors[name], room)
@@ -111,7 +111,7 @@ class OptimizerCapture:
         }
 
     def _state(self, name: str, state: dict[Any, Any], path: str, travels: Travels) -> list[Any]:
-        """Keys in their order, each with its value where that travels here, and None where it does not."""
+        """The keys in order, each with its value, or None if that is carried elsewhere."""
         return [
             [key, None if travels(name, key, value) else self._out(value, f"{path}.state[{name}].{key}", own=True)]
             for key, value in state.items()
@@ -148,7 +148,7 @@ class OptimizerCapture:
 
     def _container(self, value: Any, path: str) -> Tree | None:
         if isinstance(value, Optimizer):
-            # One inside another (SAM, Lookahead). Its groups are often the outer one's very list.
+            # An optimizer inside another (SAM, Lookahead). Its groups are often the outer one's own list.
             inner = self._capture_one(value, path, lambda name, key, value: False)
             groups = [
                 [[key, self._out(item, f"{path}.{key}")] for key, item in group.items() if key != "params"]
@@ -178,16 +178,16 @@ class OptimizerCapture:
             self.left_out.append(text)
         return _LIVE
 
-    # Back
+    # Restore
 
     @torch.no_grad()
     def restore(self, captured: list[Any], resharded: bool = False) -> None:
-        """Put back what :meth:`capture` has found; behind the restore of the tensors in slots.
+        """Restore what :meth:`capture` returned; call after the tensors in slots are restored.
 
         Args:
-            captured: of all optimizers.
-            resharded: whether ranks hold other pieces now than when it was found: tensors that are no rooms of a layout
-                are then of unknown meaning, and stay as they are.
+            captured: one tree per optimizer.
+            resharded: whether ranks hold other shards now than at the capture. Tensors without room in the layout then
+                have no known meaning, and the live ones stay.
         """
         self._resharded = resharded
         for optimizer, found in zip(self._optimizers, captured, strict=True):
@@ -204,7 +204,7 @@ class OptimizerCapture:
                 elif key in there:
                     state[key] = there[key]
             optimizer.state[param] = {**state, **{key: there[key] for key in there if key not in state}}
-        # By their old names, behind the state that they may refer to.
+        # Under their old keys, after the state that they may refer to.
         for key, value in found["others"]:
             key = self._back(key, None)
             optimizer.state[key] = self._back(value, optimizer.state.get(key))
@@ -273,12 +273,12 @@ class OptimizerCapture:
 
 
 def _is_piece(kind: str, rest: list[Any]) -> bool:
-    """Whether a tree is a tensor that may be a piece of another one."""
+    """Whether a tree is a tensor that may be a shard."""
     return kind == "dtensor" or (kind == "value" and isinstance(rest[0], torch.Tensor) and rest[0].numel() > 1)
 
 
 def _filled(value: Any, live: Any) -> Any:
-    """A tensor's values go into the live tensor, if they fit: somebody else may hold it, too."""
+    """`live`, filled with the tensor `value` if it fits, since others may hold it too; else `value`."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor) or is_dtensor(live):
         return value
     if value.shape != live.shape or value.dtype != live.dtype:

@@ -1,8 +1,8 @@
 """Safe codec for rank states: plain trees, tensors and arrays; decoding never runs code.
 
-A tree is msgpack in which every value that msgpack has no type for is a tagged list. Tensors and arrays travel as
-(dtype, shape, bytes) and come back as fresh memory of their own. Torch and numpy are looked up only when a value
-of theirs occurs, so that a process without torch can use the rest.
+A tree is msgpack in which every value without a msgpack type is a tagged list. Tensors and arrays are encoded as
+(dtype, shape, bytes) and decoded into fresh memory. Torch and numpy are looked up only for values of theirs, so that
+a process without torch can use the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memckpt.errors import DamagedStateError, UnsupportedStateError
 # with such a string is escaped with the "list" tag.
 _MARK = "\x00"
 
-#: Begins to copy a tensor from a device into host memory, which is returned before the copy has arrived.
+#: Starts a copy of a tensor from a device, and returns the host tensor before the copy has arrived.
 Fetch = Callable[[Any], Any]
 
 
@@ -35,7 +35,7 @@ def on_host(tensor: Any) -> bool:
 
 
 class _Later:
-    """Stands in a packed tree for what is not there before its copy has arrived."""
+    """Placeholder in a packed tree for a value whose copy has not arrived yet."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
@@ -48,10 +48,10 @@ def _read_later(value: Any) -> Any:
 
 
 class OnDevice:
-    """A number that lives in a tensor on a device; encoded as the number that it is when it is packed.
+    """A number in a tensor on a device; encoded as its value at the time of packing.
 
     Args:
-        tensor: of one element.
+        tensor: a tensor of one element.
         kind: ``float`` or ``int``.
     """
 
@@ -60,19 +60,19 @@ class OnDevice:
         self._kind = kind
 
     def fetch(self, fetch: Fetch) -> None:
-        """Begin to copy it; from now on it is the number that it was then."""
+        """Start a copy of the number; later changes on the device do not affect it."""
         self._tensor = fetch(self._tensor)
 
     def __float__(self) -> float:
         return float(self._tensor.item())
 
     def read(self) -> float | int:
-        """The number. After :meth:`fetch`: once the copy has arrived."""
+        """The number. After :meth:`fetch`, call only once the copy has arrived."""
         return self._kind(self._tensor.item())
 
 
 class _Fetching(threading.local):
-    """How the tree that this thread packs gets its tensors from a device; None: at once, which waits for it."""
+    """This thread's function that fetches tensors from a device while it packs; None: synchronous copies."""
 
     fetch: Fetch | None = None
 
@@ -82,7 +82,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_read_later)
 _decoder = msgspec.msgpack.Decoder()
 
 _INT_RANGE = range(-(2**63), 2**64)
-#: What msgpack takes as it is. Every commit encodes hundreds of such values: they are passed on without a call.
+#: Types that msgpack takes directly. Every commit encodes hundreds of such values: they skip a call.
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _STRINGS = frozenset({str})
 
@@ -90,21 +90,21 @@ _STRINGS = frozenset({str})
 def encode(value: Any) -> bytes:
     """Encode a tree of plain values, tensors and arrays.
 
-    Values are copied: the result shares no memory with them.
+    The result shares no memory with the values.
 
     Raises:
-        UnsupportedStateError: a value is of another type; the error has its path.
+        UnsupportedStateError: a value has another type; names its path.
     """
     return _encoder.encode(_pack(value, ""))
 
 
 class Packed:
-    """A tree that is not changed any more, and of which some values may be on their way from a device.
+    """A packed tree, fixed from now on, of which some values may be in flight from a device.
 
     Args:
         value: as for :func:`encode`.
-        fetch: how tensors come from a device.
-        token: called once the tree is packed; what it returns waits until all that was fetched has arrived.
+        fetch: starts the copy of a tensor from a device.
+        token: called once the tree is packed; returns a function that waits until all fetched values have arrived.
 
     Raises:
         UnsupportedStateError: as :func:`encode`.
@@ -127,7 +127,7 @@ class Packed:
         self._encoded: bytes | None = None
 
     def joined(self, other: Packed) -> Packed:
-        """Both of two mappings with strings as keys."""
+        """The union of two mappings with strings as keys."""
         both = copy.copy(self)
         both._tree = {**self._tree, **other._tree}
 
@@ -140,7 +140,7 @@ class Packed:
         return both
 
     def encode(self) -> bytes:
-        """Wait for what is on its way, and encode all of it. Any thread may ask, any number of times."""
+        """Wait for values in flight, and encode the tree. Thread-safe; may be called repeatedly."""
         if self._encoded is None:
             self._arrived()
             self._encoded = _encoder.encode(self._tree)
@@ -148,10 +148,10 @@ class Packed:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """Decode what :func:`encode` made.
+    """Decode the result of :func:`encode`.
 
     Raises:
-        DamagedStateError: the bytes are not a whole encoding.
+        DamagedStateError: the bytes are not a complete encoding.
     """
     try:
         return _unpack(_decoder.decode(data))
@@ -170,7 +170,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
 
 
 def unencodable_paths(value: Any) -> list[str]:
-    """Paths (with types) of everything in `value` that :func:`encode` would refuse; empty when it is fine."""
+    """Paths, with types, of all values that :func:`encode` would refuse; empty if there are none."""
     found: list[str] = []
 
     def refuse(path: str, type_name: str) -> None:
@@ -226,7 +226,7 @@ def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any
     if isinstance(value, OrderedDict):
         return [_MARK + "odict", *_pack_items(value, path, refuse)]
     if isinstance(value, (defaultdict, dict)):
-        # Subclasses of dict come back as plain dicts: their own state is not ours to guess.
+        # Subclasses of dict are decoded as plain dicts: any further state of theirs is unknown.
         return [_MARK + "dict", *_pack_items(value, path, refuse)]
     if isinstance(value, (set, frozenset)):
         tag = "set" if isinstance(value, set) else "frozenset"
@@ -261,7 +261,8 @@ def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
         tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
         return [_MARK + tag, value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
-    # A str, int or float subclass (a StrEnum member, numpy's own float64 is above) travels as its plain value,
+    # A subclass of str, int or float (a StrEnum member; numpy's float64 is handled above) is encoded as its plain
+    # value,
     # except true enums: their identity would be lost.
     if isinstance(value, (str, int, float)) and not _is_enum(value):
         for plain in (str, int, float):
@@ -279,7 +280,7 @@ def _is_enum(value: object) -> bool:
 def _pack_tensor(torch: Any, value: Any, path: str, refuse: Callable[[str, str], None]) -> Any:
     mesh = sys.modules.get("torch.distributed.tensor")
     if mesh is not None and isinstance(value, mesh.DTensor):
-        refuse(path, "torch.distributed.tensor.DTensor")  # it is on a mesh, which nothing here could rebuild
+        refuse(path, "torch.distributed.tensor.DTensor")  # its mesh could not be rebuilt here
         return None
     tensor = value.detach()
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -336,7 +337,7 @@ def _unpack_tensor(items: list[Any]) -> Any:
 
 
 def _check_room(shape: Any, item_bytes: int, data: Any) -> None:
-    """Before anything is allocated: the shape must be one, and the bytes must fill it."""
+    """Check, before memory is allocated, that the shape is valid and the bytes fill it."""
     valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if not valid or not isinstance(data, bytes) or prod(shape) * item_bytes != len(data):
         raise DamagedStateError(f"rank state has a tensor or array whose bytes do not fill its shape {shape!r}")
@@ -344,7 +345,7 @@ def _check_room(shape: Any, item_bytes: int, data: Any) -> None:
 
 def _bytes_of(items: list[Any]) -> bytearray:
     if len(items) != 1 or not isinstance(items[0], bytes):
-        raise DamagedStateError("rank state has a bytearray that is none")
+        raise DamagedStateError("rank state has an invalid bytearray")
     return bytearray(items[0])
 
 

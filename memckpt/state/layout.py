@@ -1,4 +1,4 @@
-"""What is staged, and where in a slot each byte of it lies.
+"""Layout of a generation: the staged data, and the place of each byte in a slot.
 
 Torch-free: the agent computes the same offsets from the same :class:`StateSpec` as the trainers do, and a lazy agent
 never imports torch. All offsets and sizes are in bytes.
@@ -8,18 +8,18 @@ A slot holds one record::
     header | gradient arena | anchors due | landings of each local rank
 
 By-value tensors lie behind all slots, in a ring of their own, since a restore needs those of the newest few records
-only. One of its slots holds what belongs to one record::
+only. One slot of that ring belongs to one record::
 
     header | digests of each local rank | shared by-value tensors | other by-value tensors of each local rank
 
-Shared ones are held once for all local ranks, whose digests of them show that they agree.
+Shared tensors are held once for all local ranks, whose digests prove that they are equal.
 
-Where a record is spoken of as one (pieces for peers), its bytes are counted as if its by-value tensors followed the
-anchors in its slot.
+Where a record is addressed as one range (fragments for peers), its by-value tensors count as following the anchors in
+its slot.
 
-The gradient arena has one area for each optimizer sub-step that a record may contain; landings say which gradients of
-the first ones are complete. In mode ``"capture"`` there is neither: only every N-th record has a slot, with the anchors
-of everything, and two slots are filled in turns.
+The gradient arena has one area for each optimizer sub-step that a record may contain; landings mark the complete
+gradients of each optimizer's first one. In mode ``"capture"`` there is neither: only every N-th record has a slot, with
+the anchors of everything, and two slots are filled in turns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from memckpt.config import RedoMode
 PAGE = 4096
 ALIGN = 64
 HEADER_BYTES = PAGE
-#: Digest of a shared tensor, as one rank has it.
+#: Digest of one shared tensor on one rank.
 DIGEST_BYTES = 16
-#: Head of a rank's landings: the record, its generation, the tap's name.
+#: Head of a rank's landings: record, generation, name of the tap.
 LANDING_HEAD_BYTES = 64
-#: Parameters cut at multiples of this many elements give the same bits as whole ones in fp32 (vector tails).
+#: Pieces of parameters cut at multiples of this many elements give the same bits in fp32 as whole ones (vector tails).
 CUT_ELEMENTS = 32
 
-#: How many captures of the whole state are held: the newest, and the one before while that is being written.
+#: Captures of the whole state in memory: the newest, and the previous one while that is being written.
 CAPTURES = 2
 
 ITEM_BYTES = {
@@ -72,18 +72,18 @@ def aligned(size: int, unit: int = ALIGN) -> int:
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True):
-    """Where a piece of a tensor lies in the whole of it, as in DCP: its first element, and the shape of the whole."""
+    """Position of a shard in its whole tensor, as in DCP: offsets of its first element, and the whole shape."""
 
     offsets: tuple[int, ...]
     whole: tuple[int, ...]
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Name, shape and dtype of what a rank holds of one tensor.
+    """Name, shape and dtype of the part of one tensor that a rank holds.
 
     Attributes:
-        shape: of what is held: all of a plain tensor, this rank's piece of a DTensor.
-        shard: which piece that is; None for a plain tensor.
+        shape: shape of that part: all of a plain tensor, the local shard of a DTensor.
+        shard: position of the shard; None for a plain tensor.
     """
 
     name: str
@@ -101,15 +101,15 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor; without shards its own."""
+        """Shape of the whole tensor; its own if it is not sharded."""
         return self.shape if self.shard is None else self.shard.whole
 
 
 class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """One tensor of an optimizer's state for one parameter.
 
-    `elementwise` says that it has the parameter's shape, is a piece of a whole where that is one, and is cut where that
-    is; `on_cpu` that it stays in host memory whatever the parameter's device (Adam's ``step``).
+    `elementwise`: it has the parameter's shape, and is sharded and cut as the parameter is. `on_cpu`: it stays in host
+    memory whatever the parameter's device (Adam's ``step``).
     """
 
     key: str
@@ -124,7 +124,7 @@ class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One optimizer that steps a parameter, and the state that it keeps for it; `keys` are all, in their order."""
+    """One optimizer that steps a parameter, its state for it, and all keys of that state in order."""
 
     optimizer: int
     group: int
@@ -135,8 +135,9 @@ class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
 class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter that some optimizer steps.
 
-    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails); `sparse_bytes` is the room for
-    one sparse gradient, 0 for a dense one; `other_grad_dtype` is what its gradients have where that is not its own.
+    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes` is the room for
+    one
+    sparse gradient, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs from its own.
     """
 
     tensor: TensorSpec
@@ -159,11 +160,11 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
-    """An optimizer class by name, with what is needed to build it elsewhere.
+    """An optimizer class by name, with the data needed to build it elsewhere.
 
-    `attributes` is a codec encoding of the instance attributes (``defaults`` among them) and `group_sizes` the number
-    of parameters in each group. `sub_steps` is how many of its steps one record has room for; `changes_gradients` says
-    that a step changes the gradients it is given.
+    `attributes` is a codec encoding of the instance attributes (including ``defaults``), `group_sizes` the number of
+    parameters in each group, `sub_steps` the number of its steps that one record has room for. `changes_gradients`: a
+    step changes the gradients it is given.
     """
 
     module: str
@@ -177,27 +178,30 @@ class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
 class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     """Everything that determines a :class:`Layout`.
 
-    `static` are tensors that no optimizer steps (frozen parameters), staged once a generation; `by_value` tensors
-    (buffers, averaged models) are staged with every record by every local rank.
+    `static`: tensors that no optimizer steps (frozen parameters), staged once per generation. `by_value`: tensors
+    (buffers, averaged models) staged with every record by every local rank.
 
-    `every` is N in mode ``"capture"``: records whose number is a multiple of it are captured.
+    `every`: N in mode ``"capture"``: records whose number is a multiple of N are captured.
 
-    `local_ranks` are the ranks of this node that hold the same shards: their parts of a record share its slot.
-    `replicas` are all ranks of the job that do, these among them; empty: all ranks of the job.
+    `local_ranks`: the ranks of this node that hold the same shards and share each record's slot.
+    `replicas`: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
 
-    `aliases` and `outside` say how these names relate to the model's ``state_dict()``: keys under which a tensor
-    appears once more, with its name here (tied weights); names that are not in it (buffers that are not persistent,
-    modules beside the model).
+    `aliases` and `outside` relate these names to the model's ``state_dict()``. `aliases`: further keys of a tensor,
+    with
+    its name here (tied weights). `outside`: names that the ``state_dict()`` lacks (non-persistent buffers, modules
+    beside
+    the model).
 
-    `flattened` says that parameters are pieces of flat ones (FSDP1), of which only the rank itself knows what they are.
+    `flattened`: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
 
-    `trails` says that eager redo, here or on a standby replica, stays one record behind what it could apply, so that
-    the newest can be repeated.
+    `trails`: eager redo, here or on a standby replica, stays one record behind what it could apply, so that the newest
+    record can be repeated.
 
-    `by_value_slots` is how many records' by-value tensors are held at once; 0: those of as many as there are slots.
+    `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots.
 
-    `shared` are names of by-value tensors that are held once for all local ranks, as long as these agree; `apart` those
-    that are known to differ from rank to rank.
+    `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
+    of
+    those known to differ between ranks.
     """
 
     params: tuple[ParamSpec, ...]
@@ -221,26 +225,26 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def serves(self) -> tuple[int, ...]:
-        """The ranks whose parameters and optimizer state these are, ascending."""
+        """The ranks that hold these parameters and this optimizer state, ascending."""
         return self.replicas or tuple(range(self.world_size))
 
     @property
     def full(self) -> bool:
-        """Whether this node's part of a checkpoint has the tensors: one part among those that hold the same does."""
+        """Whether this node's part of a checkpoint contains the tensors: among parts that hold the same, one does."""
         return self.serves[0] in self.local_ranks
 
     def digest(self) -> str:
-        """A digest that is equal exactly when the layouts are."""
+        """A digest of the whole spec; equal if and only if the layouts are."""
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
 
     def content(self) -> str:
-        """A digest that is equal exactly when states consist of the same parts, however they are protected."""
+        """A digest of the state's parts, regardless of how they are protected; equal if and only if these are."""
         how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
         how |= {"shared": (), "apart": ()}
         return msgspec.structs.replace(self, **how).digest()
 
     def structure(self) -> tuple[Any, ...]:
-        """Which tensors there are, and which optimizers step them."""
+        """The tensors, and the optimizers that step each parameter."""
         stepped = tuple((param.tensor, tuple(one.optimizer for one in param.owners)) for param in self.params)
         return stepped, self.static, self.by_value
 
@@ -248,10 +252,11 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         return [*(param.tensor for param in self.params), *self.static, *self.by_value]
 
     def fingerprint(self) -> list[str]:
-        """One line for each thing that must match for a held state to be restored into a model.
+        """One line per property that must match for a held state to be restored into a model.
 
-        Names, shapes of whole tensors, dtypes and optimizer classes; not the groups, which change with freezing, nor
-        how tensors are cut into shards.
+        Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
+        the
+        sharding.
         """
         tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
@@ -260,9 +265,10 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         return lines
 
     def sharding(self) -> str:
-        """A digest of which pieces of which tensors these are; empty if none is cut.
+        """A digest of the shards; empty if no tensor is sharded.
 
-        A held state goes straight back into a rank with the same one; into another it has to be resharded.
+        A held state can be restored into a rank with the same sharding directly; for another one it has to be
+        resharded.
         """
         pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
         if not pieces:
@@ -270,18 +276,18 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
 
 
-#: How a line of a fingerprint begins that names an optimizer.
+#: First word of a fingerprint's line that names an optimizer.
 _OPTIMIZER = "optimizer"
 
 
 def optimizers_of(fingerprint: Sequence[str]) -> frozenset[str]:
-    """The optimizer classes, with their modules, of a model with that fingerprint."""
+    """The optimizer classes, with their modules, in a fingerprint."""
     lines = (line.split(" ") for line in fingerprint)
     return frozenset(words[2] for words in lines if len(words) == 3 and words[0] == _OPTIMIZER)
 
 
 def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
-    """The first line in which two fingerprints differ, in words; None when they agree."""
+    """The first line in which two fingerprints differ, as text; None if they are equal."""
     for ours, theirs in zip(held, live, strict=False):
         if ours != theirs:
             return f"held: {ours}; this run: {theirs}"
@@ -294,7 +300,7 @@ def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of elements of one parameter that is anchored as a unit, with its place in the anchor area."""
+    """A range of elements of one parameter that is anchored as a unit, with its place in the anchor area (bytes)."""
 
     param: int
     start: int
@@ -304,15 +310,15 @@ class Piece:
 
 
 class Layout:
-    """Offsets of everything in slots, static region and replica, computed from a :class:`StateSpec`.
+    """Offsets in slots, static region and replica, computed from a :class:`StateSpec`.
 
-    A pure function of the spec: every rank and the agent get the same one.
+    A pure function of the spec: every rank and the agent compute the same one.
     """
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
         self.ring = {"lazy": spec.period + spec.slots, "eager": spec.slots, "capture": CAPTURES}[spec.mode]
-        #: How many steps of each optimizer a record has room for.
+        #: By optimizer: number of its steps that a record has room for.
         self.sub_step_room = [0 if spec.mode == "capture" else one.sub_steps for one in spec.optimizers]
         self._optimizer_params: list[list[int]] = [[] for _ in spec.optimizers]
         for index, param in enumerate(spec.params):
@@ -320,12 +326,12 @@ class Layout:
                 self._optimizer_params[owner.optimizer].append(index)
         self._place_gradients()
         self._place_pieces()
-        #: Landings of a local rank: a head, and a word for each parameter.
+        #: Bytes of a local rank's landings: a head, and a word per parameter.
         self.landing_bytes = 0 if spec.mode == "capture" else aligned(LANDING_HEAD_BYTES + 8 * len(spec.params))
         landings = self.landing_bytes * len(spec.local_ranks)
         self.slot_bytes = aligned(HEADER_BYTES + self.gradient_bytes + self.anchor_bytes + landings, PAGE)
         self._place_by_value()
-        #: Slots, and by-value tensors behind them.
+        #: Bytes of all slots and of the by-value ring behind them.
         self.slots_bytes = self.slot_bytes * self.ring + self.by_value_slot_bytes * self.by_value_ring
         self._place_static_and_replica()
 
@@ -370,7 +376,7 @@ class Layout:
         total = sum(param.tensor.numel for param in spec.params)
         limit = max(aligned(total // (4 * spec.period), CUT_ELEMENTS), CUT_ELEMENTS * 128)
         if spec.mode == "capture":
-            limit = total  # a single record has them all: nothing is to be balanced
+            limit = total  # a single record carries them all: nothing to balance
         pieces: list[tuple[int, int, int, int]] = []  # bytes, param, start, stop
         for index, param in enumerate(spec.params):
             for start, stop in _cuts(param, limit):
@@ -405,22 +411,22 @@ class Layout:
                 yield owner, state, nbytes
 
     def piece_parts(self, piece: Piece) -> Iterator[tuple[OwnerSpec | None, StateTensorSpec | None, int]]:
-        """The parts of an anchored piece with their offsets in the slot: the parameter first (owner None)."""
+        """The parts of an anchored piece with their offsets in the slot; the parameter first (owner None)."""
         offset = piece.offset
         for owner, state, nbytes in self._piece_parts(self.spec.params[piece.param], piece.stop - piece.start):
             yield owner, state, offset
             offset += aligned(nbytes)
 
     def due(self, record: int) -> list[Piece]:
-        """The pieces whose anchors record number `record` carries."""
+        """The pieces whose anchors `record` carries."""
         return self.anchor_groups[record % self.spec.period]
 
     def anchor_area(self, record: int) -> tuple[int, int]:
-        """Offset in a slot, and bytes, of the anchors that record number `record` carries."""
+        """Offset in a slot, and bytes, of the anchors that `record` carries."""
         return HEADER_BYTES + self.gradient_bytes, sum(piece.nbytes for piece in self.due(record))
 
     def by_value_area(self) -> tuple[int, int]:
-        """Offset in a record, and bytes, of the by-value tensors of all ranks of this node.
+        """Offset in a record, and bytes, of the by-value tensors of all local ranks.
 
         In memory they lie elsewhere: see :meth:`by_value_base`.
         """
@@ -431,7 +437,7 @@ class Layout:
     def _place_by_value(self) -> None:
         spec, ranks = self.spec, len(self.spec.local_ranks)
         shared_names = set(spec.shared)
-        #: Positions, among the by-value tensors, of those that are held once for all local ranks.
+        #: Positions, among the by-value tensors, of those held once for all local ranks.
         self.shared = [at for at, tensor in enumerate(spec.by_value) if tensor.name in shared_names]
         held_once = set(self.shared)
         shared = own = 0
@@ -443,11 +449,11 @@ class Layout:
             else:
                 own += aligned(tensor.nbytes)
         self._shared_bytes, self._own_bytes = shared, own
-        #: By-value tensors of all local ranks, in one record.
+        #: Bytes of the by-value tensors of all local ranks in one record.
         self.by_value_bytes = shared + own * ranks
-        #: How many records' by-value tensors are held at once.
+        #: Number of records whose by-value tensors are held at once.
         self.by_value_ring = min(self.ring, spec.by_value_slots or self.ring) if spec.by_value else 0
-        #: Digests that one rank makes of shared tensors, in one record.
+        #: Bytes of one rank's digests of the shared tensors in one record.
         self.digest_bytes = DIGEST_BYTES * len(self.shared)
         self._by_value_start = aligned(HEADER_BYTES + self.digest_bytes * ranks)
         self.by_value_slot_bytes = 0
@@ -455,27 +461,27 @@ class Layout:
             self.by_value_slot_bytes = aligned(self._by_value_start + self.by_value_bytes, PAGE)
 
     def by_value_slot_offset(self, record: int) -> int:
-        """Offset in the slots' region of the by-value tensors of record number `record`, with their header."""
+        """Offset in the slots' region of the by-value slot of `record`, header first."""
         number = record // self.spec.every % self.by_value_ring
         return self.slot_bytes * self.ring + number * self.by_value_slot_bytes
 
     def by_value_base(self, record: int) -> int:
-        """Offset in the slots' region of the by-value tensors of a record, of all local ranks; 0 if there are none."""
+        """Offset in the slots' region of the by-value tensors of `record`, of all local ranks; 0 if there are none."""
         return self.by_value_slot_offset(record) + self._by_value_start if self.by_value_ring else 0
 
     def by_value_offsets(self, rank: int) -> list[int]:
-        """For each by-value tensor the offset, behind :meth:`by_value_base`, of that which a local rank has of it."""
+        """For each by-value tensor, the offset behind :meth:`by_value_base` of `rank`'s copy."""
         own = self._shared_bytes + self.spec.local_ranks.index(rank) * self._own_bytes
         held_once = set(self.shared)
         return [place if at in held_once else own + place for at, place in enumerate(self._by_value_places)]
 
     def digests_base(self, record: int, rank: int) -> int:
-        """Offset in the slots' region of a local rank's digests of the shared tensors of a record."""
+        """Offset in the slots' region of a local rank's digests of the shared tensors of `record`."""
         position = self.spec.local_ranks.index(rank)
         return self.by_value_slot_offset(record) + HEADER_BYTES + position * self.digest_bytes
 
     def landing_base(self, rank: int) -> int:
-        """Offset in a slot of the landings of a rank of this node: behind all that peers and storage are given."""
+        """Offset in a slot of a local rank's landings: behind all that peers and storage receive."""
         start = HEADER_BYTES + self.gradient_bytes + self.anchor_bytes
         return start + self.spec.local_ranks.index(rank) * self.landing_bytes
 
@@ -485,10 +491,10 @@ class Layout:
         for tensor in self.spec.static:
             self.static_offsets.append(offset)
             offset += aligned(tensor.nbytes)
-        # A rank may hold nothing but empty pieces; a region of no bytes cannot be made.
+        # A rank may hold empty shards only, and a region cannot have 0 bytes.
         self.static_bytes = aligned(max(offset, 1), PAGE) if self.spec.static else 0
         offset = 0
-        #: For each parameter the offset of its value in the replica, then those of its states, owner by owner.
+        #: For each parameter, offsets in the replica of its value, and of its states by (optimizer, key).
         self.replica_offsets: list[tuple[int, dict[tuple[int, str], int]]] = []
         for param in self.spec.params:
             value = offset
@@ -499,19 +505,20 @@ class Layout:
                     states[owner.optimizer, state.key] = offset
                     offset += aligned(state.nbytes)
             self.replica_offsets.append((value, states))
-        #: Parameters and optimizer state, each once.
+        #: Bytes of parameters and optimizer state, each once.
         self.state_bytes = aligned(max(offset, 1), PAGE) if self.spec.params else 0
         self.replica_bytes = self.state_bytes if self.spec.mode == "eager" else 0
-        #: A snapshot is that, and then the by-value tensors of all local ranks.
+        #: Bytes of a snapshot: parameters and optimizer state, then the by-value tensors of all local ranks.
         self.snapshot_bytes = aligned(self.state_bytes + self.by_value_bytes, PAGE)
 
     @property
     def total_bytes(self) -> int:
-        """Shared memory of one generation on this node."""
+        """Bytes of shared memory of one generation on this node."""
         return self.slots_bytes + self.static_bytes + self.replica_bytes
 
     def start_ranges(self, record: int) -> list[tuple[int, int]]:
-        """Offsets and lengths, in bytes and whole pages, of what a start after `record` writes into the slots' region.
+        """(offset, length) of the ranges of the slots' region that a start after `record` writes, in bytes of whole
+        pages.
 
         They are all headers and landings, the anchors of the virtual records, and the record's by-value tensors. The
         ranges are ascending and disjoint.
@@ -545,16 +552,16 @@ class Layout:
         return sum(param.tensor.numel for param in self.spec.params)
 
     def slot_offset(self, record: int) -> int:
-        """Offset of the slot of record number `record` in the slots' region."""
+        """Offset in the slots' region of the slot of `record`."""
         return self.slot_number(record) * self.slot_bytes
 
     def slot_number(self, record: int) -> int:
-        """Which slot of the ring a record has; with N records from one capture to the next, two in turns."""
+        """Index in the ring of the slot of `record`; captures use the two slots in turns."""
         return record // self.spec.every % self.ring
 
     @cached_property
     def stagers(self) -> list[int]:
-        """For each parameter the local rank that stages it: balanced by bytes, so that each link carries it once."""
+        """For each parameter, the local rank that stages it; balanced by bytes, as each rank has its own link."""
         return self._balanced([param.tensor.nbytes for param in self.spec.params])
 
     @cached_property
@@ -564,7 +571,7 @@ class Layout:
         return dict(zip(self.shared, self._balanced(sizes), strict=True))
 
     def _balanced(self, sizes: Sequence[int]) -> list[int]:
-        """A local rank for each of so many bytes."""
+        """A local rank for each size in bytes, with balanced loads."""
         ranks = self.spec.local_ranks
         loads = [0] * len(ranks)
         chosen = [ranks[0]] * len(sizes)

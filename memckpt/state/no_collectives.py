@@ -1,4 +1,4 @@
-"""A trial of an optimizer's step must not reach other ranks."""
+"""Isolation of an optimizer's trial steps from other ranks."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _COLLECTIVES = (
 
 @contextlib.contextmanager
 def without_collectives() -> Iterator[None]:
-    """Have this thread's calls of torch.distributed fail.
+    """Make this thread's calls of torch.distributed fail.
 
-    A step that asks other ranks cannot be redone on one; and in a trial they would wait for what not all of them ask.
+    A step that communicates cannot be redone on one rank; and in a trial it would wait for ranks that do not take part.
     """
     if not (dist.is_available() and dist.is_initialized()):
         yield
@@ -51,7 +51,7 @@ def without_collectives() -> Iterator[None]:
 
         return call
 
-    # By both names: the package has its own of each.
+    # In both modules: the package re-exports the functions under names of its own.
     replaced = [(module, name, getattr(module, name)) for module in (dist, distributed_c10d) for name in _COLLECTIVES]
     for module, name, original in replaced:
         setattr(module, name, refusing(original))

@@ -1,4 +1,4 @@
-"""Attributes of a live optimizer, and copies of them: what a sibling does when it steps, it does to its own."""
+"""Attributes of a live optimizer, and private copies of them for siblings that step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 
-#: Attributes that torch sets, its schedulers and gradient scaler among them.
+#: Attributes that torch sets, including its schedulers and gradient scaler.
 _NOT_OURS = (
     "_opt_called",
     "_warned_capturable",
@@ -23,7 +23,7 @@ _NOT_OURS = (
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The instance attributes that belong to the optimizer itself: no hooks, no state, no groups, nothing callable."""
+    """The instance attributes of the optimizer itself, without hooks, state, groups and callables."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -35,9 +35,9 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def attributes(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
-    """Instance attributes that another process can be given, and the names of those it cannot.
+    """Instance attributes that can be sent to another process, and the names of those that cannot.
 
-    Hooks, the state and the groups are left out on purpose; so are methods that a scheduler has wrapped.
+    Hooks, state and groups are left out on purpose, as are methods that a scheduler has wrapped.
     """
     kept: dict[str, Any] = {}
     dropped: list[str] = []
@@ -53,15 +53,15 @@ def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Param
     """Copies of the instance attributes that share nothing with the optimizer.
 
     Args:
-        stand_ins: by identity, what stands for parameters that attributes refer to; others become empty ones.
+        stand_ins: replacements of parameters that attributes refer to, by `id`; others become empty parameters.
 
     Raises:
-        UnsupportedError: one of them cannot be copied.
+        UnsupportedError: an attribute cannot be copied.
     """
     memo: dict[int, Any] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            # Never the live one: a step would change it. Nor a copy of all of the model.
+            # Not the live parameter, which a step would change, nor a copy, which would double the model.
             memo[id(param)] = (stand_ins or {}).get(id(param), torch.nn.Parameter(torch.empty(0)))
     copies = {}
     for name, value in own_attributes(optimizer).items():
@@ -70,6 +70,6 @@ def private_attributes(optimizer: Optimizer, stand_ins: dict[int, torch.nn.Param
         except Exception as error:
             raise UnsupportedError(
                 f"attribute {name!r} of {type(optimizer).__qualname__} cannot be copied ({type(error).__name__}: "
-                f"{error}), so that its steps cannot be tried on copies"
+                f"{error}), so its steps cannot be tried on copies"
             ) from error
     return copies

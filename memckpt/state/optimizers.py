@@ -1,6 +1,6 @@
-"""Optimizers as data: what state they keep, and how to build the same one elsewhere.
+"""Optimizers as data: their state, and how to build an equal one elsewhere.
 
-Redo runs the user's own optimizer class on other tensors; no optimizer mathematics of our own.
+Redo runs the user's own optimizer class on other tensors; memckpt has no optimizer mathematics.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be cut into pieces. Subclasses may do anything, so the class must match exactly."""
+    """Whether its parameters may be cut into pieces. Exact class only: a subclass may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
 def is_trusted(optimizer: Optimizer) -> bool:
-    """Whether its steps are known to be functions of gradients, groups and state; of any other class that is tested.
+    """Whether its steps are known to be functions of gradients, groups and state; other classes are tested.
 
-    Torch's own are, by their exact class. Those that look at shapes or at whole tensors see other ones in a redo
-    where parameters are DTensors.
+    True for torch's own classes, exactly. Except where parameters are DTensors: a redo sees local tensors, and classes
+    that depend on shapes or on whole tensors would compute something else.
     """
     if is_elementwise(optimizer):
         return True
@@ -73,14 +73,14 @@ def is_trusted(optimizer: Optimizer) -> bool:
 
 
 def cannot_be_redone(optimizer: Optimizer) -> str:
-    """Why no step of it can be redone from gradients, as far as its class says; empty where nothing is known."""
+    """Reason why its class cannot be redone from gradients; empty if none is known."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS evaluates the loss several times within one step"
     return ""
 
 
 def is_importable(cls: type[Optimizer]) -> bool:
-    """Whether another process finds this class under its name (not so for one defined in the user's script)."""
+    """Whether another process can import the class by name; False for one defined in the user's script."""
     if cls.__module__ == "__main__" or "<locals>" in cls.__qualname__:
         return False
     try:
@@ -107,10 +107,10 @@ def resolve(module: str, qualname: str) -> type[Optimizer]:
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
-    """Refuse known bugs of the library, by name.
+    """Refuse known bugs of torch's optimizers.
 
     Raises:
-        UnsupportedError: with the reason and the remedy.
+        UnsupportedError: names the reason and the remedy.
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return
@@ -123,7 +123,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Every group without its parameters, with the values' own types (a tensor learning rate stays a tensor)."""
+    """Every group without its parameters; values keep their types (a tensor learning rate stays a tensor)."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -140,7 +140,7 @@ def rebuild_from_spec(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> Opti
 
 
 def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """A sibling of a live optimizer with other groups: same class, attributes of its own, no state and no hooks.
+    """A sibling of a live optimizer: same class, private attributes, the given groups, no state and no hooks.
 
     Raises:
         UnsupportedError: an attribute cannot be copied.
@@ -150,7 +150,7 @@ def rebuild_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimize
 
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
-    """Keep hooks that the user registered for all optimizers from seeing the steps of a redo."""
+    """Hide the steps of a redo from hooks that the user registered for all optimizers."""
     registries: tuple[dict[int, Any], ...] = (
         _optimizer_module._global_optimizer_pre_hooks,
         _optimizer_module._global_optimizer_post_hooks,
@@ -166,7 +166,7 @@ def without_global_hooks() -> Iterator[None]:
 
 
 class StateDescription:
-    """What an optimizer keeps for one parameter: its tensors, and all keys (plain values included) in their order."""
+    """An optimizer's state for one parameter: its tensors, and all keys, plain values included, in order."""
 
     def __init__(self, tensors: tuple[StateTensorSpec, ...], keys: tuple[str, ...]) -> None:
         self.tensors = tensors
@@ -179,12 +179,15 @@ DryRuns = dict[Any, StateDescription]
 def describe_state(
     optimizer: Optimizer, param: torch.Tensor, group: dict[str, Any], dry_runs: DryRuns, captured: bool = False
 ) -> StateDescription:
-    """What the optimizer keeps, or will keep after its first step, for one parameter.
+    """The state that the optimizer keeps, or will keep after its first step, for one parameter.
 
-    State that is there already is read; what is not is found by a dry run of one step on a stand-in. No RNG stream
-    moves and neither parameter nor optimizer changes. `dry_runs` remembers results for one optimizer: begin with an
-    empty dict. `captured` says that the state is never redone: then all that looks like the parameter is room of the
-    same kind, what has no room in a slot is left out, and a stand-in that cannot be stepped tells nothing.
+    Existing state is read; otherwise a dry run of one step on a stand-in finds it. RNG streams, parameter and optimizer
+    stay unchanged.
+
+    Args:
+        dry_runs: cache of results for one optimizer; pass an empty dict first.
+        captured: the state is never redone. Then every tensor shaped like the parameter counts as element-wise, state
+            without room in a slot is left out, and a stand-in that cannot be stepped yields an empty description.
 
     Raises:
         UnsupportedError: the optimizer cannot take a step on a stand-in.
@@ -193,7 +196,7 @@ def describe_state(
     state = optimizer.state.get(param)
     if state:
         return _describe(state, param, captured)
-    # Element-wise state has the parameter's shape whatever that is, so a few elements stand for all of them.
+    # Element-wise state always has the parameter's shape, so a few elements suffice.
     held = local(param)
     shape = (_PROBE_ELEMENTS,) if elementwise else tuple(held.shape)
     settings = tuple(sorted((name, repr(value)) for name, value in group.items() if name != "params"))
@@ -218,7 +221,7 @@ def describe_state(
 
 
 def fits_slots(value: object, param: torch.Tensor) -> bool:
-    """Whether captured state of a parameter has its place in a slot: a dense tensor, and if a DTensor, one like it."""
+    """Whether captured state of a parameter fits a slot: a dense tensor; a DTensor only if placed as the parameter."""
     if (
         not isinstance(value, torch.Tensor)
         or value.layout != torch.strided
@@ -231,7 +234,7 @@ def fits_slots(value: object, param: torch.Tensor) -> bool:
 
 
 def fits_room(value: object, param: torch.Tensor, room: StateTensorSpec) -> bool:
-    """Whether captured state can be copied into the room that a layout has for it."""
+    """Whether captured state can be copied into its room in a layout."""
     if not isinstance(value, torch.Tensor) or not fits_slots(value, param):
         return False
     like = is_dtensor(value) == is_dtensor(param) and local(value).shape == local(param).shape
@@ -246,7 +249,7 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
             key=key,
             shape=tuple(local(value).shape),
             dtype=dtype_name(value.dtype),
-            # Of any class: a DTensor's state has to come back as one, whether or not it may be cut.
+            # For any class: a DTensor's state has to be restored as a DTensor, whether or not it may be cut.
             elementwise=local(value).shape == shape and is_dtensor(value) == is_dtensor(param),
             on_cpu=value.device.type == "cpu" and param.device.type != "cpu",
         )
@@ -258,12 +261,12 @@ def _describe(state: dict[str, Any], param: torch.Tensor, captured: bool) -> Sta
 
 @dataclass(frozen=True)
 class GradientHabits:
-    """What an optimizer's step does to the gradients it is given.
+    """Effects of an optimizer's step on the gradients it is given.
 
     Attributes:
-        changes: their values change, so that they cannot be read after the step. Torch's SGD does that with nesterov
-            and foreach (the default on CUDA), and any class may.
-        version_moves: by how much their version counters move in a step (fused kernels declare them as outputs).
+        changes: whether their values change, so that they cannot be read after the step. Torch's SGD does that with
+            nesterov and foreach (the default on CUDA), and any class may.
+        version_moves: increments of their version counters per step (fused kernels declare them as outputs).
     """
 
     changes: bool
@@ -271,7 +274,7 @@ class GradientHabits:
 
 
 def gradient_habits(optimizer: Optimizer) -> GradientHabits:
-    """Found by a dry run of two steps on the smallest parameter of each group."""
+    """The gradient habits, found by a dry run of two steps on the smallest parameter of each group."""
     changes, moves = False, 0
     for group in optimizer.param_groups:
         params = [param for param in group["params"] if local(param).numel()]
@@ -287,7 +290,7 @@ def gradient_habits(optimizer: Optimizer) -> GradientHabits:
 def _dry_steps(
     optimizer: Optimizer, stand_in: torch.nn.Parameter, group: dict[str, Any], steps: int, grad_dtype: torch.dtype
 ) -> tuple[Optimizer, GradientHabits]:
-    """Step a sibling of the optimizer on a stand-in; says what that did to the gradient."""
+    """Step a sibling of the optimizer on a stand-in; returns it, and what that did to the gradient."""
     gradient = torch.full_like(stand_in, 0.5, requires_grad=False, dtype=grad_dtype)
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     give_gradient(stand_in, gradient.to_sparse() if sparse else gradient)

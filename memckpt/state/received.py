@@ -1,4 +1,4 @@
-"""Layouts that come from other nodes: read, and refused where nothing could be laid out by them."""
+"""Layouts received from other nodes, validated before use."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import msgspec
 
 from memckpt.state.layout import ITEM_BYTES, StateSpec, StateTensorSpec, TensorSpec
 
-#: More than any node has: memory in bytes, and how many of anything.
+#: Upper bounds beyond any real node: bytes of memory, and counts of anything.
 _MOST_BYTES = 1 << 50
 _MOST = 1 << 20
 
 
 def read_spec(data: bytes) -> StateSpec:
-    """What a layout is made from, of which one can be made.
+    """Decode a spec, and check that a layout can be made from it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it cannot.
     """
-    spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's error is a ValueError, as that of text
+    spec = msgspec.msgpack.decode(data, type=StateSpec)  # msgspec's errors are ValueErrors
     problem = _problem(spec)
     if problem:
-        raise ValueError(f"expected what a layout can be made from, found {problem}")
+        raise ValueError(f"expected a valid layout spec, found {problem}")
     return spec
 
 
@@ -33,12 +33,12 @@ def _problem(spec: StateSpec) -> str:
     if not 0 <= spec.by_value_slots <= _MOST:
         return f"by_value_slots={spec.by_value_slots}"
     if not {*spec.shared} <= {one.name for one in spec.by_value}:
-        return f"shared={spec.shared} that are not by value"
+        return f"shared={spec.shared} not among the by-value tensors"
     ranks = {*spec.local_ranks, *spec.replicas}
     if not spec.local_ranks or min(ranks) < 0 or max(ranks) >= spec.world_size:
         return f"local_ranks={spec.local_ranks}, replicas={spec.replicas} of {spec.world_size} ranks"
     if any(not 0 <= one.sub_steps <= _MOST for one in spec.optimizers):
-        return "a number of an optimizer's steps that cannot be"
+        return "an impossible number of steps of an optimizer"
     states = [state for param in spec.params for owner in param.owners for state in owner.state]
     tensors: list[TensorSpec | StateTensorSpec] = [*spec.tensors(), *states]
     for one in tensors:
@@ -50,8 +50,8 @@ def _problem(spec: StateSpec) -> str:
     if any(param.grad_dtype not in ITEM_BYTES for param in spec.params):
         return "gradients of an unknown dtype"
     if any(not 0 <= param.sparse_bytes <= _MOST_BYTES for param in spec.params):
-        return "a sparse gradient of a size that cannot be"
+        return "an impossible size of a sparse gradient"
     if sum(prod(one.shape) * ITEM_BYTES[one.dtype] for one in tensors) > _MOST_BYTES:
-        return "more bytes of tensors than can be"
+        return "an impossible number of bytes of tensors"
     pieces = [(one.name, one.shape) for one in spec.tensors() if one.shard is not None]
-    return "a piece of a tensor twice" if len(set(pieces)) < len(pieces) else ""
+    return "a shard of a tensor twice" if len(set(pieces)) < len(pieces) else ""

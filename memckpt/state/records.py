@@ -1,4 +1,4 @@
-"""What a record says beside its tensors, and what a node can say about the records it holds. Torch-free."""
+"""A record's metadata, and a node's statements about the records it holds. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import msgspec
 
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One attempt's line of records: one more than the highest number seen, and the attempt's nonce."""
+    """One attempt's line of records: one more than the highest number seen before, and the attempt's nonce."""
 
     number: int
     nonce: str
 
 
 class Branch(msgspec.Struct, frozen=True, array_like=True):
-    """A timeline and the last record of it that the next one builds on (None: the current one)."""
+    """A timeline, and the last record of it that the next one builds on (None: the current timeline)."""
 
     timeline: Timeline
     left_at: int | None
 
 
 def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
-    """The timeline on which `record` was made, on the way to the newest record of `history`."""
+    """The timeline on which `record` was made, given the history of the newest record."""
     for branch in history:
         if branch.left_at is None or record <= branch.left_at:
             return branch.timeline
@@ -30,7 +30,7 @@ def timeline_of(history: Sequence[Branch], record: int) -> Timeline | None:
 
 
 class GradientOp(msgspec.Struct, frozen=True, array_like=True):
-    """A change that was made to gradients in place between backward and the optimizer's step.
+    """An in-place change of gradients between backward and the optimizer's step.
 
     Attributes:
         kind: ``"mul"``, ``"div"`` or ``"clamp"``.
@@ -44,7 +44,7 @@ class GradientOp(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SparseGradient(msgspec.Struct, frozen=True, array_like=True):
-    """Shape of a staged sparse gradient: its indices (int64) lie first in the parameter's room, then its values."""
+    """Shape of a staged sparse gradient. Its indices (int64) come first in the parameter's room, then its values."""
 
     param: int
     sparse_dim: int
@@ -56,12 +56,12 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
     """One step of one optimizer.
 
     Attributes:
-        optimizer: its index.
-        index: which of this optimizer's steps in the record it is; selects the area in the gradient arena.
-        groups: codec encoding of the list of hyperparameters of every group, as the step used them.
+        optimizer: index of the optimizer.
+        index: number of the step among this optimizer's steps in the record; selects the area in the gradient arena.
+        groups: codec encoding of the list of each group's hyperparameters, as the step used them.
         absent: parameters whose gradient was None.
         sparse: parameters whose gradient was sparse.
-        ops: factors to apply to the staged gradients, in order.
+        ops: changes to apply to the staged gradients, in order.
     """
 
     optimizer: int
@@ -73,14 +73,14 @@ class SubStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecordMeta(msgspec.Struct, frozen=True, array_like=True):
-    """The record's scalars; its tensors are in its slot.
+    """A record's metadata; its tensors are in its slot.
 
     Attributes:
-        record: its number.
-        anchors_of: the record after which the anchors' values stood: ``record - 1``, or for the virtual records of a
+        record: number of the record.
+        anchors_of: number of the record whose state the anchors hold: ``record - 1``; for the virtual records of a
             generation the record that the generation begins with.
-        virtual: written by a generation: anchors only.
-        sub_steps: in the order in which they were made.
+        virtual: whether it was written by a generation: anchors only.
+        sub_steps: the optimizers' steps, in order.
         missing: (parameter, optimizer, key) of optimizer state that did not exist yet when it was anchored.
         plain: codec encoding of {parameter: {optimizer: {key: value}}} for anchored state that is not a tensor.
     """
@@ -94,22 +94,22 @@ class RecordMeta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
-    """What one node can produce: its part of the inventory that the plan is made from.
+    """Records whose state one node can produce: its part of the inventory for the plan.
 
     Attributes:
-        node: its name.
-        records: numbers of the records whose state it can produce, oldest first.
+        node: name of the node.
+        records: numbers of these records, oldest first.
         steps: the user-facing step of each of them.
         ranks: the ranks whose rank states it holds for all of them.
         history: timelines, oldest first; the last one is that of the newest record.
-        world_size: of the attempt that wrote them.
-        digest: of the layout.
-        sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
-        problem: why nothing of it may be used, in words; empty if nothing is wrong.
-        newest: the newest record that all of its ranks have committed; where state is captured now and then, that is
-            a later one than any that can be produced.
+        world_size: number of ranks of the attempt that wrote them.
+        digest: digest of the layout.
+        sharding: digest of the shards (:meth:`StateSpec.sharding`).
+        problem: reason why none of it may be used; empty if there is none.
+        newest: the newest record that all of its ranks have committed. With captured state that may be later than any
+            record that can be produced.
         replicas: all ranks of the job that hold the same shards; empty: all ranks of the job.
-        standby: it was redone here for the node of these ranks; they have not run here.
+        standby: whether it was redone here for another node: these ranks have not run here.
     """
 
     node: str
@@ -127,28 +127,27 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
-    """What a node keeps in memory of another node's records: its part of the inventory that the plan is made from.
+    """Fragments that a node keeps in memory of another node's records: its part of the inventory for the plan.
 
     Attributes:
-        node: which keeps them.
-        owner: the ranks whose records these are: they share a node and its shards.
-        piece: which of the k + m - 1 pieces of each record; any k different ones make it whole.
+        node: name of the node that keeps them.
+        owner: the ranks whose records these are; they share a node and its shards.
+        piece: index of the fragment among the k + m - 1 of each record; any k different ones decode it.
         data: k.
-        generation: which one of the owner's, by a name that no two have in common. Pieces of different ones do not go
-            together.
-        base: the record after which the generation began; its state is that of virtual records up to `base`.
-        period: T, how many records up to one make its state; 1 where each record stands for itself.
-        private: only what is these ranks' own is here (rank states, by-value tensors), as every rank of `replicas` on
-            any node has the rest.
+        generation: unique name of the owner's generation. Fragments of different generations do not fit together.
+        base: the record after which the generation began; virtual records up to `base` hold its state.
+        period: T, the number of records up to and including one that make its state; 1 if each record stands alone.
+        private: whether only state private to these ranks is here (rank states, by-value tensors): every rank of
+            `replicas` on any node has the rest.
         replicas: all ranks of the job that hold the same shards as the owner; empty: all ranks of the job.
-        records: those that are complete here, ascending; virtual ones among them.
+        records: records that are complete here, virtual ones included, ascending.
         steps: the user-facing step of each.
         history: timelines, oldest first; the last one is that of the newest record.
-        static: whether what is sent once in a generation is here, too.
-        world_size: of the attempt that wrote them.
-        digest: of the layout.
-        sharding: which pieces of tensors these are (:meth:`StateSpec.sharding`).
-        problem: why nothing of it may be used, in words; empty if nothing is wrong.
+        static: whether the data sent once per generation are here, too.
+        world_size: number of ranks of the attempt that wrote them.
+        digest: digest of the layout.
+        sharding: digest of the shards (:meth:`StateSpec.sharding`).
+        problem: reason why none of it may be used; empty if there is none.
     """
 
     node: str

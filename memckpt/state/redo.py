@@ -1,8 +1,7 @@
 """Redo: advance a state by one record with the user's own optimizer class.
 
-Used in two places with the same code: in the agent on the replica (eager), and at restore on the training device
-(lazy). Staged gradients are never changed: factors are multiplied into temporaries, so that a kill during redo is
-harmless.
+The same code runs in the agent on the replica (eager), and at restore on the training device (lazy). Staged gradients
+are never changed: factors are multiplied into temporaries, so a kill during redo is harmless.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubSte
 from memckpt.state.tensors import give_gradient
 
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]
-#: Elements advanced together: bounds the temporaries that factors are multiplied into.
+#: Elements advanced together; bounds the temporaries that factors are multiplied into.
 _GROUP_ELEMENTS = 16 << 20
-#: (record, sub-step, parameter index) -> its staged gradient as a host tensor that must not be changed, or None.
+#: (record, sub-step, parameter index) -> staged gradient, a host tensor that must not be changed, or None.
 GradientSource = Callable[[RecordMeta, SubStep, int], torch.Tensor | None]
 
 
 def tensor_at(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """A tensor that views `buffer`. Whoever keeps it keeps the mapping."""
+    """A tensor that is a view of `buffer` at byte `offset`; it keeps the mapping alive."""
     numel = prod(shape)
     if numel == 0:
         return torch.empty(shape, dtype=dtype_of(dtype))
@@ -66,7 +65,7 @@ class StagedGradients:
 
 
 def apply_ops(gradient: torch.Tensor, ops: Iterable[GradientOp], param: int) -> torch.Tensor:
-    """The gradient as the optimizer saw it: every recorded factor of `param`, in order. Never in place."""
+    """The gradient that the optimizer used: each recorded change of `param` applied in order, never in place."""
     for op in ops:
         if param not in op.params:
             continue
@@ -102,7 +101,7 @@ def _with_values(gradient: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class RedoTarget:
-    """A parameter, or a piece of one, that is advanced: the tensors are the ones that change in place.
+    """A parameter, or a piece of one, that redo advances in place.
 
     `states` maps an optimizer's index to its state for this target, in the optimizer's own form.
     """
@@ -115,9 +114,9 @@ class RedoTarget:
 
 
 class RedoGroup:
-    """Members that are advanced together, with one optimizer object for each of the user's optimizers.
+    """Targets that are advanced together, with one optimizer object for each of the user's optimizers.
 
-    Members must all stand at the same record.
+    All targets must stand at the same record.
     """
 
     def __init__(self, layout: Layout, redo_targets: list[RedoTarget], factory: OptimizerFactory) -> None:
@@ -140,7 +139,7 @@ class RedoGroup:
                 )
                 groups[group]["params"].append(redo_target.parameter)
             for group_settings in groups:
-                group_settings.pop("param_names", None)  # names of parameters that are not these
+                group_settings.pop("param_names", None)  # they name the live parameters
             optimizer = self._optimizers[index] = self._factory(index, groups)
         else:
             for group_settings, values in zip(optimizer.param_groups, hyperparameters, strict=True):
@@ -148,15 +147,15 @@ class RedoGroup:
                     if key != "param_names":
                         group_settings[key] = value
         for redo_target in self._owned[index]:
-            # The very dict: what the optimizer adds to its state shows up in the target's. An anchor may have brought
-            # the first of it.
+            # The same dict: state that the optimizer adds appears in the target's. The first of it may come from an
+            # anchor.
             state = redo_target.states.setdefault(index, {})
             if state:
                 optimizer.state[redo_target.parameter] = state
         return optimizer
 
     def apply(self, meta: RecordMeta, gradients: GradientSource) -> None:
-        """Advance all redo_targets by one record."""
+        """Advance all targets by one record."""
         with without_global_hooks():
             for sub_step in meta.sub_steps:
                 self._apply_sub_step(meta, sub_step, gradients)
@@ -175,7 +174,7 @@ class RedoGroup:
                 gradient = gradient.view(-1)[redo_target.start : redo_target.stop]
             used = apply_ops(gradient.to(redo_target.parameter.device), sub_step.ops, redo_target.param)
             if used is gradient and self._layout.spec.optimizers[sub_step.optimizer].changes_gradients:
-                used = used.clone()  # the slot's own bytes stay as they are
+                used = used.clone()  # the slot's bytes must not change
             give_gradient(redo_target.parameter, _laid_out_as(redo_target.parameter, used))
         optimizer.step()
         for redo_target in redo_targets:
@@ -186,14 +185,14 @@ class RedoGroup:
 
 
 def _laid_out_as(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient in the parameter's order of memory, as autograd makes it: fused kernels look at nothing else."""
+    """The gradient in the parameter's memory format, as autograd makes it: fused kernels rely on that."""
     if gradient.is_sparse or gradient.stride() == param.stride():
         return gradient
     return torch.empty_like(param, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
 
 
 def chunks(redo_targets: list[RedoTarget]) -> list[list[RedoTarget]]:
-    """Members in groups of a bounded number of elements, each group to be advanced together."""
+    """Targets in groups of a bounded number of elements, each group to be advanced together."""
     found: list[list[RedoTarget]] = []
     size = 0
     for redo_target in redo_targets:

@@ -1,8 +1,8 @@
-"""States of random number generators, as plain values a safe codec can carry.
+"""States of random number generators, as plain values for a safe codec.
 
-Nothing here draws a number, initialises CUDA or touches a device other than the current one. All
-functions act on the calling process; none of them locks, so another thread that draws at the same time
-makes the result meaningless, as it makes the training itself unrepeatable.
+No function here draws a number, initialises CUDA or touches a device other than the current one, unless it says so.
+All functions act on the calling process and take no locks: a thread that draws at the same time makes the result
+meaningless, as it makes the training itself unrepeatable.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 RngState: TypeAlias = "dict[str, Any]"
-"""What `capture` returns: ``{"torch": bytes, "python": dict, "numpy": dict, "cuda": {device index: bytes}}``.
+"""Result of `capture`: ``{"torch": bytes, "python": dict, "numpy": dict, "cuda": {device index: bytes}}``.
 
-Holds only dict, str, int, float, bytes and None. Callers keep it, store it and give it back; nobody
-changes it in place, so it may be shared between records without a copy.
+Holds only dict, str, int, float, bytes and None. Never changed in place, so records may share it without a copy.
 """
 
 AnyGenerator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | np.random.RandomState"
-"""A generator object the user owns, as opposed to the global ones."""
+"""A generator object that the user owns, as opposed to the global ones."""
 
 GENERATOR_TYPES = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
@@ -33,16 +32,16 @@ _PYTHON_WORDS_BYTES = 625 * array("I").itemsize
 _MT19937_KEY_BYTES = 624 * 4
 _LARGEST_PLAIN_INT = 2**63
 
-_numpy_random: Any = np.random  # its stub leaves out get_bit_generator, which numpy documents
+_numpy_random: Any = np.random  # numpy's stub lacks the documented get_bit_generator
 
 
 def capture(also: int | None = None) -> RngState:
-    """Return the states of the global generators of torch (CPU), Python and numpy.
+    """The states of the global generators of torch (CPU), Python and numpy.
 
     The current CUDA device's generator is included if CUDA is already initialised in this process.
 
     Args:
-        also: another CUDA device whose generator is wanted: that of a model need not be the current one.
+        also: index of another CUDA device to include: a model's device need not be the current one.
     """
     cuda: dict[int, bytes] = {}
     if torch.cuda.is_initialized():
@@ -63,8 +62,9 @@ def restore(state: RngState) -> None:
     A CUDA state for a device that is not initialised yet takes effect when it is.
 
     Raises:
-        ValueError: `state` did not come from `capture`, or it belongs to a CUDA device this machine does
-            not have. Everything is checked that can be checked before the first generator is changed.
+        ValueError: `state` did not come from `capture`, or it belongs to a CUDA device that this machine lacks.
+            Whatever
+            can be checked is checked before the first generator is changed.
     """
     if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__
@@ -84,11 +84,11 @@ def restore(state: RngState) -> None:
 
 
 def library_states(state: RngState) -> dict[str, Any]:
-    """A captured state as the libraries themselves have it, for files that others read.
+    """A captured state in the libraries' own formats, for files that others read.
 
     Returns:
-        ``python``: what `random.setstate` takes; ``numpy``: what `numpy.random.set_state` takes; ``torch``: what
-        `torch.set_rng_state` takes; ``cuda``: the same for each device, by index.
+        ``python``: input of `random.setstate`; ``numpy``: of `numpy.random.set_state`; ``torch``: of
+        `torch.set_rng_state`; ``cuda``: the same for each device, by index.
 
     Raises:
         ValueError: `state` did not come from `capture`.
@@ -104,7 +104,7 @@ def library_states(state: RngState) -> dict[str, Any]:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Put the global generators back, on leaving the block, to where they were on entering it."""
+    """Restore the global generators, on leaving the block, to their states on entering it."""
     state = capture()
     try:
         yield
@@ -114,7 +114,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def other_streams() -> Iterator[None]:
-    """For the block, the global generators draw other numbers than they would have drawn; then they are put back.
+    """Make the global generators draw other numbers inside the block; restore them after it.
 
     ``torch.manual_seed`` would also seed devices that are not captured here, and those that are not initialised yet.
     """
@@ -129,10 +129,10 @@ def other_streams() -> Iterator[None]:
 
 
 def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
-    """Return the state of one generator object the user owns, as plain values.
+    """The state of a generator object that the user owns, as plain values.
 
     Raises:
-        ValueError: its state cannot be read (`random.SystemRandom`), or it is of an unknown type.
+        ValueError: its state cannot be read (`random.SystemRandom`), or its type is unknown.
     """
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "data": _tensor_bytes(generator.get_state())}
@@ -152,7 +152,7 @@ def capture_generator(generator: AnyGenerator) -> dict[str, Any]:
 
 
 def restore_generator(generator: AnyGenerator, state: dict[str, Any]) -> None:
-    """Set `generator` to a `state` that `capture_generator` took from a generator of the same type.
+    """Set `generator` to a state that `capture_generator` took from a generator of the same type.
 
     Raises:
         ValueError: `state` is of another kind of generator, or damaged.
@@ -188,7 +188,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def diverge(salt: int) -> None:
-    """Give every generator another stream, which follows from its state and `salt`: for a rank that is new."""
+    """Move every generator to another stream, derived from its state and `salt`: for a rank that is new."""
     seed = int(torch.randint(2**31, ()).item()) ^ (salt * 0x9E3779B1 % 2**31)
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -204,7 +204,7 @@ def _bytes_tensor(data: object, name: str) -> torch.Tensor:
 
 def _capture_python(state: tuple[Any, ...]) -> dict[str, Any]:
     version, words, gauss = state
-    # 625 Python ints cost a codec a hundred times what their bytes do.
+    # 625 Python ints cost a codec a hundred times as much as their bytes.
     return {"version": version, "words": array("I", words).tobytes(), "gauss": gauss}
 
 
@@ -222,8 +222,8 @@ def _python_state(state: Any) -> tuple[int, tuple[int, ...], float | None]:
 def _capture_global_numpy() -> dict[str, Any]:
     if not isinstance(_numpy_random.get_bit_generator(), np.random.MT19937):
         return {"name": "other", "data": _encode(np.random.get_state(legacy=False))}
-    # The costliest part of a capture. Comparing the twister's memory first would save it, but not notice a
-    # stored second normal deviate that is used up or put back.
+    # The costliest part of a capture. Comparing the twister's memory first would save it, but miss a stored second
+    # normal deviate that is used up or put back.
     name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "name": name,

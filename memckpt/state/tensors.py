@@ -1,4 +1,4 @@
-"""Tensors as a rank holds them: all of a plain one, its own piece of a DTensor."""
+"""Tensors as a rank holds them: all of a plain tensor, the local shard of a DTensor."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether this is a piece (or a replica) of a tensor on a device mesh."""
-    # Importing it takes a second; where nobody has, there is none.
+    """Whether the tensor is a shard, or a replica, of a tensor on a device mesh."""
+    # Importing the module takes a second; until somebody has, there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, as a plain one that shares its memory and asks for no gradient."""
+    """The part of a tensor that this rank holds, as a detached plain tensor that shares its memory."""
     if not is_dtensor(tensor):
         return tensor.detach()
     with torch.no_grad():
@@ -32,40 +32,40 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor. Of a DTensor that is sharded all ranks of its mesh have to ask for it."""
+    """The whole tensor. For a sharded DTensor this is collective over its mesh."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def give_gradient(param: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Set a parameter's gradient, also one of another dtype."""
+    """Set a parameter's gradient, which may have another dtype."""
     if gradient is not None and gradient.dtype != param.dtype:
         param.grad_dtype = gradient.dtype
     param.grad = gradient
 
 
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-#: In the place of a count of changes, for tensors that torch does not count those of.
+#: Version of tensors whose changes torch does not count.
 UNCOUNTED = -1
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bits as integers, so that equal means equal in all bits; a view."""
+    """The elements' bits as integers, for bitwise comparison; a view."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_BITS[tensor.element_size()])
 
 
 def fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a live tensor, also into one that was made in inference mode."""
+    """Copy values into a live tensor, even one that was made in inference mode."""
     with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
         local(tensor).copy_(values)
 
 
 def version(tensor: torch.Tensor) -> int:
-    """A count of the in-place changes that torch has noticed.
+    """Number of in-place changes that torch has counted.
 
-    Those made through a DTensor are counted by it, those of its local tensor by that; those that a foreach or fused
-    function makes to DTensors by neither (torch 2.13).
+    Changes made through a DTensor are counted by it, those of its local tensor by that. Changes that a foreach or fused
+    function makes to DTensors are counted by neither (torch 2.13).
     """
     try:
         if not is_dtensor(tensor):
@@ -79,8 +79,9 @@ _counter = attrgetter("_version")
 
 
 class Fixed:
-    """Tensors that are looked at in every step. Whether one of them is a DTensor is settled once, and is not asked for
-    at each look: with a thousand small tensors that is most of the cost of looking.
+    """Tensors that are compared in every step. The DTensors among them are found once: asking each time would be most
+    of
+    the cost with a thousand small tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -88,7 +89,7 @@ class Fixed:
         self._dtensors = [(index, tensor) for index, tensor in enumerate(tensors) if is_dtensor(tensor)]
 
     def versions(self) -> list[int]:
-        """What :func:`version` says of each."""
+        """The :func:`version` of each."""
         found = list(map(_counter, self._tensors))
         if self._dtensors:
             with torch.no_grad():
@@ -97,7 +98,7 @@ class Fixed:
         return found
 
     def pointers(self) -> list[int]:
-        """Where in memory each begins, or what this rank holds of it."""
+        """The address of each tensor's memory, or of this rank's shard of it."""
         held = self._tensors
         if self._dtensors:
             held = held.copy()
@@ -108,9 +109,9 @@ class Fixed:
 
 
 def shard_of(tensor: torch.Tensor) -> Shard | None:
-    """Which piece of a DTensor this rank holds; None for a plain tensor.
+    """The shard of a DTensor that this rank holds; None for a plain tensor.
 
-    The protocol is that of torch.distributed.checkpoint: a DTensor has one piece on each rank.
+    The protocol is that of torch.distributed.checkpoint: a DTensor has one shard on each rank.
     """
     if not is_dtensor(tensor):
         return None
