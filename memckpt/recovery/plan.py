@@ -52,12 +52,14 @@ class RestoreStored:
     """All ranks restore the first of the states in storage that proves to be whole. `reason`: why not memory.
 
     `newest` is the newest record of the run that some memory knows of, though it cannot produce it; None: none does.
+    `tier` names the store in words: ``"storage"`` is the user's.
     """
 
     timeline: Timeline
     candidates: tuple[StoredPoint, ...]
     reason: str
     newest: int | None = None
+    tier: str = "storage"
 
 
 Plan = StartOver | RestoreRecord | RestoreStored
@@ -75,6 +77,7 @@ def make_plan(
     units: Sequence[tuple[str, Unit]] = (),
     without: Collection[BadSource] = (),
     before: bool = False,
+    store: str = "storage",
 ) -> Plan:
     """Choose the newest record that memory can produce of every rank, or else the newest in storage.
 
@@ -91,6 +94,7 @@ def make_plan(
             where every node restores what it holds itself.
         without: what an earlier plan used and what proved to be bad.
         before: what comes from peers is to produce the record before the newest, too, where it can.
+        store: name of the store of `stored`, in words.
 
     Raises:
         ForeignStateError: what is held belongs to another model, optimizer or world size.
@@ -113,13 +117,13 @@ def make_plan(
     if not stale:
         _refuse_problems(everything)
         if memory.changed:
-            memory.refuse_changed(stored)
+            memory.refuse_changed(stored, store)
     common = {} if stale or memory.changed else memory.common()
     chosen = _choose(common, resume)
     if chosen is not None:
         return memory.restore(timeline, *chosen)
     if stale:
-        reason = "memory holds an older attempt than storage"
+        reason = f"memory holds an older attempt than {store}"
     elif memory.changed:
         reason = f"memory holds a run {memory.changed}"
     elif isinstance(resume, int) and common:
@@ -129,9 +133,9 @@ def make_plan(
     candidates = tuple(one for one in stored if not isinstance(resume, int) or one.step == resume)
     if candidates:
         known = [] if stale else [held.newest for held in nodes if held.newest]
-        return RestoreStored(timeline, candidates, reason, max(known, default=None))
+        return RestoreStored(timeline, candidates, reason, max(known, default=None), store)
     if isinstance(resume, int) and stored:
-        reason += f"; storage has steps {sorted({one.step for one in stored})}"
+        reason += f"; {store} has steps {sorted({one.step for one in stored})}"
     if resume == "auto":
         # What some nodes hold is of no use without the others; nothing was lost that could still be had.
         return StartOver(timeline, reason, discard=something)
@@ -234,13 +238,14 @@ class _OwnMemory:
         newest = max(max(held.newest, *held.records, 0) for held in self._nodes)
         return RestoreRecord(timeline, record, step, self.name, newest - record)
 
-    def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
+    def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
         """What memory can produce of all ranks has to be in storage before it goes to others."""
         held = _not_stored(self._nodes, self.common(), stored)
         if held is not None:
             raise _changed_error(
                 f"node {held.node} holds a run of {held.world_size} ranks that is cut into other shards than those of "
-                "this attempt"
+                "this attempt",
+                store,
             )
 
     def why_nothing(self) -> str:
@@ -297,14 +302,14 @@ class _PeersMemory:
         lost = self._sources.newest - record
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
-    def refuse_changed(self, stored: Sequence[StoredPoint]) -> None:
+    def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
         """What is in pieces, or on a standby replica, cannot go to storage first: an older state there is better than
         none.
         """
         own = _without_standbys(self._nodes)
         unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
         if unsaved or (not stored and self._sources.common_of_all()):
-            raise _changed_error(f"memory holds a run {self.changed}")
+            raise _changed_error(f"memory holds a run {self.changed}", store)
 
     def why_nothing(self) -> str:
         return self._sources.why_nothing(self._places) if self._sources.units else _NOTHING
@@ -345,10 +350,11 @@ def _not_stored(
     return next((held for held in holding if not _stored_later(held, max(common), stored)), None)
 
 
-def _changed_error(what: str) -> ForeignStateError:
+def _changed_error(what: str, store: str) -> ForeignStateError:
     return ForeignStateError(
-        f"{what}; such a change is resumed from storage, and what is in memory is not there. Start with as many ranks, "
-        "the same mesh and the same ranks together on a node as before, or use resume='never' to drop what is held"
+        f"{what}; such a change is resumed from {store}, and what is in memory is not there. Start with as many "
+        "ranks, the same mesh and the same ranks together on a node as before, or use resume='never' to drop what is "
+        "held"
     )
 
 

@@ -180,17 +180,23 @@ class AgentLink:
             self.client.wait_applied(record - spec.slots)
         return time.perf_counter() - started
 
-    def save_record(self, record: int, url: str, timeout: float) -> None:
-        """Have the agent bring all that it holds of a record to storage.
+    def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
+        """Have the agent write all that it holds of a record to a store.
+
+        Args:
+            record: number of the record.
+            url: place of the store.
+            timeout: seconds that it may take.
+            name: of the store, in words.
 
         Raises:
             StorageError: it could not.
         """
         saved = self.client.save_record(record, url, timeout)
         if saved is None:
-            raise StorageError(f"what is held in memory has not got to storage within {timeout:.0f} s")
+            raise StorageError(f"what is held in memory has not got to {name} within {timeout:.0f} s")
         if saved.problem:
-            raise StorageError(f"what is held in memory does not get to storage: {saved.problem}")
+            raise StorageError(f"what is held in memory does not get to {name}: {saved.problem}")
 
     # End
 

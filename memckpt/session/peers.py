@@ -412,7 +412,7 @@ def _instead(plan: Plan) -> str:
         case RestoreRecord():
             return f"from step {plan.step}"
         case RestoreStored():
-            return "from storage"
+            return f"from {plan.tier}"
         case _:
             return "from the beginning"
 

@@ -45,7 +45,7 @@ from memckpt.session.repetition import Repetition
 from memckpt.session.report import HeldState, RestoreReport
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.staging import RestorePoint, Staging
-from memckpt.session.storage_tier import StorageTier, plan_patiently
+from memckpt.session.storage_tier import RESHARDING, StorageTier, plan_patiently
 from memckpt.session.witness import Witness
 from memckpt.state import codec, rng
 from memckpt.state.layout import Layout, StateSpec
@@ -54,8 +54,8 @@ from memckpt.state.tensors import local
 from memckpt.storage.chain import StoredPoint
 
 _log = logging.getLogger("memckpt")
-#: Where in the run directory a state passes through on its way into other shards, if the run has no storage.
-_RESHARDING = "resharding"
+#: Directory, in the run directory, of the survivors' checkpoint where the run has no storage.
+_DIRECTORY = "resharding"
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ class Resumption:
                 units=self._peers.units,
                 without=bad,
                 before=before,
+                store=tier.name,
             )
 
         repeat = self._wants_to_repeat and not isinstance(resume, int)
@@ -195,7 +196,7 @@ class Resumption:
             self.start_reason = plan.reason
             self._newest_known = plan.newest
             stored = tier.open_newest(plan.candidates, spec, by_hand=isinstance(resume, int))
-            record = self._open_stored(stored)
+            record = self._open_stored(stored, plan.tier)
             asked = f"resume={resume!r}" if isinstance(resume, int) else ""
             self._decide_on_repeating_stored(tier, stored, spec, asked)
             ranks.together(lambda: self._prepare(spec, plan.timeline, record + 1, discard=True))
@@ -209,7 +210,7 @@ class Resumption:
         if self._storage is not None:
             return self._storage
         # What has been put there stays until training ends: memory has given it up before it holds it anew.
-        between = self._run_dir.resolve() / _RESHARDING
+        between = self._run_dir.resolve() / _DIRECTORY
         # Nodes need not share the run directory, and all ranks have to look, or none.
         there = any(self._ranks.gather(between.is_dir()))
         return StorageConfig(url=str(between)) if resharding or there else None
@@ -236,9 +237,10 @@ class Resumption:
         """Other ranks, or other shards, resume from storage: see what memory holds get there."""
         held = any(each.records for each in own if not each.standby)
         if held and record is not None and self._ranks.rank == self._ranks.local_ranks[0]:
-            _log.info("memckpt: record %d goes to storage first: the ranks, or their shards, have changed", record)
+            name = "storage" if self._storage is not None else RESHARDING
+            _log.info("memckpt: record %d goes to %s first: the ranks, or their shards, have changed", record, name)
             url = storage.url or str(self._run_dir.resolve() / "storage")
-            self._link.save_record(record, url, storage.timeout_seconds)
+            self._link.save_record(record, url, storage.timeout_seconds, name)
 
     def _start_over(self, spec: StateSpec, plan: StartOver) -> None:
         self.start_reason = plan.reason
@@ -307,9 +309,9 @@ class Resumption:
     def _decide_on_repeating_stored(self, tier: StorageTier, stored: StoredState, spec: StateSpec, asked: str) -> None:
         """As for memory: where storage has the state from which the last step was taken, too."""
         if not self._wants_to_repeat:
-            self._do_without_check("what storage has is one state, without gradients of the step behind it")
+            self._do_without_check(f"what {tier.name} has is one state, without gradients of the step behind it")
             return
-        changed = "" if stored.exact else "the ranks, or their shards, are not those of the run that is in storage"
+        changed = "" if stored.exact else f"the ranks, or their shards, are not those of the run that is in {tier.name}"
         reason = next(filter(None, self._ranks.gather(asked or changed or self._state.get("unrepeatable", ""))), "")
         before: StoredPoint | None = None
         if not reason:
@@ -324,7 +326,7 @@ class Resumption:
                 self.check.step = stored.point.step
                 self._state = known
                 provided = self._state["provided"]
-                self.held = HeldState(before.step, before.record, "storage", provided, before.world_size)
+                self.held = HeldState(before.step, before.record, tier.name, provided, before.world_size)
                 return
         self._do_without_check(reason)
 
@@ -376,7 +378,7 @@ class Resumption:
         )
         self._take_over(self._resumable.message.spec)
 
-    def _open_stored(self, stored: StoredState) -> int:
+    def _open_stored(self, stored: StoredState, tier: str) -> int:
         point = stored.point
         if not stored.exact:
             what = "is cut into other shards now"
@@ -392,7 +394,7 @@ class Resumption:
         self._state = codec.decode(stored.rank_state)
         if not all(self._ranks.gather(stored.exact)):
             self._diverges = self._draws_as_another()
-        self.held = HeldState(point.step, point.record, "storage", self._state["provided"], point.world_size)
+        self.held = HeldState(point.step, point.record, tier, self._state["provided"], point.world_size)
         self._take_over(stored.own.spec)
         return point.record
 
@@ -510,9 +512,10 @@ class Resumption:
             self.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
         seconds = time.perf_counter() - started
         reached = repeated.point.record if repeated is not None else point.record
+        assert self.held is not None
         lost = max(0, self._newest_known - reached) if self._newest_known is not None else None
         return RestoreReport(
-            point.step, point.record, "storage", seconds, lost, stored.exact, self.check, repeated=self.repeated
+            point.step, point.record, self.held.tier, seconds, lost, stored.exact, self.check, repeated=self.repeated
         )
 
     def _restore_optimizers(self, resharded: bool = False) -> None:
@@ -576,7 +579,7 @@ class Resumption:
 
     def forget_resharding(self) -> None:
         """Training has finished: what passed through the run directory is not needed any more."""
-        between = self._run_dir / _RESHARDING
+        between = self._run_dir / _DIRECTORY
         if self._storage is None and self._ranks.rank == self._ranks.local_ranks[0] and between.is_dir():
             with contextlib.suppress(FileNotFoundError):  # a rank of another node may share the directory
                 shutil.rmtree(between)

@@ -37,6 +37,8 @@ from memckpt.storage.owner import (
 from memckpt.storage.store import Store, StoredFile, matches, open_store
 
 _log = logging.getLogger("memckpt")
+#: Name of the store of a run without storage: the survivors' checkpoint, from which other ranks take their shards.
+RESHARDING = "resharding/ in the run directory"
 
 
 class StorageTier:
@@ -50,6 +52,7 @@ class StorageTier:
         owned: whether the store belongs to a run, and not to one attempt alone.
 
     Attributes:
+        name: of the store, in words.
         run: id of the run that the store belongs to, which is this one; empty: it belongs to none.
         catalog: what the store holds; empty without a store.
         points: the states that it can produce, newest first.
@@ -66,6 +69,7 @@ class StorageTier:
     ) -> None:
         self._ranks = ranks
         self._patience = Patience()
+        self.name = "storage" if owned else RESHARDING
         self.run = ""
         self._store: Store | None = None
         self.catalog = Catalog((), {})
@@ -107,7 +111,7 @@ class StorageTier:
     def say_unread(self) -> None:
         """Name what could not be read, where the start does without it."""
         if self.problem:
-            _log.warning("memckpt: storage cannot be read and is left out: %s", self.problem)
+            _log.warning("memckpt: %s cannot be read and is left out: %s", self.name, self.problem)
         for problem in self.catalog.unreadable.values():
             _log.warning("memckpt: passed over: %s", problem)
 
@@ -212,8 +216,8 @@ class StorageTier:
         self.say_unread()
         if chosen < 0:
             raise DamagedStateError(
-                f"no checkpoint in storage is whole: {'; '.join(problems)}. Restore the files, or use resume='never' "
-                "to start over"
+                f"no checkpoint in {self.name} is whole: {'; '.join(problems)}. Restore the files, or use "
+                "resume='never' to start over"
             )
         if not newer:  # what is resumed from is not passed over any more, nor is what has proved to be bad
             self._note(drop=[one.checkpoint.key for one in candidates[: chosen + 1]])
@@ -227,7 +231,7 @@ class StorageTier:
         steps = sorted({one.step for one in older})
         instead = f"resume=STEP, of {steps}" if steps else "resume='never', which starts over"
         return StorageError(
-            f"what is newest in storage cannot be read, and may be whole: {why}. It was tried again for "
+            f"what is newest in {self.name} cannot be read, and may be whole: {why}. It was tried again for "
             f"{self._patience.seconds:.0f} s. Start again when it can be read; to go on without it: {instead}. "
             "Retention keeps it"
         )
@@ -250,7 +254,7 @@ class StorageTier:
         """The state from which the step of a point was taken, if its files are all good; or why there is none."""
         before = point_before(self.points, point)
         if before is None:
-            return None, f"storage does not have the state from which step {point.step} was taken"
+            return None, f"{self.name} does not have the state from which step {point.step} was taken"
         good = {file.path for file in point.files}
         chosen, problems, unread = self._first_good([before], good)
         return (before, "") if chosen == 0 and not unread else (None, unread or problems[0])
@@ -366,7 +370,7 @@ def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable
     plan, reason = _try_plan(make)
     if plan is None or isinstance(plan, StartOver):
         raise StorageError(
-            f"memory cannot resume this run ({reason}), and storage cannot be looked into: {tier.unread}. "
+            f"memory cannot resume this run ({reason}), and {tier.name} cannot be looked into: {tier.unread}. "
             "Try again when it can; resume='never' starts over"
         )
     return plan
