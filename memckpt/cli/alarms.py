@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from memckpt.cli.common import count
+from memckpt.cli.common import count, seconds_text
 from memckpt.protocol.trainer import Status
 
 
@@ -38,19 +38,31 @@ def alarms_of(agent: Status) -> Iterator[str]:
         yield f"the last resume was not exact: {agent.check}"
 
 
-def problems_of(agent: Status, stored: HasStored | None, max_behind: int | None) -> Iterator[str]:
+def problems_of(
+    agent: Status, stored: HasStored | None, max_behind: int | None, max_age: float | None = None
+) -> Iterator[str]:
     """Why a run that should be training is not as well protected as it could be, one sentence each.
 
     Args:
         agent: what its agent says.
         stored: None where storage is not looked at.
-        max_behind: steps that storage may be behind memory; None: any number.
+        max_behind: steps that storage, and records that other nodes, may be behind memory; None: any number.
+        max_age: seconds that the last commit may be ago; None: any number.
     """
     if not agent.trainers:
         yield "no trainer is connected"
     if agent.step is None:
         yield "nothing is held yet"
+    # A state restored from peers or storage is held before this agent gets its first commit.
+    age = agent.uptime_seconds if agent.seconds_since_commit is None else agent.seconds_since_commit
+    if max_age is not None and age > max_age:
+        yield f"nothing has been committed for {seconds_text(age)}: more than {max_age:g} s"
     yield from alarms_of(agent)
+    if max_behind is not None and agent.peers is not None and agent.committed:
+        newest, known = max(record for _, record in agent.committed), agent.peers.watermark or 0
+        if newest - known > max_behind:
+            behind = f"{count(newest - known, 'record')} behind record {newest} in memory: more than {max_behind}"
+            yield f"other nodes have {f'record {known}' if known else 'nothing'}, {behind}"
     if stored is None:
         return
     if stored.problem:

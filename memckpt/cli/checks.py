@@ -295,6 +295,7 @@ class StoreFacts:
         wrong: what is damaged, not there or not readable, in words.
         others: ids of other runs that have files there.
         beside: other runs' directories next to this one's.
+        owner: id of the run that the store belongs to, where no run was named; else empty.
     """
 
     url: str
@@ -306,6 +307,7 @@ class StoreFacts:
     wrong: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
+    owner: str = ""
 
 
 def check_content(facts: StoreFacts) -> Check:
@@ -320,7 +322,8 @@ def check_content(facts: StoreFacts) -> Check:
         return Check(name, "warning", f"{facts.wrong[0]}{more}", "memckpt verify RUN, and --repair for what is damaged")
     if facts.step is None:
         return Check(name, "ok", f"none in {facts.url}")
-    return Check(name, "ok", f"{count(facts.checkpoints, 'whole one')}; a resume from storage finds step {facts.step}")
+    whole = count(facts.checkpoints, "whole one") + (f" of the run {facts.owner!r}" if facts.owner else "")
+    return Check(name, "ok", f"{whole}; a resume from storage finds step {facts.step}")
 
 
 def check_other_runs(facts: StoreFacts) -> Check:
@@ -416,6 +419,11 @@ def check_disk(facts: DiskFacts) -> list[Check]:
 def check_store(url: str, seconds: float, problem: str) -> Check:
     """An object was written, read back and deleted, in so many seconds; `problem` if that went wrong."""
     if problem:
-        remedy = "credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
+        remedy = "bucket, credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
         return Check("storage", "problem", problem, remedy)
     return Check("storage", "ok", f"{url}: an object was written, read and deleted in {seconds:.1f} s")
+
+
+def check_place(problem: str) -> Check:
+    """A url of storage that cannot be opened; `problem` says why."""
+    return Check("storage", "problem", problem, "correct --url, MEMCKPT_STORAGE_URL or storage.url")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memckpt.config.arguments import config_from_environment
+from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.storage.owner import kept_url
 from memckpt.storage.store import Store, open_store
@@ -20,7 +22,21 @@ from memckpt.storage.store import Store, open_store
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
-Run = Annotated[Path, typer.Argument(help="The run directory given to MemCheckpoint or memckpt.attach.")]
+
+def directory_only(run: Path | None) -> Path | None:
+    """Refuse a URL, which would be taken for a relative path. An existing directory of that name is accepted."""
+    if run is not None and re.match(r"[A-Za-z][\w+.-]*:/", str(run)) and not run.exists():
+        url = str(run).replace(":/", "://", 1)  # Path merges the slashes
+        raise ConfigurationError(
+            f"RUN: expected a run directory, found the URL {url}; the place of checkpoints is --url"
+        )
+    return run
+
+
+Run = Annotated[
+    Path,
+    typer.Argument(help="The run directory given to MemCheckpoint or memckpt.attach.", callback=directory_only),
+]
 Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE, or this host's name.")]
 Url = Annotated[
     str | None,

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 
 from memckpt.cli.alarms import alarms_of
-from memckpt.cli.common import AsJson, Url, count, out, place_of, print_json
+from memckpt.cli.common import AsJson, Url, count, directory_only, out, place_of, print_json
 from memckpt.errors import ConfigurationError
 from memckpt.memory.budget import available_bytes
 from memckpt.memory.cgroup import cpu_quota, memory_limits
@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # what it takes is imported when it runs: other commands are 
     from memckpt.protocol.trainer import Status
 
 OptionalRun = Annotated[
-    Path | None, typer.Argument(help="A run directory: where checkpoints would be. Default: this directory.")
+    Path | None,
+    typer.Argument(help="A run directory. Default: the current directory, as storage.", callback=directory_only),
 ]
 #: More than a disk's own cache would hide.
 _TRIAL_BYTES = 64 << 20
@@ -90,15 +91,18 @@ def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterat
     try:
         store = open_store(url)
     except ConfigurationError as error:
-        yield checks.check_store(url, 0.0, str(error))
+        yield checks.check_place(str(error))
         return
     if isinstance(store, LocalStore):
         disk = facts.try_disk(store, _TRIAL_BYTES)
         yield from checks.check_disk(disk)
     else:
         disk = None
-        yield checks.check_store(store.url, *facts.try_store(store))
-    if run is None:
+        seconds, problem = facts.try_store(store)
+        yield checks.check_store(store.url, seconds, problem)
+        if run is None and problem:
+            return
+    if run is None and disk is not None:
         return
     found = facts.look_into_store(store, run)
     yield checks.check_content(found)

@@ -159,16 +159,17 @@ def job_nodes(agent: Status | None) -> int:
     return max(linked, slurm, ranks // local if local else 1)
 
 
-def look_into_store(store: Store, run: Path) -> StoreFacts:
-    """What a run has in its storage, and who else is there."""
-    resolved = run.resolve()
-    beside = sorted(
-        path.parent.name for path in resolved.parent.glob("*/run.json") if path.parent.resolve() != resolved
-    )[:_NAMED_RUNS]
+def look_into_store(store: Store, run: Path | None) -> StoreFacts:
+    """The contents of a store, and other runs in it or beside it.
+
+    Args:
+        run: directory of the run that the store should belong to; None: any run's store is accepted, and its run named.
+    """
+    beside = _runs_beside(run) if run is not None else []
     url = store.url
     try:
         catalog, missing = read_within(store, _STORAGE_SECONDS)
-        kept = kept_run(run)
+        kept = kept_run(run) if run is not None else ""
         if kept:
             refuse_other(url, catalog.owner, kept, run)
     except ForeignStateError as error:
@@ -185,7 +186,14 @@ def look_into_store(store: Store, run: Path) -> StoreFacts:
         wrong=(*catalog.damaged.values(), *missing.values(), *catalog.unreadable.values()),
         others=catalog.others,
         beside=tuple(beside),
+        owner=catalog.owner if run is None else "",
     )
+
+
+def _runs_beside(run: Path) -> list[str]:
+    resolved = run.resolve()
+    found = (path.parent for path in resolved.parent.glob("*/run.json") if path.parent.resolve() != resolved)
+    return sorted(directory.name for directory in found)[:_NAMED_RUNS]
 
 
 def nearest_directory(path: Path) -> Path:

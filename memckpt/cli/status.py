@@ -47,7 +47,12 @@ Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and ag
 MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent alone, and leave storage alone: for probes.")]
 Check = Annotated[bool, typer.Option("--check", help="Say whether all is well, by the exit status: for monitoring.")]
 MaxBehind = Annotated[
-    int | None, typer.Option(min=0, help="With --check: how many steps storage may be behind memory.", metavar="N")
+    int | None,
+    typer.Option(min=0, help="With --check: how many steps storage and peers may be behind memory.", metavar="N"),
+]
+MaxAge = Annotated[
+    float | None,
+    typer.Option(min=0, help="With --check: how many seconds ago the last commit may be.", metavar="SECONDS"),
 ]
 Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
 #: How long storage may take to say what it has.
@@ -225,6 +230,7 @@ def status(
     interval: Interval = 2.0,
     check: Check = False,
     max_behind: MaxBehind = None,
+    max_age: MaxAge = None,
     as_json: AsJson = False,
     refreshes: Refreshes = None,
 ) -> None:
@@ -234,12 +240,15 @@ def status(
     --memory, if no agent answers. 9 if one is there that does not answer in time, 10 if none is and storage cannot be
     read. With --watch --json: one line for each look.
 
-    With --check one line says that a training is protected, or a line each what is wrong: no trainer, nothing held, an
-    alarm of the agent's, storage that cannot be read or has damage or is further behind than --max-behind. Exit status
-    0 if all is well, 1 if something is wrong, 11 if no agent answers, 9 if it does not in time.
+    With --check one line says that a training is protected, or one line for each problem: no trainer, nothing held, no
+    commit for longer than --max-age, an alarm of the agent, storage that cannot be read or has damage, storage or peers
+    further behind than --max-behind. Exit status 0 if there is no problem, 1 if there is one, 11 if no agent answers,
+    9 if it does not answer in time.
     """
     if max_behind is not None and (not check or memory):
         raise ConfigurationError(f"--max-behind {max_behind}: expected it with --check and without --memory")
+    if max_age is not None and not check:
+        raise ConfigurationError(f"--max-age {max_age:g}: expected it with --check")
     if check and watch:
         raise ConfigurationError("--check: expected no --watch with it; call it again and again")
     if memory and url is not None:
@@ -250,7 +259,7 @@ def status(
         return
     view = looker.look()
     if check:
-        _check(view, max_behind, as_json)
+        _check(view, max_behind, max_age, as_json)
         return
     if view.empty:
         stored = "" if view.stored is None else f", and there are no checkpoints in {view.stored.url}"
@@ -262,22 +271,23 @@ def status(
         raise typer.Exit(AgentGoneError.exit_code)
 
 
-def _check(view: View, max_behind: int | None, as_json: bool) -> None:
+def _check(view: View, max_behind: int | None, max_age: float | None, as_json: bool) -> None:
     agent = view.agent
     if agent is None and view.agent_problem:
         raise AgentGoneError(view.agent_problem)
     if agent is None:
         raise AgentNotFoundError(no_agent(view.address))
-    problems = list(problems_of(agent, view.stored, max_behind))
+    problems = list(problems_of(agent, view.stored, max_behind, max_age))
     if as_json:
         print_json(view.as_json() | {"well": not problems, "problems": problems})
     else:
         for problem in problems:
             out.print(problem, style="red", markup=False, soft_wrap=True)
         if not problems:
-            behind = view.steps_behind
+            since, behind = agent.seconds_since_commit, view.steps_behind
+            age = "" if since is None else f", the last commit {seconds_text(since)} ago"
             stored = "" if behind is None else f", storage {count(behind, 'step')} behind"
-            out.print(f"well: step {agent.step} in memory{stored}", markup=False, soft_wrap=True)
+            out.print(f"well: step {agent.step} in memory{age}{stored}", markup=False, soft_wrap=True)
     if problems:
         raise typer.Exit(1)
 

@@ -509,11 +509,21 @@ def open_store(url: str, witness: str = "") -> Store:
     """The store for a directory's path or a URL; `witness`: as for a LocalStore, of no account for others.
 
     Raises:
-        ConfigurationError: nothing is installed that can open it.
+        ConfigurationError: no installed package can open it, or the URL is incomplete.
     """
-    scheme = urlsplit(url).scheme
-    if scheme in ("", "file"):
-        return LocalStore(Path(urlsplit(url).path if scheme else url).resolve(), witness)
+    split = urlsplit(url)
+    if split.scheme in ("", "file"):
+        return LocalStore(Path(split.path if split.scheme else url).resolve(), witness)
+    # fsspec opens an incomplete URL as a local path.
+    if "://" not in url:
+        raise ConfigurationError(
+            f"storage.url: expected a directory or a URL such as s3://bucket/prefix, found {url!r}; if it is a "
+            f"directory: ./{url}"
+        )
+    if split.scheme in _SHOW_WHOLE_UPLOADS and not split.netloc:
+        raise ConfigurationError(
+            f"storage.url: expected a bucket after {split.scheme}:// ({split.scheme}://bucket/prefix), found {url!r}"
+        )
     return ObjectStore(url)
 
 

@@ -18,7 +18,7 @@ from memckpt.cli import checks, doctor
 from memckpt.cli import probes as facts
 from memckpt.cli.checks import Check, DiskFacts, StoreFacts
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
-from memckpt.errors import AgentError
+from memckpt.errors import AgentError, ConfigurationError
 from memckpt.memory import cgroup
 from memckpt.processes.address import AgentAddress
 from memckpt.session import policy as choice
@@ -517,6 +517,42 @@ def test_doctor_examines_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     assert str(tmp_path) in by_name["storage"]["text"]
     assert list(tmp_path.iterdir()) == []
     assert "0 problems" in invoke("doctor", "--url", f"memory://{tmp_path.name}")[1]
+
+
+def test_doctor_looks_into_an_object_store_without_a_run(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+
+    def storage() -> dict[str, str]:
+        found = {check["name"]: check for check in invoke_json("doctor", "--url", url)[1]["checks"]}
+        assert "room" not in found  # that is a disk's
+        return {name: found[name]["text"] for name in ("storage", "checkpoints")}
+
+    found = storage()
+    assert found["storage"].startswith(f"{url}: an object was written, read and deleted")
+    assert found["checkpoints"] == f"none in {url}"
+    for record in (1, 2):
+        write(open_store(url), part_of(record, run="A-1"))
+    assert storage()["checkpoints"] == "2 whole ones of the run 'A-1'; a resume from storage finds step 2"
+
+
+def test_an_empty_bucket_name_is_no_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, found = invoke_json("doctor", "--url", "s3://")
+    by_name = {check["name"]: check for check in found["checks"]}
+    assert code == 1
+    assert by_name["storage"]["text"].startswith("storage.url: expected a bucket")
+    assert "credentials" not in by_name["storage"]["remedy"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["doctor", "status", "ls", "verify", "stop"])
+def test_a_url_is_no_run_directory(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"RUN: expected a run directory, found the URL s3://bucket/some/run"):
+        invoke(command, "s3://bucket/some/run")
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    if command == "doctor":
+        assert "checkpoints" in invoke(command, "s3:/bucket")[1]  # a directory that is there
 
 
 def test_a_problem_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,17 +428,53 @@ def test_what_is_wrong_is_said(agent: dict[str, Any], stored: dict[str, Any], sa
     assert all(line.startswith(begin) for line, begin in zip(found, said, strict=True)), found
 
 
+def test_peers_that_acknowledge_nothing_new_are_noticed() -> None:
+    """While states replace records (`every`), the last state counts as protected however old it is."""
+
+    def found(max_behind: int | None, watermark: int | None, **fields: Any) -> list[str]:
+        agent = an_agent(storage=None, peers=some_peers(watermark=watermark, every=4), **fields)
+        return list(problems_of(agent, None, max_behind))
+
+    assert found(3, 7) == found(None, 1) == []
+    assert found(3, 6) == ["other nodes have record 6, 4 records behind record 10 in memory: more than 3"]
+    assert found(3, None) == ["other nodes have nothing, 10 records behind record 10 in memory: more than 3"]
+    assert found(3, None, committed=()) == []
+
+
+def test_records_that_do_not_come_are_noticed() -> None:
+    def found(max_age: float | None, **fields: Any) -> list[str]:
+        return list(problems_of(an_agent(**{"storage": an_alarm(""), **fields}), None, None, max_age))
+
+    assert found(60.0) == []
+    assert found(60.0, seconds_since_commit=61.0) == ["nothing has been committed for 61 s: more than 60 s"]
+    assert found(None, seconds_since_commit=1e6) == []
+    # A state that came from peers or storage: no commit since the agent started.
+    assert found(60.0, seconds_since_commit=None) == ["nothing has been committed for 2 h: more than 60 s"]
+    assert found(60.0, seconds_since_commit=None, uptime_seconds=5.0) == []
+
+
 def test_a_check_has_an_exit_status(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_status(monkeypatch, "status", run, "--check") == 11
     monkeypatch.setattr(status_module, "ask_status", lambda address: an_agent(storage=None))
-    assert invoke("status", run, "--check") == (0, "well: step 10 in memory, storage 8 steps behind\n")
+    assert invoke("status", run, "--check") == (
+        0,
+        "well: step 10 in memory, the last commit 0.2 s ago, storage 8 steps behind\n",
+    )
     assert invoke("status", run, "--check", "--max-behind", 8)[0] == 0
     code, found = invoke_json("status", run, "--check", "--max-behind", 7)
     assert code == 1
     assert found["well"] is False
     assert found["problems"] == ["storage has step 2, 8 steps behind step 10 in memory: more than 7"]
-    assert invoke("status", run, "--check", "--memory") == (0, "well: step 10 in memory\n")
-    for wrong in (["--max-behind", 1], ["--check", "--max-behind", 1, "--memory"], ["--check", "--watch"]):
+    memory = ("status", run, "--check", "--memory")
+    assert invoke(*memory) == (0, "well: step 10 in memory, the last commit 0.2 s ago\n")
+    assert invoke(*memory, "--max-age", "1")[0] == 0
+    assert invoke(*memory, "--max-age", "0.1") == (1, "nothing has been committed for 0.2 s: more than 0.1 s\n")
+    for wrong in (
+        ["--max-behind", 1],
+        ["--max-age", 1],
+        ["--check", "--max-behind", 1, "--memory"],
+        ["--check", "--watch"],
+    ):
         with pytest.raises(ConfigurationError, match="expected"):
             invoke("status", run, *wrong)
 

@@ -155,6 +155,14 @@ def test_a_catalog_is_read_while_retention_deletes(tmp_path: Path, monkeypatch: 
 def test_an_unknown_kind_of_store_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"storage.url: expected .* found 'quux://x'"):
         open_store("quux://x")
+    # fsspec opens each of these as a local path.
+    for url in ("s3://", "s3:///some/run", "gs://"):
+        with pytest.raises(ConfigurationError, match=rf"storage.url: expected a bucket .* found {url!r}"):
+            open_store(url)
+    for url in ("s3:", "s3:/bucket/run", "a:b/c"):
+        with pytest.raises(ConfigurationError, match=rf"storage.url: expected .*://.* found {url!r}.* \./{url}"):
+            open_store(url)
+    assert open_store("./a:b/c").url.endswith("/a:b/c")
     assert isinstance(open_store("memory://x"), ObjectStore)
 
 
