@@ -61,8 +61,9 @@ def problems_of(
     if max_behind is not None and agent.peers is not None and agent.committed:
         newest, known = max(record for _, record in agent.committed), agent.peers.watermark or 0
         if newest - known > max_behind:
-            behind = f"{count(newest - known, 'record')} behind record {newest} in memory: more than {max_behind}"
-            yield f"other nodes have {f'record {known}' if known else 'nothing'}, {behind}"
+            where = f"have record {known}" if known else "have nothing"
+            late = f"{count(newest - known, 'record')} behind record {newest} in memory"
+            yield f"other nodes {where}, {late}: more than {max_behind}"
     if stored is None:
         return
     if stored.problem:
