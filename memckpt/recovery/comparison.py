@@ -1,4 +1,4 @@
-"""What a repeated step has made, compared with what is held before that overwrites it."""
+"""Comparison of a repeated step's result with the held state, before that overwrites it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memckpt.state import codec
 from memckpt.state.bits import Distance
 from memckpt.state.tensors import local
 
-#: Kinds of what is compared, in the order in which one causes the other.
+#: Kinds of compared values, in causal order.
 Kind = Literal[
     "data position",
     "generators",
@@ -26,21 +26,21 @@ Kind = Literal[
     "parameter",
     "state",
 ]
-#: Tensors that are named in a verdict's findings, at most, for each kind.
+#: Tensors of each kind that a verdict names, at most.
 _NAMED = 8
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that differs.
+    """One value that differs.
 
     Attributes:
-        kind: what it is.
-        name: its name, in the words of the user's own objects.
-        text: how it differs.
-        relative: the largest difference as a share of the largest held value; infinite for what is no rounding.
-        ulp: the largest difference in units in the last place.
-        dtype: the tensor's, empty for anything else.
+        kind: kind of the value.
+        name: its name in the user's own objects.
+        text: description of the difference.
+        relative: largest difference as a fraction of the largest held value; infinite if it cannot be rounding.
+        ulp: largest difference in units in the last place.
+        dtype: dtype of the tensor, empty for anything else.
     """
 
     kind: Kind
@@ -53,13 +53,13 @@ class Difference:
 
 @dataclass
 class Findings:
-    """One rank's result: how much was compared, and what differs. Small, and travels between ranks.
+    """One rank's result: counts of compared values, and differences. Small: it is sent between ranks.
 
     Attributes:
-        compared: how many things of each kind were compared.
-        differing: how many of them differ.
+        compared: number of values compared, by kind.
+        differing: number of them that differ.
         differences: the first few of each kind.
-        problem: why not all could be compared, in words; empty if it was.
+        problem: reason why some values could not be compared; empty if there is none.
     """
 
     problem: str = ""
@@ -68,7 +68,7 @@ class Findings:
     differences: list[Difference] = field(default_factory=list)
 
     def count(self, kind: Kind, difference: Difference | None = None) -> None:
-        """One more thing has been compared."""
+        """Count one more compared value, and its difference if it has one."""
         self.compared[kind] = self.compared.get(kind, 0) + 1
         if difference is not None:
             self.differing[kind] = self.differing.get(kind, 0) + 1
@@ -77,13 +77,13 @@ class Findings:
 
 
 class Comparison:
-    """Collects what differs between the repeated state and the held one; the restorer feeds it.
+    """Collects differences between the repeated state and the held one; the restorer feeds it.
 
-    Tensors may come in pieces, under one name; they are counted when :meth:`findings` is called.
+    Tensors may be added in pieces under one name; they are counted when :meth:`findings` is called.
     """
 
     def __init__(self) -> None:
-        #: Why not all can be compared, in words.
+        #: Reason why some values cannot be compared.
         self.problem = ""
         self._findings = Findings()
         self._tensors: dict[tuple[Kind, str], tuple[Distance, str]] = {}
@@ -94,14 +94,14 @@ class Comparison:
         distance.add(found, held)
 
     def value(self, kind: Kind, name: str, found: Any, held: Any) -> None:
-        """Compare anything that the codec takes, by its encoding; names the first path at which it differs."""
+        """Compare any value that the codec takes, by its encoding; names the first path at which it differs."""
         if codec.encode(found) == codec.encode(held):
             self._findings.count(kind)
             return
         path, now, before = _first_difference(name, found, held)
         text = f"{_shown(now)} in place of {_shown(before)}"
         if kind == "logged values":
-            # What is logged follows from what was computed: where that is rounded, so is this.
+            # Logged values follow from computed ones, and are rounded if these are.
             far = _distance(found, held)
             self._findings.count(kind, Difference(kind, path, text, far.relative, far.ulp))
         elif isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor) and now.shape == before.shape:
@@ -112,11 +112,11 @@ class Comparison:
             self._findings.count(kind, Difference(kind, path, text))
 
     def absence(self, name: str, found: str, held: str) -> None:
-        """Something is there on one side only."""
+        """Count a value that exists on one side only."""
         self._findings.count("absences", Difference("absences", name, f"{found} in place of {held}"))
 
     def states(self, name: str, found: Mapping[str, Any], held: Mapping[str, Any], apart: Iterable[str]) -> None:
-        """Compare an optimizer's state of one parameter, but for those keys that are compared piece by piece."""
+        """Compare an optimizer's state of one parameter, except for the keys in `apart`, compared piece by piece."""
         for key in sorted({*found, *held}):
             label = f"{name} ({key})"
             if key not in found or key not in held:
@@ -130,10 +130,10 @@ class Comparison:
                 self.tensor("state", label, local(found[key]), local(held[key]))
 
     def findings(self, order: Iterable[str] = ()) -> Findings:
-        """The result; call it once everything has been compared.
+        """The result; call once everything has been compared.
 
         Args:
-            order: names of the model's tensors, in the model's order; what differs is named in it.
+            order: names of the model's tensors, in the model's order, in which differences are listed.
         """
         places = {name: place for place, name in enumerate(order)}
         tensors = sorted(self._tensors.items(), key=lambda item: places.get(item[0][1].partition(" (")[0], len(places)))
@@ -152,7 +152,7 @@ def _presence(state: Mapping[str, Any], key: str) -> str:
 
 
 def _first_difference(path: str, found: Any, held: Any) -> tuple[str, Any, Any]:
-    """Where two trees of plain values differ first, and the values there."""
+    """The first path at which two trees of plain values differ, and the values there."""
     if isinstance(found, Mapping) and isinstance(held, Mapping):
         for key in [*held, *(key for key in found if key not in held)]:
             if key not in found or key not in held:
@@ -168,13 +168,13 @@ def _first_difference(path: str, found: Any, held: Any) -> tuple[str, Any, Any]:
 
 
 def _distance(found: Any, held: Any) -> Distance:
-    """How far the numbers of two trees lie apart; infinitely, where anything else differs."""
+    """The distance between the numbers of two trees; infinite if anything else differs."""
     distance = Distance()
     for one, other in _leaves(found, held):
         if isinstance(one, float) and isinstance(other, float):
             one, other = (torch.tensor(each, dtype=torch.float64) for each in (one, other))
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            own = Distance()  # each by itself: a large value must not excuse a small one
+            own = Distance()  # one by one: a large value must not hide a small one's difference
             own.add(one, other)
             if own.relative >= distance.relative:
                 distance = own

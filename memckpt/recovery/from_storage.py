@@ -1,4 +1,4 @@
-"""Putting a state from a store into live tensors: a checkpoint, and the records to redo on it."""
+"""Restore of a state from a store into live tensors: a checkpoint, and the records to redo on it."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from memckpt.storage.store import Store
 
 
 class StoredState:
-    """A verified state in a store, seen by one rank; a rank that it does not know is given the state of another one.
+    """A verified state in a store, as seen by one rank; a rank unknown to it gets the state of another one.
 
-    Where the rank holds other pieces of the tensors than are stored for it, what it holds is put together from all
-    parts of the checkpoint (*resharding*).
+    If the rank holds other shards than are stored for it, its tensors are assembled from all parts of the checkpoint
+    (*resharding*).
 
     Args:
-        store, point: which state.
-        rank: which sees it.
-        spec: of what the rank holds now.
+        store: the store.
+        point: the state in it.
+        rank: the rank that restores it.
+        spec: spec of what the rank holds now.
 
     Attributes:
-        point: which state.
-        resharded: whether what the rank holds has to be put together from pieces of others.
-        exact: whether training goes on as if it had not been interrupted: this rank was there, with these pieces.
-        state: what belongs to the tensors that the rank's parameters come from; of several parts, of the first.
-        own: what belongs to the part with the rank's own state.
+        point: the state.
+        resharded: whether the rank's tensors have to be assembled from other ranks' shards.
+        exact: whether training continues as if uninterrupted: the rank existed, with these shards.
+        state: metadata of the part that the rank's parameters come from; of several parts, of the first.
+        own: metadata of the part with the rank's own state.
 
     Raises:
-        UnsupportedError: the rank needs pieces of optimizer state that nobody knows how to cut.
-        DamagedStateError, StorageError: it cannot be read.
+        UnsupportedError: the rank needs shards of optimizer state that cannot be cut.
+        DamagedStateError, StorageError: the state cannot be read.
     """
 
     def __init__(self, store: Store, point: StoredPoint, rank: int, spec: StateSpec) -> None:
@@ -69,14 +70,14 @@ class StoredState:
 
     @property
     def rank_state(self) -> bytes:
-        """This rank's, encoded."""
+        """This rank's state, encoded."""
         last = self.point.last_batch_of(self._rank)
         if last is None:
             return self.own.rank_states[self._rank]
         return self._records.data(last, batches.rank_state_name(self.point.record, self._rank))
 
     def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
-        """The record that is redone last, with its gradients; None where a checkpoint has the state as it is."""
+        """The record that is redone last, with its gradients; None if the checkpoint itself has the state."""
         return self._unit.last_record() if self._unit is not None else None
 
     @torch.no_grad()
@@ -86,7 +87,7 @@ class StoredState:
         optimizers: Sequence[Optimizer],
         build: OptimizerFactory | None = None,
     ) -> None:
-        """Read everything into the live tensors, in place; optimizer state is made as needed.
+        """Read the state into the live tensors, in place; optimizer state is created as needed.
 
         Args:
             tensors: the live tensors by name.
@@ -94,8 +95,8 @@ class StoredState:
             build: makes an optimizer like the live one of an index; None copies the live one.
 
         Raises:
-            DamagedStateError: a file does not hold what it should.
-            StorageError: one cannot be read.
+            DamagedStateError: a file's content is wrong.
+            StorageError: a file cannot be read.
         """
         target = RestoreTarget(Layout(self.state.spec), tensors, optimizers)
         build = build or (lambda index, groups: rebuild_like(optimizers[index], groups))
@@ -119,18 +120,18 @@ class StoredState:
         if self.point.batches:
             unit.redo(target, build)
 
-    # What is the rank's own
+    # The rank's own tensors
 
     def _own_tensors(self, sharded: bool) -> list[TensorSpec]:
         return [spec for spec in self.own.spec.by_value if sharded or spec.shard is None]
 
     def _by_value(self, tensors: dict[str, torch.Tensor], sharded: bool) -> dict[str, torch.Tensor]:
-        """The rank's own tensors by their names in the store; with `sharded` its pieces of larger ones, too."""
+        """The rank's own tensors by their names in the store; with `sharded` also its shards of larger ones."""
         names = StoredNames(self.own.spec, self._own_part.format)
         return {names.by_value(spec, self._rank): tensors[spec.name] for spec in self._own_tensors(sharded)}
 
     def _restore_by_value(self, tensors: dict[str, torch.Tensor]) -> None:
-        """As the last record has them, if there is one."""
+        """Restore them from the last record, if there is one."""
         last = self.point.last_batch_of(self._rank)
         if last is None:
             return

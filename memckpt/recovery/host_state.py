@@ -1,4 +1,4 @@
-"""Room for a state in host memory, without the model and the optimizers that it belongs to."""
+"""Host memory for a state, without its model and optimizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from memckpt.storage.format import NodeState
 
 
 class _Shell:
-    """What a restore needs of an optimizer when there is no training: a place for its state."""
+    """Stand-in for an optimizer in a restore without training: it only holds state."""
 
     def __init__(self) -> None:
         self.state: dict[Any, Any] = collections.defaultdict(dict)
@@ -25,16 +25,16 @@ class _Shell:
 
 
 class HostState:
-    """Room for a state, to be filled by a restore.
+    """Host memory for a state, to be filled by a restore.
 
     Args:
-        spec: of the state.
-        by_value: whether there is room for by-value tensors, too.
-        wanted: names of the tensors for which there is room; None: all.
+        spec: spec of the state.
+        by_value: whether to allocate by-value tensors, too.
+        wanted: names of the tensors to allocate; None: all.
 
     Attributes:
-        tensors: by name; stepped parameters are Parameters.
-        optimizers: what a restore takes for optimizers, with :meth:`build` to redo on them.
+        tensors: tensors by name; stepped parameters are Parameters.
+        optimizers: stand-ins for the optimizers in a restore; :meth:`build` makes real ones for redo.
     """
 
     def __init__(self, spec: StateSpec, by_value: bool, wanted: Collection[str] | None = None) -> None:
@@ -57,11 +57,11 @@ class HostState:
         return cast("list[Optimizer]", self._shells)
 
     def build(self, index: int, groups: list[dict[str, Any]]) -> Optimizer:
-        """An optimizer like the one of an index that made the state."""
+        """An optimizer like the one of that index that made the state."""
         return rebuild_from_spec(self._spec.optimizers[index], groups)
 
     def described(self, rank_states: dict[int, bytes]) -> tuple[dict[str, torch.Tensor], NodeState]:
-        """All but by-value tensors, by the names they have in a store, and what belongs to them."""
+        """All tensors except by-value ones, by their names in a store, and their metadata."""
         spec = self._spec
         names = StoredNames(spec)
         tensors = {names.tensor(one): self.tensors[one.name].data for one in spec.static}

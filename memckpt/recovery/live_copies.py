@@ -1,4 +1,4 @@
-"""Copies of live tensors in host memory, to be compared with a state that is restored over them as a whole."""
+"""Copies of live tensors in host memory, for comparison with a state that is restored over them as a whole."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from memckpt.state.tensors import local
 
 
 class LiveCopies:
-    """What the live tensors and the optimizers' state were before a restore from storage.
+    """The live tensors and the optimizers' state before a restore from storage.
 
-    Storage is read in an order of its own, and records are redone in place: what is held is in the live tensors only
-    when all is over.
+    Storage is read in its own order, and records are redone in place: only at the end do the live tensors have the held
+    state.
 
     Args:
-        state: of parameters, static tensors and optimizer state.
-        own: of the rank's own by-value tensors.
+        state: spec of parameters, static tensors and optimizer state.
+        own: spec of the rank's own by-value tensors.
         tensors: the live tensors by name.
         optimizers: the live optimizers.
     """
@@ -53,7 +53,7 @@ class LiveCopies:
 
     @torch.no_grad()
     def compare(self, comparison: Comparison) -> None:
-        """Compare the copies with what the live tensors are now; each copy is freed after its comparison."""
+        """Compare the copies with the live tensors; each copy is freed after its comparison."""
         for name, kind in self._kinds.items():
             comparison.tensor(kind, name, self._copies.pop(name), local(self._tensors[name]))
         for (name, index), copies in self._states.items():
@@ -67,7 +67,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copied_bytes(state: StateSpec, own: StateSpec) -> int:
-    """Host memory that the copies take, at most."""
+    """Upper bound of the copies' host memory, in bytes."""
     params = sum(
         param.tensor.nbytes + sum(one.nbytes for owner in param.owners for one in owner.state) for param in state.params
     )

@@ -1,4 +1,4 @@
-"""A state that has to be redone, or put together from several parts, as a checkpoint of its own."""
+"""Conversion of a state that needs redo, or has several parts, into a checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from memckpt.storage.store import Store
 
 
 def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
-    """Write a state that has to be redone as a checkpoint of its own: that of the first rank, its tensors whole.
+    """Write a state that needs redo as a checkpoint of its own: rank 0's, with whole tensors.
 
     Args:
-        store: which can produce it.
+        store: the store that can produce the state.
         point: the state, verified.
-        into: another store, for the checkpoint.
+        into: the store for the checkpoint.
     """
     part = point.checkpoint.part_serving(0)
     spec = unsharded(decode_node_state(store.read(part.state_path)).spec)
@@ -49,7 +49,7 @@ def as_checkpoint(store: Store, point: StoredPoint, into: Store) -> Checkpoint:
 
 
 def unsharded(spec: StateSpec) -> StateSpec:
-    """What one rank would hold of the same state if it held all of each tensor."""
+    """The spec of a single rank that holds the whole of each tensor of this state."""
     replace = msgspec.structs.replace
 
     def tensor(one: TensorSpec) -> TensorSpec:

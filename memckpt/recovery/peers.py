@@ -1,6 +1,7 @@
-"""The recovery plan's knowledge of peers: who can produce what of whom, and who fetches it from where. Pure functions.
+"""The recovery plan's view of peers: who can produce which state, and who fetches it from where. Pure functions.
 
-A *unit* is the ranks of one node that hold the same shards. It is known by its ranks, not by its node: every unit of an
+A *unit* is the ranks of one node that hold the same shards. It is identified by its ranks, not by its node: a unit of
+an
 earlier attempt may be on another node now.
 """
 
@@ -17,13 +18,13 @@ Unit = tuple[int, ...]
 
 @dataclass(frozen=True)
 class BadSource:
-    """Something held that proved to be of no use; the plan is made again without it.
+    """A source that proved useless; the plan is made again without it.
 
     Attributes:
-        node: where it is.
-        ranks: whose.
-        generation: of pieces, their generation; empty: what the node holds live of these ranks.
-        damaged: False where other nodes could not get at what is held live: the node itself goes on with it.
+        node: name of its node.
+        ranks: the ranks whose state it holds.
+        generation: generation of its pieces; empty: the live state of these ranks on that node.
+        damaged: False if other nodes only could not fetch the live state: the node itself continues with it.
     """
 
     node: str
@@ -34,24 +35,24 @@ class BadSource:
 
 @dataclass(frozen=True)
 class Fetch:
-    """A unit whose node cannot produce the record itself, and the one way in which it gets it.
+    """The fetch of a record by a unit whose node cannot produce it.
 
-    It takes all of it from a node that holds it live. Where there is none, it decodes pieces; what these leave out,
-    because other ranks hold the same (`private`), it takes from a replica.
+    A node that holds the unit live sends all of it. Without one, pieces are decoded; what these leave out, because
+    other ranks hold the same (`private`), comes from a replica.
 
     Attributes:
         ranks: the unit.
-        node: where it is in this attempt.
-        record: which it gets.
-        live: a node that holds the unit itself at that record; then there is nothing to decode.
-        generation: to which the pieces belong.
-        pieces: (node, piece) of all that have a part of what is needed, ascending; more than are needed, so that
-            damaged ones can be done without.
-        data: k, how many different pieces are needed.
-        period: T, how many records are decoded: those up to `record`.
-        private: only what is these ranks' own is decoded.
+        node: its node in this attempt.
+        record: the record to fetch.
+        live: a node that holds the unit itself at that record; then nothing is decoded.
+        generation: generation of the pieces.
+        pieces: (node, piece index) of all that hold some of what is needed, ascending; more than are needed, so that
+            damaged ones can be skipped.
+        data: k, the number of different pieces needed.
+        period: T, the number of records decoded: those up to `record`.
+        private: whether only state private to these ranks is decoded.
         replica: node and ranks of the unit whose live state has the rest.
-        before: the state before it is got, too, from which its step is taken once more.
+        before: whether the previous state is fetched, too; its step is then repeated.
     """
 
     ranks: Unit
@@ -68,24 +69,24 @@ class Fetch:
 
 
 def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
-    """The units that `node` has to hand out live at the record that is fetched, ascending."""
+    """The units that `node` has to serve live at the fetched record, ascending."""
     live = {fetch.ranks for fetch in fetches if fetch.live == node}
     return tuple(sorted(live | {fetch.replica[1] for fetch in fetches if fetch.replica and fetch.replica[0] == node}))
 
 
 def place_of(held: HeldRecords) -> tuple[object, ...]:
-    """What tells things held apart from those that ranks of one node repeat."""
+    """Identity of a held state, equal for inventories that ranks of one node repeat."""
     return held.node, held.ranks, held.standby, held.history if held.standby else ()
 
 
 def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPieces]) -> tuple[Branch, ...]:
-    """The history of the latest attempt that anybody knows of; empty if nobody knows of any."""
+    """The history of the latest attempt in any inventory; empty if there is none."""
     both: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
     known = [held.history for held in both if held.history]
     return max(known, key=lambda each: (each[-1].timeline, len(each), each), default=())
 
 
-#: What two units have in common whose shared part is the same: all ranks that hold it (empty: all), shards, world size.
+#: Key of units with the same shared state: all ranks that hold it (empty: all), sharding digest, world size.
 _Shared = tuple[Unit, str, int]
 
 
@@ -95,7 +96,7 @@ def _shared(replicas: Unit, sharding: str, world_size: int) -> _Shared:
 
 @dataclass(frozen=True)
 class _Live:
-    """What a node holds of a unit, as far as it lies on the newest history."""
+    """The live state of a unit on a node, as far as it lies on the newest history."""
 
     node: str
     ranks: Unit
@@ -105,7 +106,7 @@ class _Live:
     standby: bool
 
     def serves(self, node: str | None) -> bool:
-        """Whether `node` can get at it; None: whether any can."""
+        """Whether `node` can fetch it; None: whether any node can."""
         return self.reachable or (not self.standby and node in (None, self.node))
 
     def has(self, records: Iterable[int]) -> bool:
@@ -115,7 +116,7 @@ class _Live:
 
 @dataclass
 class _Generation:
-    """The pieces of one generation of one unit, wherever they are, as far as they lie on the newest history."""
+    """The pieces of one generation of one unit on any nodes, as far as they lie on the newest history."""
 
     name: str
     base: int
@@ -125,15 +126,15 @@ class _Generation:
     shared: _Shared
     latest: Timeline
     steps: dict[int, int] = field(default_factory=dict)
-    #: By record, the different pieces that are complete somewhere.
+    #: By record, the indices of pieces that are complete on some node.
     complete: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     static: set[int] = field(default_factory=set)
-    #: (node, piece): the records that are complete there, and whether what is sent once is.
+    #: (node, piece index): the records complete there, and whether the data sent once per generation are.
     kept: dict[tuple[str, int], tuple[frozenset[int], bool]] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[Timeline, int, str]:
-        """Ascending with age: the newest comes last."""
+        """Sort key by age; the newest comes last."""
         return self.latest, self.base, self.name
 
     def add(self, held: HeldPieces, steps: dict[int, int]) -> None:
@@ -149,43 +150,43 @@ class _Generation:
         return range(record - self.period + 1, record + 1)
 
     def decodes(self, record: int) -> bool:
-        """Whether enough pieces are there for the state after `record`, or for what of it is the unit's own."""
+        """Whether enough pieces exist for the state after `record`, or for the unit's private part of it."""
         enough = all(len(self.complete.get(one, ())) >= self.data for one in self.window(record))
         return record >= self.base and enough and len(self.static) >= self.data
 
     def sources(self, record: int) -> tuple[tuple[str, int], ...]:
-        """Where there is anything of what `record` is decoded from."""
+        """The (node, piece index) pairs that hold any piece needed to decode `record`."""
         window = set(self.window(record))
         return tuple(sorted(where for where, (records, static) in self.kept.items() if static or records & window))
 
     def missing(self) -> str:
-        """Why it decodes nothing, in words."""
+        """The reason why it decodes nothing."""
         pieces = {piece for _, piece in self.kept}
         if len(pieces) < self.data:
             return f"{len(pieces)} of {self.data} pieces needed are left"
         if len(self.static) < self.data:
-            return f"what is sent once in a generation is left in {len(self.static)} of {self.data} pieces needed"
+            return f"static tensors are left in {len(self.static)} of {self.data} pieces needed"
         newest = max(self.steps)
         left = min(len(self.complete.get(record, ())) for record in self.window(newest))
         return f"{left} of {self.data} pieces needed are left of the {self.period} records up to {newest}"
 
 
 class Sources:
-    """All that the nodes of a job hold on its newest history: live, and in pieces.
+    """Everything that the nodes of a job hold on its newest history, live and as pieces.
 
-    Records of one number may have been made by several attempts. One counts only if it was made on the timeline that
-    the newest history has for that number.
+    Several attempts may have made records of one number. A record counts only if it was made on the timeline that the
+    newest history has for that number.
 
     Args:
-        inventories: what nodes hold live; repeated ones are counted once.
-        pieces: what they keep of others' records.
-        without: what is not used.
+        inventories: live state of the nodes; repeated ones are counted once.
+        pieces: pieces that they keep of others' records.
+        without: sources to leave out.
 
     Attributes:
-        history: the newest.
-        units: of whom anything is held, live or in pieces.
-        held: their ranks, the world size, and which pieces of tensors they hold.
-        newest: the newest record that anybody is known to have committed; 0 if there is none.
+        history: the newest history.
+        units: units of which anything is held, live or as pieces.
+        held: (ranks, world size, sharding digest) of these.
+        newest: the newest record known to be committed; 0 if there is none.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Sources:
         self.units: set[Unit] = set()
         self.held: set[tuple[Unit, int, str]] = set()
         self.newest = 0
-        #: By unit and place: a node may have it itself and standby replicas of it, too.
+        #: By unit and place: a node may hold the unit itself and standby replicas of it.
         self._live: dict[Unit, dict[tuple[object, ...], _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
         self._coded: dict[Unit, list[_Generation]] = {}
@@ -237,7 +238,7 @@ class Sources:
                 continue
             period = 1 if held.private else held.period
             shared = _shared(held.replicas, held.sharding, held.world_size)
-            # All that is said of a generation has to agree; who says otherwise keeps something else.
+            # All statements about a generation have to agree; deviating ones belong to another.
             said = (held.generation, held.base, held.data, period, held.private, shared, held.digest)
             generation = _Generation(
                 held.generation, held.base, held.data, period, held.private, shared, held.history[-1].timeline
@@ -264,12 +265,12 @@ class Sources:
     # What can be produced
 
     def homes(self, nodes: Sequence[str]) -> dict[Unit, str]:
-        """A node for each unit of the attempt that has left this: the one that holds it, or that has the fewest.
+        """A node for each unit of the attempt that left this state: one that holds it live, or the least loaded one.
 
         Empty if not all ranks of that attempt are known.
 
         Args:
-            nodes: that there are.
+            nodes: names of all nodes.
         """
         if not self._whole:
             return {}
@@ -292,11 +293,11 @@ class Sources:
         return len(worlds) == 1 and ranks == set(range(*worlds))
 
     def common_of_all(self) -> dict[int, int]:
-        """Records that can be had of all ranks of the attempt that has left this, on any nodes, with their steps."""
+        """Records, with their steps, that can be produced for all ranks of the attempt that left this, on any nodes."""
         return self.common(dict.fromkeys(self.units)) if self._whole else {}
 
     def common(self, places: Mapping[Unit, str | None]) -> dict[int, int]:
-        """Records whose state all of these units can get, with their steps.
+        """Records, with their steps, whose state all of these units can get.
 
         Args:
             places: the node of each unit; None: any.
@@ -308,7 +309,7 @@ class Sources:
         return common or {}
 
     def reachable(self, unit: Unit, node: str | None = None) -> dict[int, int]:
-        """Records whose state a unit can get on `node` (None: on any), with their steps."""
+        """Records, with their steps, whose state a unit can get on `node` (None: on any)."""
         found: dict[int, int] = {}
         for generation in self._coded.get(unit, ()):
             shared = {one for live in self._replicas(generation, node) for one in live.steps}
@@ -321,16 +322,16 @@ class Sources:
         return found
 
     def _replicas(self, generation: _Generation, node: str | None) -> list[_Live]:
-        """Where there is what private pieces leave out."""
+        """Live units with the state that private pieces leave out."""
         return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
 
     def fetches(self, record: int, places: Mapping[Unit, str], before: bool = False) -> tuple[Fetch, ...]:
-        """Who gets `record` from where: the units whose own node cannot produce it, ascending.
+        """The fetches of `record` by units whose own node cannot produce it, ascending by unit.
 
-        Nodes that hand out live state take turns. `record` is one that all of them can get.
+        The load is balanced over nodes that serve live state. All units must be able to get `record`.
 
         Args:
-            before: get the state before it as well, where all units can.
+            before: fetch the previous state as well if all units can.
         """
         lacking = [one for one in sorted(places.items()) if not self._has_itself(*one, record)]
         own = all(self._has_itself(*one, record - 1) for one in places.items() if one not in lacking)
@@ -343,12 +344,12 @@ class Sources:
         raise AssertionError(f"ranks {[unit for unit, _ in lacking]} cannot all get record {record}")
 
     def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
-        """Whether a node only has to go on with what it holds; from a standby replica there it has to be fetched."""
+        """Whether the node holds the unit's state itself; a standby replica there has to be fetched from."""
         live = self._live.get(unit, {}).values()
         return any(one.node == node and not one.standby and record in one.steps for one in live)
 
     def _fetch(self, unit: Unit, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
-        """How a unit gets these records, the newest and perhaps the one before; None if it cannot."""
+        """The fetch of these records, the newest and perhaps the one before; None if it is impossible."""
         record, before = max(wanted), len(wanted) > 1
         there = [one for one in self._live.get(unit, {}).values() if one.serves(node) and one.has(wanted)]
         if there:
@@ -361,7 +362,7 @@ class Sources:
                 continue
             replica = None
             if replicas:
-                # What the node has itself need not travel.
+                # State on the node itself need not travel.
                 best = min(replicas, key=lambda one: (one.node != node, load[one.node], one.node, one.ranks))
                 load[best.node] += 1
                 replica = best.node, best.ranks
@@ -379,10 +380,10 @@ class Sources:
             )
         return None
 
-    # Why something cannot be produced
+    # Reasons for failure
 
     def why_nothing(self, places: Mapping[Unit, str]) -> str:
-        """Why these units have no record in common, in words."""
+        """The reason why these units have no record in common."""
         found = {unit: self.reachable(unit, node) for unit, node in sorted(places.items())}
         lacking = [f"ranks {list(unit)}: {self._missing(unit)}" for unit, records in found.items() if not records]
         if lacking:
@@ -394,5 +395,5 @@ class Sources:
         generations = self._coded.get(unit, ())
         for generation in generations:
             if any(generation.decodes(record) for record in generation.steps):
-                return "what they share with other ranks is nowhere held after the records of which pieces are left"
+                return "no node holds what they share with other ranks after the records of which pieces are left"
         return generations[0].missing() if generations else "nobody holds them or has pieces of them"

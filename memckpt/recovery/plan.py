@@ -1,6 +1,6 @@
-"""The recovery plan: from what all nodes hold, what this attempt restores. Pure functions.
+"""The recovery plan: the state that this attempt restores, chosen from what all nodes hold. Pure functions.
 
-Every rank computes the same plan from the same inventories, so nobody has to be told.
+Every rank computes the same plan from the same inventories, so no rank has to announce it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class StartOver:
     """Nothing is restored.
 
     Attributes:
-        reason: why, in words.
-        discard: something is held and not wanted.
-        asked: a person wanted it so.
+        reason: the reason, as text.
+        discard: whether something is held that is to be dropped.
+        asked: whether the user asked for it.
     """
 
     timeline: Timeline
@@ -33,9 +33,9 @@ class StartOver:
 
 @dataclass(frozen=True)
 class RestoreRecord:
-    """All ranks restore the state after `record`. `lost` is how many committed records lie beyond it.
+    """All ranks restore the state after `record`. `lost`: number of later committed records.
 
-    With peers, `fetches` says which units get it from other nodes, and `history` is the one that the record lies on.
+    With peers, `fetches` are the units that get it from other nodes, and `history` is the record's history.
     """
 
     timeline: Timeline
@@ -49,10 +49,10 @@ class RestoreRecord:
 
 @dataclass(frozen=True)
 class RestoreStored:
-    """All ranks restore the first of the states in storage that proves to be whole. `reason`: why not memory.
+    """All ranks restore the first intact one of these states in storage. `reason`: why memory cannot serve.
 
-    `newest` is the newest record of the run that some memory knows of, though it cannot produce it; None: none does.
-    `tier` names the store in words: ``"storage"`` is the user's.
+    `newest`: the newest record of the run that some node's memory knows of but cannot produce; None: there is none.
+    `tier`: name of the store in words; ``"storage"`` is the user's.
     """
 
     timeline: Timeline
@@ -79,28 +79,28 @@ def make_plan(
     before: bool = False,
     store: str = "storage",
 ) -> Plan:
-    """Choose the newest record that memory can produce of every rank, or else the newest in storage.
+    """Choose the newest record that memory can produce for every rank, or else the newest in storage.
 
     Args:
-        inventories: of every rank's node, for each set of shards that it holds; ranks of one node repeat them.
-        resume: what the user asked for.
-        world_size: of this attempt.
-        nonce: of this attempt.
-        stored: the complete checkpoints in storage, newest first.
+        inventories: live state of every rank's node, for each set of shards it holds; ranks of one node repeat them.
+        resume: the user's setting.
+        world_size: number of ranks of this attempt.
+        nonce: nonce of this attempt.
+        stored: the complete states in storage, newest first.
         latest_attempt: the highest number of an attempt that has begun to write to storage.
-        shardings: by rank, which pieces of tensors it holds in this attempt; empty: nobody holds pieces.
-        pieces: of every rank's node, what it keeps of other nodes' records; ranks of one node repeat them.
-        units: by rank, its node and those ranks there, it among them, that hold the same shards; empty: without peers,
+        shardings: by rank, digest of its shards in this attempt; empty: nothing is sharded.
+        pieces: pieces on every rank's node of other nodes' records; ranks of one node repeat them.
+        units: by rank, its node and the ranks there, itself included, that hold the same shards; empty: without peers,
             where every node restores what it holds itself.
-        without: what an earlier plan used and what proved to be bad.
-        before: what comes from peers is to produce the record before the newest, too, where it can.
+        without: sources that an earlier plan used and that proved bad.
+        before: fetch from peers so that the previous record can be produced, too, where possible.
         store: name of the store of `stored`, in words.
 
     Raises:
-        ForeignStateError: what is held belongs to another model, optimizer or world size.
+        ForeignStateError: the held state belongs to another model, optimizer or world size.
         NothingHeldError: something must be restored and nothing can be.
     """
-    assert units or not pieces, "pieces are of use only to who knows where the ranks are"
+    assert units or not pieces, "pieces require units"
     nodes = list({place_of(inventory): inventory for inventory in inventories}.values())
     everything: list[HeldRecords | HeldPieces] = [*nodes, *pieces]
     in_memory = max((b.timeline.number for held in everything for b in held.history), default=0)
@@ -112,7 +112,7 @@ def make_plan(
     memory: _OwnMemory | _PeersMemory = _OwnMemory(_without_standbys(nodes), world_size, shardings)
     if units:
         memory = _PeersMemory(nodes, pieces, without, units, world_size, shardings, before)
-    # Memory of an attempt that storage has seen a later one of: the job had moved elsewhere and is back.
+    # Memory is older than storage: the job had moved elsewhere and is back.
     stale = in_storage > in_memory > 0
     if not stale:
         _refuse_problems(everything)
@@ -137,7 +137,7 @@ def make_plan(
     if isinstance(resume, int) and stored:
         reason += f"; {store} has steps {sorted({one.step for one in stored})}"
     if resume == "auto":
-        # What some nodes hold is of no use without the others; nothing was lost that could still be had.
+        # State of some nodes is useless without the others; nothing that could still be restored is dropped.
         return StartOver(timeline, reason, discard=something)
     raise NothingHeldError(f"resume={resume!r}: {reason}")
 
@@ -149,9 +149,9 @@ def must_reshard(
     pieces: Sequence[HeldPieces] = (),
     units: Sequence[tuple[str, Unit]] = (),
 ) -> bool:
-    """Whether what is held cannot go straight back: it is of another number of ranks, or cut into other shards.
+    """Whether the held state cannot be restored directly: another number of ranks, or other shards.
 
-    With peers (`units`), also where ranks that shared a node do so no longer. The arguments are those of the plan.
+    With peers (`units`), also if ranks that shared a node no longer do. Arguments as for :func:`make_plan`.
     """
     if units:
         return bool(_PeersMemory(inventories, pieces, (), units, world_size, shardings).changed)
@@ -159,7 +159,7 @@ def must_reshard(
 
 
 def record_to_reshard(inventories: Sequence[HeldRecords], resume: ResumeChoice | int) -> int | None:
-    """The record that is written to storage before it is resharded; None if memory cannot produce what is asked for."""
+    """The record that is written to storage before resharding; None if memory cannot produce the one asked for."""
     if resume == "never" or any(held.problem for held in inventories):
         return None
     chosen = _choose(common_records(_without_standbys(inventories)), resume)
@@ -174,18 +174,18 @@ def plan_to_reshard(
     nonce: str,
     without: Collection[BadSource] = (),
 ) -> RestoreRecord | RestoreStored:
-    """The record that the nodes write to storage before it is resharded, and what they fetch for that.
+    """The record that the nodes write to storage before resharding, and their fetches for it.
 
-    Units whose node is gone are fetched by one of those that are left.
+    Units whose node is gone are fetched by a remaining one.
 
     Args:
         inventories, pieces, resume, nonce, without: as for :func:`make_plan`.
-        nodes: of this attempt, each once.
+        nodes: names of this attempt's nodes, each once.
 
     Returns:
-        RestoreStored, without candidates, if memory cannot produce what is asked for.
+        RestoreStored, without candidates, if memory cannot produce the record asked for.
     """
-    timeline = Timeline(0, nonce)  # nothing is trained on it
+    timeline = Timeline(0, nonce)  # no training happens on it
     sources = Sources(inventories, pieces, without)
     places = sources.homes(nodes)
     everything: list[HeldRecords | HeldPieces] = [*inventories, *pieces]
@@ -195,7 +195,7 @@ def plan_to_reshard(
     chosen = _choose(sources.common(places), resume) if places else None
     if chosen is None:
         known = sorted(rank for unit in sources.units for rank in unit)
-        alone = f"of the ranks that there were, something is left of {known} only"
+        alone = f"state is left of ranks {known} only"
         return RestoreStored(timeline, (), sources.why_nothing(places) if places else alone)
     record, step = chosen
     fetches = sources.fetches(record, places)
@@ -203,7 +203,7 @@ def plan_to_reshard(
 
 
 def common_records(inventories: Sequence[HeldRecords]) -> dict[int, int]:
-    """Records that can be produced of every rank, on one and the same timeline, with their steps."""
+    """Records, with their steps, that can be produced for every rank on one and the same timeline."""
     holding = [held for held in inventories if held.records]
     ranks = {rank for held in holding for rank in held.ranks}
     if not holding or ranks < set(range(holding[0].world_size)):
@@ -220,8 +220,8 @@ class _OwnMemory:
     """Every node restores what it holds itself.
 
     Attributes:
-        name: of the tier.
-        changed: why what is held cannot go straight back, in words; empty if it can.
+        name: name of the tier.
+        changed: reason why the held state cannot be restored directly; empty if it can.
     """
 
     name = "local memory"
@@ -239,7 +239,7 @@ class _OwnMemory:
         return RestoreRecord(timeline, record, step, self.name, newest - record)
 
     def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
-        """What memory can produce of all ranks has to be in storage before it goes to others."""
+        """Refuse a changed run whose newest state in memory is not in storage yet: others could not get it."""
         held = _not_stored(self._nodes, self.common(), stored)
         if held is not None:
             raise _changed_error(
@@ -266,7 +266,7 @@ class _OwnMemory:
 
 
 class _PeersMemory:
-    """Every node restores what of its ranks it holds itself, or what others hold, live or in pieces.
+    """Every node restores what it holds of its ranks, or what others hold of them, live or as pieces.
 
     Attributes as for :class:`_OwnMemory`.
     """
@@ -303,8 +303,8 @@ class _PeersMemory:
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
     def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
-        """What is in pieces, or on a standby replica, cannot go to storage first: an older state there is better than
-        none.
+        """Refuse a changed run whose live state is not in storage yet. Pieces and standby replicas cannot be written
+        there first: for these an older state in storage suffices.
         """
         own = _without_standbys(self._nodes)
         unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None
@@ -316,7 +316,7 @@ class _PeersMemory:
 
 
 def _without_standbys(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
-    """What nodes hold of their own ranks."""
+    """Inventories of nodes' own ranks."""
     return [held for held in inventories if not held.standby]
 
 
@@ -325,7 +325,7 @@ _NOTHING = "nothing is held in local memory (no agent of this run was alive, or 
 
 
 def _is_other(held: Iterable[tuple[Unit, int, str]], world_size: int, shardings: Sequence[str]) -> bool:
-    """Whether ranks of another world are held, or other shards of them: (ranks, world size, shards) of each."""
+    """Whether any held (ranks, world size, sharding digest) differs from this attempt's."""
     by_rank = dict(enumerate(shardings))
     return any(
         found != world_size or any(by_rank.get(rank, "") != sharding for rank in ranks)
@@ -345,7 +345,7 @@ def _refuse_problems(everything: Iterable[HeldRecords | HeldPieces]) -> None:
 def _not_stored(
     nodes: Iterable[HeldRecords], common: Collection[int], stored: Sequence[StoredPoint]
 ) -> HeldRecords | None:
-    """One of those whose newest record of `common` is not in storage, and no later one; None if there is none."""
+    """A held state whose newest record of `common` is not in storage, nor any later one; None if there is none."""
     holding = [held for held in nodes if held.records and common]
     return next((held for held in holding if not _stored_later(held, max(common), stored)), None)
 
@@ -359,7 +359,7 @@ def _changed_error(what: str, store: str) -> ForeignStateError:
 
 
 def _stored_later(held: HeldRecords, record: int, stored: Sequence[StoredPoint]) -> bool:
-    """Whether storage has a record that a node holds, or a later one."""
+    """Whether storage has the record that a node holds, or a later one."""
     newest = timeline_of(held.history, record)
     return any(
         (one.timeline, one.record >= record) == (newest, True)
@@ -370,7 +370,7 @@ def _stored_later(held: HeldRecords, record: int, stored: Sequence[StoredPoint])
 
 def _choose(common: dict[int, int], resume: ResumeChoice | int) -> tuple[int, int] | None:
     if isinstance(resume, int):
-        # A step names the newest record that carries it.
+        # A step number names the newest record that carries it.
         matching = [record for record, step in common.items() if step == resume]
         return (max(matching), resume) if matching else None
     if not common:

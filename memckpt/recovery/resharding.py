@@ -1,8 +1,8 @@
-"""Putting together what a rank holds now from what other ranks, or other numbers of them, held of the same tensors.
+"""Resharding: assembly of a rank's tensors from other shards, or from those of another number of ranks.
 
-A checkpoint is read by torch.distributed.checkpoint, which knows where each piece lies. Records are redone first, on
-the pieces as they were, in host memory: one part of the checkpoint after the other, and of each only the parameters
-that this rank needs something of. No rank waits for another.
+torch.distributed.checkpoint reads a checkpoint; it knows where each shard lies. Records are redone first, on the stored
+shards, in host memory: one part of the checkpoint after another, and only the parameters that this rank needs. No rank
+waits for another.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from memckpt.storage.base import StoredNames
 from memckpt.storage.chain import StoredPoint
 from memckpt.storage.store import Store
 
-#: Where two pieces overlap: slices of the one, and of the other.
+#: The overlap of two shards: slices of the one, and of the other.
 _Overlap = tuple[tuple[slice, ...], tuple[slice, ...]]
 
 
 def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
-    """State that an optimizer keeps for a piece as a whole is that of no other piece.
+    """Refuse optimizer state that belongs to a shard as a whole: it fits no other shard.
 
     Raises:
-        UnsupportedError: there is such state, for a parameter that is cut, or was.
+        UnsupportedError: there is such state for a parameter that is sharded, or was.
     """
     now = {param.tensor.name: param.tensor for param in live.params} | {one.name: one for one in live.static}
     for param in stored.params:
@@ -58,14 +58,15 @@ def _is_cut(tensor: TensorSpec) -> bool:
 
 
 class Resharding:
-    """A stored state, of which a rank needs other pieces than are stored for it.
+    """A stored state of which a rank needs other shards than are stored for it.
 
     Args:
-        store, point: which state.
-        records: reads the records of the store.
+        store: the store.
+        point: the state in it.
+        records: reader of the store's records.
 
     Attributes:
-        state: what belongs to the tensors of the first rank's part: what is no piece comes from there.
+        state: metadata of the first rank's part; everything that is not sharded comes from there.
     """
 
     def __init__(self, store: Store, point: StoredPoint, records: batches.RecordReader) -> None:
@@ -78,10 +79,10 @@ class Resharding:
         self._filled: Counter[tuple[str, int, str]] = Counter()
 
     def restore(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], build: OptimizerFactory) -> None:
-        """Fill the live tensors and make the optimizer state.
+        """Fill the live tensors and create the optimizer state.
 
         Args:
-            target: through the layout of :attr:`state`.
+            target: the live state, in the layout of :attr:`state`.
             own: the rank's own tensors, by their names in the store.
             build: makes an optimizer like the live one of an index.
         """
@@ -96,7 +97,7 @@ class Resharding:
                 self._take_by_value(unit, target.tensors)
             self._check_filled(target)
 
-    # What the checkpoint has
+    # Tensors in the checkpoint
 
     def _load(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], with_params: bool) -> None:
         names = self._first.names
@@ -114,7 +115,7 @@ class Resharding:
         dcp.load_into(self._store, checkpoint.directory, tensors, shards, checkpoint.tensor_nodes)
 
     def _params(self, target: RestoreTarget, names: StoredNames) -> dict[str, torch.Tensor]:
-        """Parameters and room for the optimizer state that there is, by their names in the store."""
+        """Parameters, and room for the existing optimizer state, by their names in the store."""
         found = {}
         absent, plain = set(self.state.missing), plain_state(self.state)
         for index, (spec, param) in enumerate(zip(self.state.spec.params, target.params, strict=True)):
@@ -129,10 +130,10 @@ class Resharding:
                     target.optimizers[owner.optimizer].state[param] = values
         return found
 
-    # What has to be redone
+    # Parameters that have to be redone
 
     def _redo(self, unit: StoredUnit, target: RestoreTarget, build: OptimizerFactory) -> None:
-        """Redo what this rank needs of a part, and take it."""
+        """Redo the parameters of a part that this rank needs, and copy their overlap."""
         params = unit.state.spec.params
         wanted = [index for index, spec in enumerate(params) if self._is_wanted(unit, spec.tensor, target.tensors)]
         if not wanted:
@@ -147,7 +148,7 @@ class Resharding:
     def _is_wanted(self, unit: StoredUnit, spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> bool:
         place = spec.name, spec.shard.offsets if spec.shard is not None else (0,) * len(spec.shape)
         if place in self._taken:
-            return False  # another part has the same, or, of what is not cut, one of its own: the first counts
+            return False  # another part has it as well; for unsharded tensors the first part counts
         live = tensors[spec.name]
         if _overlap(spec, live) is None and (local(live).numel() or unit is not self._first):
             return False
@@ -187,7 +188,7 @@ class Resharding:
             self._filled[what] += piece.numel()
 
     def _check_filled(self, target: RestoreTarget) -> None:
-        """What no part had would be left as it was, or as memory happened to be."""
+        """Check that every element was filled: others would keep their old value, or have a random one."""
         for param in self.state.spec.params:
             self._filled[param.tensor.name, -1, ""] += 0
         for (name, _, key), elements in self._filled.items():
@@ -200,7 +201,7 @@ class Resharding:
                 )
 
     def _take_by_value(self, unit: StoredUnit, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Sharded tensors that records carry by value."""
+        """Copy the sharded tensors that records carry by value."""
         rank = unit.part.served[0]
         last = self._point.last_batch_of(rank)
         for spec in unit.state.spec.by_value:
@@ -210,14 +211,14 @@ class Resharding:
 
 
 def copy_overlap(stored: TensorSpec, source: torch.Tensor, live: torch.Tensor) -> None:
-    """Copy what is held of what is stored."""
+    """Copy the overlap of a stored shard and the live one."""
     overlap = _overlap(stored, live)
     if overlap is not None:
         local(live)[overlap[1]].copy_(source[overlap[0]])
 
 
 def _overlap(stored: TensorSpec, live: torch.Tensor) -> _Overlap | None:
-    """Where what is stored and what is held now overlap; None if nowhere."""
+    """The overlap of a stored shard and the live one; None if they are disjoint."""
     ours, theirs = [], []
     held = local(live)
     offsets = _offsets(shard_of(live), held.dim())

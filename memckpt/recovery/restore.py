@@ -1,4 +1,4 @@
-"""Putting a held state back into live tensors: straight from mapped memory, never a view of it."""
+"""Restore of a held state into live tensors: copied from mapped memory, never a view of it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from memckpt.state.tensors import fill, local
 
 
 class Restorer:
-    """Restores one rank from one node's memory. Reads the regions only; a kill at any point is harmless.
+    """Restores one rank from one node's memory. Only reads the regions; a kill at any point is harmless.
 
     Args:
-        layout: of the held generation.
+        layout: layout of the held generation.
         slots, static, replica: its regions.
         ring: stamps of the slots.
         tensors: the live tensors by name.
-        optimizers: the live optimizers; state is made as needed, on the parameters' devices.
+        optimizers: the live optimizers; state is created as needed, on the parameters' devices.
         build: makes an optimizer like the live one of an index; None copies the live one.
     """
 
@@ -67,17 +67,17 @@ class Restorer:
         plain: bytes,
         comparison: Comparison | None = None,
     ) -> None:
-        """Put the state after `record` into the live tensors.
+        """Copy the state after `record` into the live tensors.
 
         Args:
-            record: the one that the plan chose.
-            rank: whose by-value tensors to restore; None for none.
-            metas: the window of records that closes with it (lazy).
-            missing, plain: what of the replica's state does not exist, and what is not a tensor (eager).
-            comparison: is told of every tensor and state as it is, before it is overwritten.
+            record: number of the record that the plan chose.
+            rank: rank whose by-value tensors to restore; None for none.
+            metas: metadata of the window of records up to and including it (lazy).
+            missing, plain: state that does not exist in the replica, and state that is not a tensor (eager).
+            comparison: gets every tensor and state before it is overwritten.
 
         Raises:
-            DamagedStateError: a slot does not hold what it should.
+            DamagedStateError: a slot's content is wrong.
         """
         self._comparison = comparison
         self._target.forget_optimizer_state(keep=comparison is not None)
@@ -152,7 +152,7 @@ class Restorer:
                     advance((redo_target.stop - redo_target.start) * 12)
 
     def _copies_before(self, piece: Piece) -> list[tuple[Kind, str, tuple[int, str] | None, torch.Tensor]]:
-        """Copies of a piece of a parameter and its element-wise state, where they are to be compared with."""
+        """Copies of a piece of a parameter and its element-wise state, if they are to be compared."""
         if self._comparison is None:
             return []
         spec = self._layout.spec.params[piece.param]
@@ -178,7 +178,7 @@ class Restorer:
                 self._comparison.tensor(kind, name, copy, _cut(local(held), redo_target))
 
     def _compare_states(self) -> None:
-        """What of the optimizers' state is not compared piece by piece: which there is, and what has no pieces."""
+        """Compare the optimizers' state that is not compared in pieces: its presence, and state without pieces."""
         if self._comparison is None:
             return
         for index, spec in enumerate(self._layout.spec.params):
@@ -186,7 +186,8 @@ class Restorer:
                 held = self._optimizers[owner.optimizer].state.get(self._params[index], {})
                 found = self._target.before.get((index, owner.optimizer), {})
                 if self._layout.spec.mode == "capture":
-                    # What has no slot is put back, and compared, with what is captured of the optimizers themselves.
+                    # State without a slot is restored, and compared, with the captured state of the optimizers
+                    # themselves.
                     known = {*held, *(one.key for one in owner.state)}
                     found = {key: value for key, value in found.items() if key in known}
                 in_pieces = {
@@ -201,7 +202,7 @@ class Restorer:
         return self._factory(index, groups) if self._factory else rebuild_like(self._optimizers[index], groups)
 
     def _anchored(self, piece: Piece, meta: RecordMeta) -> RedoTarget:
-        """A redo target on the live parameter's own memory, set to its anchor."""
+        """A redo target in the live parameter's memory, set to its anchor."""
         spec = self._layout.spec.params[piece.param]
         param = self._params[piece.param]
         whole = piece.stop - piece.start == spec.tensor.numel
@@ -228,7 +229,7 @@ class Restorer:
         return RedoTarget(piece.param, piece.start, piece.stop, parameter, states)
 
     def _room_for(self, piece: Piece, owner: OwnerSpec, state: StateTensorSpec, whole: bool) -> torch.Tensor:
-        """The live state's own memory for element-wise state; for the rest a tensor of the redo target's own."""
+        """The live tensor's memory for element-wise state; else a tensor private to the redo target."""
         param = self._params[piece.param]
         if not state.elementwise:
             return local(self._target.state_tensor(param, state))
@@ -238,7 +239,7 @@ class Restorer:
         tensor = local(live[state.key])
         return tensor if whole else tensor.view(-1)[piece.start : piece.stop]
 
-    # The rest
+    # Static and by-value tensors
 
     def _restore_static(self) -> None:
         for spec, offset in zip(self._layout.spec.static, self._layout.static_offsets, strict=True):
@@ -265,7 +266,7 @@ def _cut(tensor: torch.Tensor, piece: Piece | RedoTarget) -> torch.Tensor:
 
 
 def replica_digest(params: Sequence[torch.Tensor], optimizers: Sequence[Optimizer]) -> int:
-    """A sum over the bits of parameters and element-wise state: equal on ranks that hold equal replicas."""
+    """A sum over the bits of parameters and their state, an int below 2^61: equal on ranks with equal replicas."""
     total = 0
     for param in params:
         tensors = [local(param)]

@@ -23,16 +23,17 @@ from memckpt.storage.store import Store
 
 
 class StoredUnit:
-    """What the ranks of a node hold that have the same shards: all of it fits into one of these ranks.
+    """The state of a node's ranks that hold the same shards; it can be restored into any of these ranks.
 
     Args:
-        store, point: which state.
-        part: of its checkpoint.
-        records: reads the records of the store.
+        store: the store.
+        point: the state in it.
+        part: the part of its checkpoint.
+        records: reader of the store's records.
 
     Attributes:
-        state: what belongs to the part's tensors.
-        layout: of the tensors.
+        state: metadata of the part's tensors.
+        layout: layout of the tensors.
     """
 
     def __init__(self, store: Store, point: StoredPoint, part: Part, records: batches.RecordReader) -> None:
@@ -45,12 +46,12 @@ class StoredUnit:
         self.names = StoredNames(self.state.spec, part.format)
 
     def load(self, target: RestoreTarget, also: dict[str, torch.Tensor], wanted: Collection[int] | None = None) -> None:
-        """Read parameters, static tensors and optimizer state as the checkpoint has them.
+        """Read the checkpoint's parameters, static tensors and optimizer state.
 
         Args:
-            target: through this unit's layout.
+            target: the live state, in this unit's layout.
             also: other tensors of the part, by their names in the store.
-            wanted: indices of parameters, of which alone, and without static tensors, everything is read; None: all.
+            wanted: indices of parameters to read, without others and without static tensors; None: all.
         """
         tensors = dict(also)
         if wanted is None:
@@ -72,7 +73,7 @@ class StoredUnit:
             dcp.load_into(self._store, self.part.base_directory, tensors, self.names.shards())
 
     def redo(self, target: RestoreTarget, build: OptimizerFactory, wanted: Collection[int] | None = None) -> None:
-        """Redo the records on what was loaded."""
+        """Redo the records on the loaded state."""
         layout = self.layout
         redo_targets = []
         for index, spec, param in self._params(target, wanted):
@@ -95,7 +96,7 @@ class StoredUnit:
             target.bring_home(redo_target)
 
     def last_record(self) -> tuple[RecordMeta, GradientSource] | None:
-        """The record that is redone last, with its gradients; None where a checkpoint has the state as it is."""
+        """The record that is redone last, with its gradients; None if the checkpoint itself has the state."""
         redone = self._point.gradient_batches(self.part)
         if not redone:
             return None
@@ -112,11 +113,11 @@ class StoredUnit:
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of one parameter as this rank holds it."""
+    """An optimizer's state of one parameter, with this rank's local tensors."""
     return {key: local(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
 
 
 def plain_state(state: NodeState) -> dict[int, Any]:
-    """What of the optimizer state is not a tensor: {parameter: {optimizer: {key: value}}}."""
+    """The optimizer state that is not a tensor: {parameter: {optimizer: {key: value}}}."""
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
     return plain

@@ -1,4 +1,4 @@
-"""The live training state that a restore fills: tensors by name, and optimizer state that is made as needed."""
+"""The live training state that a restore fills: tensors by name, and optimizer state created as needed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from memckpt.state.layout import Layout, StateTensorSpec
 from memckpt.state.redo import RedoTarget
 from memckpt.state.tensors import local
 
-#: From this size on, copying takes long enough to show a progress bar.
+#: Bytes from which on a copy takes long enough for a progress bar.
 _PROGRESS_BYTES = 1 << 30
 
 
 class RestoreTarget:
-    """Live tensors and optimizers, seen through the layout of what is restored into them.
+    """Live tensors and optimizers, in the layout of the state that is restored into them.
 
     Args:
-        layout: of the held state.
+        layout: layout of the held state.
         tensors: the live tensors by name.
-        optimizers: the live optimizers; state is made on the parameters' devices.
+        optimizers: the live optimizers; state is created on the parameters' devices.
     """
 
     def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor], optimizers: Sequence[Optimizer]) -> None:
@@ -32,15 +32,16 @@ class RestoreTarget:
         self.tensors = tensors
         self.optimizers = optimizers
         self.params = [tensors[param.tensor.name] for param in layout.spec.params]
-        #: The state that was there before, by parameter and optimizer; kept only while it is compared with.
+        #: The previous state, by parameter and optimizer; kept only for a comparison.
         self.before: dict[tuple[int, int], dict[str, Any]] = {}
 
     def forget_optimizer_state(self, keep: bool = False) -> None:
-        """Drop what the optimizers keep for the parameters that are about to be restored.
+        """Drop the optimizers' state for the parameters that are about to be restored.
 
         Args:
-            keep: hold it in `before`. Its element-wise tensors are then restored into, and not made anew: a second
-                copy of all of them may not fit on the device.
+            keep: hold it in `before`. Its element-wise tensors are then restored into, not allocated anew: a second
+                copy
+                of all of them may not fit on the device.
         """
         for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
             for owner in spec.owners:
@@ -49,7 +50,7 @@ class RestoreTarget:
                     self.before[index, owner.optimizer] = dict(state)
 
     def order_state_keys(self) -> None:
-        """Give the optimizers' state the order in which they make it themselves: state_dict() shows it."""
+        """Order the keys of the optimizers' state as the optimizers create them: state_dict() shows the order."""
         orders: dict[tuple[int, int], list[str]] = {
             (id(param), owner.optimizer): list(owner.keys)
             for spec, param in zip(self.layout.spec.params, self.params, strict=True)
@@ -64,7 +65,7 @@ class RestoreTarget:
                         optimizer.state[param] = {**{key: found[key] for key in order if key in found}, **found}
 
     def state_before(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor | None:
-        """The element-wise state that is restored into; None if there was none, or it does not fit."""
+        """The previous element-wise state, to be restored into; None if there is none, or it does not fit."""
         found = self.before.get((index, optimizer), {}).get(spec.key)
         if not spec.elementwise or not isinstance(found, torch.Tensor):
             return None
@@ -72,19 +73,19 @@ class RestoreTarget:
         return found if (tuple(held.shape), held.dtype) == (spec.shape, getattr(torch, spec.dtype)) else None
 
     def room_for(self, index: int, optimizer: int, spec: StateTensorSpec) -> torch.Tensor:
-        """Where a state tensor of the parameter with that index is restored into."""
+        """The tensor that a state of the parameter with that index is restored into."""
         before = self.state_before(index, optimizer, spec)
         return before if before is not None else self.state_tensor(self.params[index], spec)
 
     def state_tensor(self, param: torch.Tensor, spec: StateTensorSpec) -> torch.Tensor:
-        """Room for state, not zeroed: every byte of it is about to be overwritten. A DTensor for a DTensor."""
+        """Uninitialised room for state, about to be overwritten. A DTensor if it is element-wise and `param` is one."""
         dtype = getattr(torch, spec.dtype)
         if spec.elementwise:
             return torch.empty_like(param, dtype=dtype, requires_grad=False)
         return torch.empty(spec.shape, dtype=dtype, device="cpu" if spec.on_cpu else param.device)
 
     def bring_home(self, redo_target: RedoTarget) -> None:
-        """What redo left in tensors of its own goes into the live optimizer's state."""
+        """Move the results of redo that are in tensors of its own into the live optimizer's state."""
         param = self.params[redo_target.param]
         whole = redo_target.stop - redo_target.start == local(param).numel()
         specs = {(o.optimizer, s.key): s for o in self.layout.spec.params[redo_target.param].owners for s in o.state}
@@ -104,7 +105,7 @@ class RestoreTarget:
 
 @contextmanager
 def progress(what: str, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar, where there is much to copy and somebody to see it; gives what to call with bytes done."""
+    """A progress bar on a terminal if there is much to copy; yields a function that takes the bytes done."""
     if nbytes < _PROGRESS_BYTES or not sys.stderr.isatty():
         yield lambda amount: None
         return

@@ -14,7 +14,7 @@ only. One slot of that ring belongs to one record::
 
 Shared tensors are held once for all local ranks, whose digests prove that they are equal.
 
-Where a record is addressed as one range (fragments for peers), its by-value tensors count as following the anchors in
+Where a record is addressed as one range (pieces for peers), its by-value tensors count as following the anchors in
 its slot.
 
 The gradient arena has one area for each optimizer sub-step that a record may contain; landings mark the complete

@@ -102,7 +102,7 @@ SURVIVORS_AT_7 = [live("a", 0, range(5, 8)), live("b", 1), HeldRecords(node="c")
         ([pieces("a", 2, 0), pieces("b", 2, 0)], "1 of 2 pieces needed are left"),
         ([pieces("a", 2, 0), pieces("b", 2, 1, generation="h")], "1 of 2 pieces needed are left"),
         ([pieces("a", 2, 0), pieces("b", 2, 1, digest="x")], "1 of 2 pieces needed are left"),
-        ([pieces("a", 2, 0), pieces("b", 2, 1, static=False)], "sent once in a generation is left in 1 of 2 pieces"),
+        ([pieces("a", 2, 0), pieces("b", 2, 1, static=False)], "static tensors are left in 1 of 2 pieces"),
         ([pieces("a", 2, 0, range(8, 9)), pieces("b", 2, 1)], "1 of 2 pieces needed are left of the 2 records up to 8"),
         ([pieces("a", 2, 0, range(-1, 3)), pieces("b", 2, 1)], r"no record in common \(ranks \[0\]: 5 to 8; .* 0 to 2"),
     ],
@@ -225,7 +225,7 @@ def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
 
 def test_private_pieces_without_a_replica_are_of_no_use() -> None:
     others = [live("a", 0, replicas=(0, 1)), live("b", 1, replicas=(0, 1)), live("d", 3, replicas=(2, 3), sharding="s")]
-    with pytest.raises(NothingHeldError, match=r"ranks \[2\]: what they share with other ranks is nowhere held"):
+    with pytest.raises(NothingHeldError, match=r"ranks \[2\]: no node holds what they share with other ranks"):
         plan(others, PRIVATE, resume="require", shardings=["", "", "", "s"])
 
 
