@@ -1,15 +1,15 @@
-"""Exact resume of the data position of a PyTorch DataLoader, after its process was killed.
+"""Exact resume of the data position of a PyTorch DataLoader after its process was killed.
 
-A loader is grafted in place (`graft`), its `position` is read after every step, and in a new process
-`resume` makes the next iteration go on behind that position: same indices in the same order, same random
-augmentation in the same workers, and no skipped sample is loaded.
+`graft` adopts a loader in place, and its `position` is read after every step. In a new process `resume` makes the next
+iteration continue behind that position: same indices in the same order, same random augmentation in the same workers,
+and no skipped sample is loaded.
 
-    graft.py        the public functions
-    iteration.py    the record of a loader, and the classes of it and of its iterators
-    sampler_tap.py  between loader and sampler: how a pass began, what was drawn, replay with checksums
-    worker_rng.py   in the workers: ships their generators behind each batch, sets them again
-    own_state.py    generators and sampler counters that the loader's own objects hold
-    passes.py       book-keeping of one pass
+    graft.py        public functions
+    iteration.py    a loader's record, and the classes of grafted loaders and iterators
+    sampler_tap.py  tap between loader and sampler: start of a pass, draws, replay with checksums
+    worker_rng.py   in the workers: sends their generators' states with each batch, restores them
+    own_state.py    generators and sampler counters of the loader's own objects
+    passes.py       bookkeeping of one pass
 """
 
 from memckpt.dataloader.graft import (

@@ -1,4 +1,4 @@
-"""The public functions: a live DataLoader is given a subclass of its own class, and later its class back."""
+"""Public functions: a live DataLoader gets a subclass of its own class, and later its class back."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from memckpt.state.rng import RngState
 def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
     """Adopt `loader` in place, so that its position can be read and resumed.
 
-    Call it before the first iter() of the training it is to be part of, from the thread that iterates.
-    The object stays the same one, with its attributes, and an instance of its class; it gains no
-    state_dict. A run with the graft draws the same numbers and sees the same data as one without.
-    Grafting twice is the same as once.
+    Call it before the first iter() of the training, from the thread that iterates. The object keeps its identity and
+    its attributes, and stays an instance of its class; it gains no state_dict. A run with the graft draws the same
+    numbers and sees the same data as one without. Idempotent.
 
     Args:
-        lookahead: how many batches a wrapper takes from the loader before its own consumer has asked for them. Where
-            loading draws from this process's generators, those are then noted before each batch is loaded, so that one
-            which was read ahead can be loaded again as it was.
+        lookahead: number of batches that a wrapper takes before its own consumer has asked for them. If loading draws
+            from this process's generators, their states are then noted before each batch is loaded, so that a batch
+            that was read ahead can be loaded again identically.
 
     Raises:
         TypeError: `loader` is not a DataLoader, or its class forbids its instances to change class.
@@ -44,22 +43,22 @@ def graft(loader: DataLoader[Any], *, lookahead: int = 0) -> None:
         raise TypeError(f"expected a torch DataLoader, found {type(loader).__name__}")
     if record_of(loader) is not None:
         return
-    # A loader that was built by calling the class of a grafted one has that class, but no record.
+    # A loader built by calling a grafted loader's class has that class, but no record.
     base = getattr(type(loader), "_memckpt_base", type(loader))
     loader.__class__ = subclass(base, GraftedLoader)
     loader.__dict__[RECORD] = LoaderRecord(loader, lookahead)
 
 
 def is_grafted(loader: object) -> bool:
-    """Whether `graft` was called on this very object, and `release` was not."""
+    """Whether `graft` was called on this object, and `release` was not."""
     return record_of(loader) is not None
 
 
 def release(loader: DataLoader[Any]) -> None:
     """Undo `graft`; nothing of this package stays in the loader. Does nothing to a plain loader.
 
-    Persistent workers carry taps, so their iterator is dropped and they end; the next iter() starts new
-    ones. An iteration that is under way in the caller's hands can be finished.
+    Persistent workers carry taps, so their iterator is dropped and they end; the next iter() starts new ones. An
+    iteration in progress can be finished by the caller.
     """
     if record_of(loader) is None:
         return
@@ -77,21 +76,20 @@ def release(loader: DataLoader[Any]) -> None:
 def position(
     loader: DataLoader[Any], *, exhausted: bool = False, ahead: int = 0, iterator: object = None
 ) -> dict[str, Any]:
-    """The position of a grafted loader, after a batch has been consumed and before the next is asked for.
+    """The position of a grafted loader, after a batch was consumed and before the next is asked for.
 
-    Cheap enough for every training step. Only plain values (None, bool, int, float, str, bytes, list,
-    tuple, dict with str or int keys); generator states in it are shared with later positions, so store it
-    or drop it, but do not change it.
+    Cheap enough for every training step. Contains plain values only (None, bool, int, float, str, bytes, list, tuple,
+    dict with str or int keys). Generator states in it are shared with later positions: do not change them.
 
     Args:
-        exhausted: the caller will not take another batch from this pass, whatever the loader still has
-            (a limit on batches, the end of the epoch).
-        ahead: how many of the batches it was handed the caller has not consumed (a prefetching wrapper);
-            they are handed out again. Without workers they are then loaded under the generators of that
-            moment, so a dataset that draws from the global ones makes something else of them, unless the
-            loader was grafted with this `lookahead`: then it is under those of the first time.
-        iterator: the iterator that the caller takes its batches from. None: the newest one. Other code may iterate
-            the loader meanwhile (to compute statistics, say), and its iterator is not the one to go on with.
+        exhausted: the caller takes no further batch from this pass, even if the loader has more (a limit on batches,
+            the end of the epoch).
+        ahead: number of batches that the caller has taken but not consumed (a prefetching wrapper); they are handed out
+            again. Without workers they are loaded under the generators of that moment, so a dataset that draws from the
+            global ones yields other data; unless the loader was grafted with this `lookahead`: then under those of the
+            first time.
+        iterator: the iterator that the caller takes its batches from. None: the newest one. Other code may iterate the
+            loader meanwhile, for example to compute statistics.
 
     Raises:
         DataPositionError: the loader is not grafted, or `ahead` is more than the last few batches.
@@ -100,23 +98,22 @@ def position(
 
 
 def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callable[[], None] | None = None) -> None:
-    """Let the next iter() of a grafted loader go on behind `position`.
+    """Make the next iter() of a grafted loader continue behind `position`.
 
-    Call it before that iter(), in a process that built the loader in the same way. Skipped samples are
-    not loaded; global generators are left as they are found. The loader's own generators are set here
-    already. An iterator that was made before is dropped. Until the first batch has been handed out, a
-    further iter() goes on at the same position. If the position was exhausted, the next iteration is
-    empty, and the one after it is the next pass.
+    Call it before that iter(), in a process that built the loader in the same way. Skipped samples are not loaded;
+    global generators stay as they are. The loader's own generators are set here. An existing iterator is dropped. Until
+    the first batch has been handed out, a further iter() continues at the same position. If the position was exhausted,
+    the next iteration is empty, and the one after it is the next pass.
 
     Args:
-        on_live: for a loader that was grafted with a `lookahead`: called once, between the last fetch that repeats
-            one of the killed process and the first that does not. It is the moment to restore global generators;
-            the loader's own are set again right before it.
+        on_live: for a loader grafted with a `lookahead`: called once, between the last fetch that repeats one of the
+            killed process and the first new one. It is the moment to restore global generators; the loader's own are
+            set again right before it.
 
     Raises:
-        DataPositionError: the loader is not grafted, `position` is not one, or the loader hands out its
-            batches differently (workers, order). A sampler that does not repeat itself is found out
-            later, with the same error: at iter(), or without workers at the first batch.
+        DataPositionError: the loader is not grafted, `position` is invalid, or the loader hands out its batches
+            differently (workers, order). A sampler that does not repeat itself raises it later: at iter(), or without
+            workers at the first batch.
     """
     record = _require(loader)
     _validate(loader, position)
@@ -125,47 +122,47 @@ def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callab
 
 
 def go_live(loader: DataLoader[Any]) -> None:
-    """The resumed pass is under way, or its empty iteration over, though nothing new was fetched.
+    """Declare that the resumed pass is in progress, or its empty iteration over, though nothing new was fetched.
 
-    For a caller that knows it before the loader does: see `on_live` of `resume`. Does nothing where it has happened.
+    For a caller that knows before the loader does: see `on_live` of `resume`. Idempotent.
     """
     _require(loader).go_live()
 
 
 def global_generators() -> RngState:
-    """The state of the global generators of this process: under which a loader is made, say."""
+    """The state of this process's global generators, for example when a loader is made."""
     return rng.capture()
 
 
 @contextmanager
 def under_generators(state: RngState) -> Iterator[None]:
-    """Do what draws from the global generators as when they had this state; afterwards they are as they were."""
+    """Run the block with the global generators in this state; restore their previous state after it."""
     with rng.preserved():
         rng.restore(state)
         yield
 
 
 def handed_out(loader: DataLoader[Any]) -> int:
-    """How many batches of the current pass the caller has been given, those of earlier processes included."""
+    """Number of batches of the current pass handed to the caller, including those of earlier processes."""
     return _require(loader).current.batches
 
 
 def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dict[str, Any]:
-    """What of a position decides which batches follow; for the check of a resume.
+    """The part of a position that decides which batches follow, for the check of a resume.
 
-    Left out is what this process happens to know, which one that has resumed need not.
+    Leaves out knowledge that a resumed process need not have.
 
     Args:
-        between_passes: the next batch begins a new pass, so that the place in this one is of no account.
+        between_passes: the next batch begins a new pass, so the place in this one does not matter.
     """
     left_out = {"progress", "pass", "exhausted"} if between_passes else {"progress"}
     return {name: value for name, value in position.items() if name not in left_out}
 
 
 def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
-    """A position `batches` behind the start of the same pass, for a loader that cuts its data in another way.
+    """A position `batches` behind the start of the same pass, for a loader that partitions its data differently.
 
-    For a run that goes on with another number of ranks. Nothing can be compared there, so no checksum is.
+    For a run that continues with another number of ranks. Index checksums cannot be compared there, and are left out.
     """
     current = position["pass"]
     if current is None:
@@ -184,9 +181,9 @@ def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
 
 
 def restore_generators(loader: DataLoader[Any], position: dict[str, Any]) -> None:
-    """Set the generators and sampler counters that the loader owns to `position`, and nothing else.
+    """Set only the generators and sampler counters that the loader owns to `position`.
 
-    Call it as late as possible before training goes on: whoever draws from them in between spoils them.
+    Call it as late as possible before training continues: draws from them in between would be lost.
 
     Raises:
         DataPositionError: the loader is not grafted, or a recorded generator is missing.
@@ -199,9 +196,9 @@ def restore_generators(loader: DataLoader[Any], position: dict[str, Any]) -> Non
 def recreate_persistent_iterator(loader: DataLoader[Any], position: dict[str, Any]) -> None:
     """Give a loader with persistent workers the iterator that the killed process had at `position`.
 
-    For loaders between two passes (validation). Their workers are seeded once in a process's life, so the
-    next iter() must find them there instead of drawing a seed. Does nothing without persistent workers or
-    if the killed process had no iterator. Leaves the global generators as they are.
+    For loaders between two passes (validation). Their workers are seeded once in a process's life, so the next iter()
+    must find them instead of drawing a seed. Does nothing without persistent workers, or if the killed process had no
+    iterator. Leaves the global generators as they are.
 
     Raises:
         DataPositionError: as for `resume`.
@@ -216,10 +213,10 @@ def recreate_persistent_iterator(loader: DataLoader[Any], position: dict[str, An
 
 
 def unreplayable(loader: DataLoader[Any]) -> str | None:
-    """One line on why this loader cannot be promised to resume exactly; None if nothing is known against it.
+    """One line on why an exact resume of this loader cannot be promised; None if no reason is known.
 
-    May be asked of any loader at any time. Some reasons show only when the loader has been iterated, so
-    ask again after the first batches. What cannot be known beforehand is found at `resume` by checksums.
+    May be called for any loader at any time. Some reasons show only during iteration, so call it again after the first
+    batches. Others are found by checksums at `resume`.
     """
     name = type(loader.dataset).__name__
     kind = getattr(type(loader), "_memckpt_base", type(loader))

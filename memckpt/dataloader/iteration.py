@@ -1,4 +1,4 @@
-"""How a grafted loader iterates: the record it carries, and the classes of it and of its iterators."""
+"""Iteration of a grafted loader: its record, and the classes of grafted loaders and iterators."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _END = object()
 
 
 class LoaderRecord:
-    """What a graft knows about its loader.
+    """A graft's knowledge of its loader.
 
-    Refers to the loader weakly, and to its iterator not at all: their end has to end the workers.
+    Refers to the loader weakly, and to its iterator not at all: when these are freed, the workers have to end.
     """
 
     def __init__(self, loader: DataLoader[Any], lookahead: int) -> None:
@@ -39,9 +39,9 @@ class LoaderRecord:
         self.rereading = False
         self._noting = False
         self.resuming: dict[str, Any] | None = None
-        """A position to go on behind; until a batch has been handed out, for every iter()."""
+        """A position to continue behind, for every iter() until a batch has been handed out."""
         self.live_at: dict[str, Any] | None = None
-        """The same, until the resumed pass goes beyond what the killed process had fetched."""
+        """The same, until the resumed pass goes beyond the batches that the killed process had fetched."""
         self.on_live: Callable[[], None] | None = None
         self.watch_sampler = True
         self.lazy_sampler: str | None = None
@@ -51,7 +51,7 @@ class LoaderRecord:
 
     def _roots(self) -> dict[str, object]:
         loader = self._loader()
-        if loader is None:  # its iterator may live longer
+        if loader is None:  # its iterator may outlive it
             return {}
         names = ("generator", "batch_sampler", "sampler", "dataset")
         return {name: getattr(loader, name, None) for name in names}
@@ -93,7 +93,7 @@ class LoaderRecord:
         }
 
     def _pass_of(self, iterator: object) -> Pass:
-        """The pass of an iterator of this loader; the newest pass where the caller's iterator is none of ours."""
+        """The pass of an iterator of this loader; the newest pass if the iterator is not one of ours."""
         if isinstance(iterator, _BaseDataLoaderIter) and getattr(iterator, RECORD, None) is self:
             followed: Pass = vars(iterator)["_memckpt_pass"]
             return followed
@@ -103,7 +103,7 @@ class LoaderRecord:
         own_state.restore(self._roots(), position["own"], position["progress"])
 
     def go_live(self) -> None:
-        """What comes now is new: the generators are those of the position, and a further iter() is the next pass."""
+        """Begin new data: set the generators to the position's, and make a further iter() the next pass."""
         self.resuming = None
         position, self.live_at = self.live_at, None
         if position is not None:
@@ -114,7 +114,7 @@ class LoaderRecord:
 
     @contextmanager
     def fetching(self, current: Pass) -> Iterator[None]:
-        """Around one fetch of a loader that is read ahead, as far as the loading happens in this process."""
+        """Wrap one fetch of a loader that is read ahead, as far as loading happens in this process."""
         if self.rereading:
             yield
         elif current.refetch:
@@ -130,7 +130,7 @@ class LoaderRecord:
                 self._noting = False
 
     def drawn(self, current: Pass) -> None:
-        """The indices of a batch are drawn; what loading it draws comes next, if that happens in this process."""
+        """Note that a batch's indices are drawn; the draws of its loading follow, if that happens in this process."""
         if self._noting:
             current.fetching = self.phase()
         elif current.fetching is not None:
@@ -166,8 +166,8 @@ class LoaderRecord:
         if exhausted and not persistent and not position["has_iterator"]:
             self.resuming = None
             return iter(())
-        # What a persistent worker loaded ahead before it was told to start over has moved its generators.
-        # So that is loaded again, and then thrown away by the next pass in the same way.
+        # Batches that a persistent worker loaded ahead, before it was told to start over, have moved its generators.
+        # So they are loaded again, and discarded by the next pass in the same way.
         current.drained = exhausted and not (persistent and not iterable)
         if current.drained:
             current.replay = None
@@ -186,14 +186,14 @@ class LoaderRecord:
                 _advance_counters(iterator, current.batches)
                 if loader.num_workers:
                     self._prime(loader, iterator, record)
-        # An empty iteration has nothing to hand out; the next one is the next pass.
+        # An empty iteration hands out nothing; the next one is the next pass.
         self.resuming = None if exhausted else position
         iterator._memckpt_over = exhausted and not current.drained
         iterator._memckpt_resumes = self.resuming
         return iterator
 
     def _construct(self, loader: DataLoader[Any], base: type[DataLoader[Any]], current: Pass) -> Any:
-        """Build the loader's own kind of iterator with the taps in it; the loader itself keeps none."""
+        """Build the loader's own kind of iterator with our taps; the loader itself keeps none."""
         received: ReceivedStates | None = None
         kept = {name: getattr(loader, name) for name in ("collate_fn", "worker_init_fn")}
         self.tapping = True
@@ -218,9 +218,9 @@ class LoaderRecord:
         return iterator
 
     def _prime(self, loader: DataLoader[Any], iterator: Any, record: dict[str, Any]) -> None:
-        """Dispatch what was held back, beginning with the worker whose turn it was.
+        """Dispatch the batches that were held back, beginning with the worker whose turn it was.
 
-        The iterator's own way of restoring a state in torchdata; torch has no public one.
+        This is how torchdata's iterators restore their state; torch has no public way.
         """
         for _ in range(record["batches"] % loader.num_workers):
             next(iterator._worker_queue_idx_cycle)
@@ -243,7 +243,7 @@ class LoaderRecord:
             self.rereading = False
 
     def begin_next_pass(self, iterator: Any) -> None:
-        """A persistent iterator is about to start over."""
+        """Prepare for a persistent iterator's next pass."""
         ended: Pass = iterator._memckpt_pass
         sent = iterator._memckpt_sent
         workers = len(sent)
@@ -261,17 +261,17 @@ class LoaderRecord:
 class GraftedLoader:
     """Methods of every grafted loader's class."""
 
-    #: A subclass of DataLoader, as is the class that these methods go into.
+    #: The loader's original class, a DataLoader.
     _memckpt_base: Any
 
     def __iter__(self) -> Any:
         record = record_of(self)
         if record is not None and record.resuming is not None:
-            drop_iterator(self)  # made for a resume, and nothing has been taken from it
+            drop_iterator(self)  # made for a resume, and nothing was taken from it
         return self._memckpt_base.__iter__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or a pickle, is that of a loader that was never grafted."""
+        """Copy or pickle as a loader that was never grafted."""
         # From protocol 2 on, pickle insists on the class of the object itself.
         reduced: Any = self._memckpt_base.__reduce_ex__(self, min(protocol, 1))
         rebuild, arguments, state, *rest = reduced
@@ -294,7 +294,7 @@ class GraftedLoader:
 
 
 class GraftedIterator:
-    """Methods of every iterator a grafted loader makes."""
+    """Methods of every iterator that a grafted loader makes."""
 
     _memckpt_base: type[Any]
     _memckpt_record: LoaderRecord
@@ -312,7 +312,7 @@ class GraftedIterator:
         if not record.lookahead:
             return self._fetch()
         if self._num_workers and not record.rereading:
-            record.go_live()  # workers draw from generators of their own, so what is fetched again disturbs nothing
+            record.go_live()  # workers have their own generators, so repeated fetches disturb nothing
             return self._fetch()
         with record.fetching(self._memckpt_pass):
             return self._fetch()
@@ -324,9 +324,9 @@ class GraftedIterator:
         except StopIteration:
             self._settle()
             raise
-        except Exception:  # whatever the dataset raises goes on to the caller; here it is only counted
+        except Exception:  # counted here, and raised again for the caller
             if current.batches < current.dispatched:
-                current.hand_out()  # a batch that cannot be loaded is spent as well
+                current.hand_out()  # a batch that cannot be loaded is consumed as well
                 self._settle()
             raise
         self._settle()
@@ -337,15 +337,15 @@ class GraftedIterator:
         return data
 
     def _settle(self) -> None:
-        """The resumed pass is under way: a further iter() is the next pass."""
+        """Note that the resumed pass is in progress: a further iter() is the next pass."""
         record = self._memckpt_record
-        # Several iterators may have been made for one resume: the first that hands out a batch ends it for all.
+        # Several iterators may have been made for one resume: the first to hand out a batch ends it for all.
         if record.resuming is not None and record.resuming is self._memckpt_resumes and not record.rereading:
             record.resuming = None
 
     def _reset(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
         self._memckpt_record.begin_next_pass(self)
-        self._memckpt_base._reset(self, loader, *args, **kwargs)  # reads all that the workers still owe
+        self._memckpt_base._reset(self, loader, *args, **kwargs)  # reads all batches in flight from the workers
         if self._memckpt_received is not None:
             sent = None if isinstance(loader.dataset, IterableDataset) else self._memckpt_sent
             states = self._memckpt_received.after(sent)
@@ -354,10 +354,10 @@ class GraftedIterator:
 
 
 def subclass(base: type[Any], methods: type) -> type[Any]:
-    """The subclass of `base` with these methods, always the same one."""
+    """The subclass of `base` with these methods; always the same one."""
     known = _subclasses.get(base)
     if known is None:
-        # One base and no slots: only then does Python let an object change its class.
+        # One base and no slots: Python lets an object change its class only then.
         members: dict[str, Any] = {"_memckpt_base": base, "__slots__": ()}
         members |= {name: item for name, item in vars(methods).items() if isinstance(item, (FunctionType, property))}
         known = _subclasses[base] = type(f"Grafted{base.__name__}", (base,), members)
@@ -375,13 +375,13 @@ def record_of(loader: object) -> LoaderRecord | None:
 def drop_iterator(loader: Any) -> None:
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
-    if hasattr(loader, "_initial_iter_for_state_dict"):  # torchdata: or the next iter() would want it
+    if hasattr(loader, "_initial_iter_for_state_dict"):  # torchdata: else the next iter() would use it
         loader._initial_iter_for_state_dict = False
         loader.next_iter_state = None
 
 
 def _advance_counters(iterator: Any, batches: int) -> None:
-    """torchdata counts for the loader's own state_dict(), which the user's checkpoints may contain."""
+    """Advance torchdata's counters for the loader's own state_dict(), which the user's checkpoints may contain."""
     if hasattr(iterator, "_sampler_iter_yielded"):
         iterator._num_yielded += batches
         iterator._sampler_iter_yielded += batches

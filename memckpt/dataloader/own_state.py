@@ -1,8 +1,8 @@
-"""State that a loader's own objects hold: generators, and the counters of its samplers.
+"""State of a loader's own objects: generators, and the counters of its samplers.
 
-A path such as ``batch_sampler.sampler.generator`` names an object in two processes that build the same
-loader. Generators are looked for on the loader, on its samplers and on its dataset (not inside
-transforms); counters, such as the ``epoch`` of a distributed sampler, on its samplers only.
+A path such as ``batch_sampler.sampler.generator`` names the same object in two processes that build the same loader.
+Generators are searched on the loader, on its samplers and on its dataset (not inside transforms); counters, such as the
+``epoch`` of a distributed sampler, on its samplers only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ OwnState = dict[str, Any]
 """``{"generators": {path: state}, "attributes": {path: {name: scalar}}}``."""
 
 Progress = dict[str, list[str]]
-"""Per sampler path, the names of the attributes that change while training runs."""
+"""By sampler path, names of the attributes that change while training runs."""
 
-# Attributes that lead from one sampler or dataset to the one it wraps.
+# Attributes that refer from a sampler or dataset to the one it wraps.
 _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dataset", "data_source"})
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LARGEST_INT = 2**63
-#: Attributes that belong to the pass and not to the sampler's configuration. The second is of Accelerate's and HF's
-#: samplers, which may have drawn it anew in this process.
+#: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
+#: HF's
+#: samplers, which may have drawn another value in this process.
 _ALWAYS = ("epoch", "initial_seed")
 
 
 def capture(roots: Mapping[str, object]) -> OwnState:
-    """The state of everything of ours that can be reached from `roots`, a name for each object."""
+    """The state of every generator and sampler that can be reached from `roots`, by path."""
     generators: dict[str, Any] = {}
     attributes: dict[str, dict[str, Any]] = {}
     for path, found in _walk(roots):
@@ -44,15 +45,14 @@ def capture(roots: Mapping[str, object]) -> OwnState:
 
 
 def restore(roots: Mapping[str, object], state: OwnState, progress: Progress | None = None) -> None:
-    """Bring what can be reached from `roots` to `state`.
+    """Set everything that can be reached from `roots` to `state`.
 
     Args:
-        progress: the sampler attributes to set; None for all of them. A sampler's configuration (batch
-            size, rank) is left alone this way: if it differs from the run that is continued, that has to
-            come out as different indices, not to be papered over.
+        progress: the sampler attributes to set; None for all of them. It excludes a sampler's configuration (batch
+            size, rank): a difference there has to show as different indices.
 
     Raises:
-        DataPositionError: a recorded generator is not there, or is of another type.
+        DataPositionError: a recorded generator is missing, or has another type.
     """
     generators: dict[str, rng.AnyGenerator] = {}
     samplers: dict[str, object] = {}
@@ -93,7 +93,7 @@ def changed(before: OwnState, now: OwnState) -> Progress:
 
 
 def unrepeatable_generator(roots: Mapping[str, object]) -> str | None:
-    """The path of a generator that has no state to repeat (`random.SystemRandom`), None if there is none."""
+    """Path of a generator without a repeatable state (`random.SystemRandom`); None if there is none."""
     seen: list[str] = []
     for _ in _walk(roots, seen.append):
         pass
@@ -128,7 +128,7 @@ def _scalars(sampler: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in getattr(sampler, "__dict__", {}).items():
         if name == "initial_seed" and isinstance(value, int):
-            found[name] = str(value)  # torch's own seeds have 64 bits, too many for the codec
+            found[name] = str(value)  # torch's seeds have 64 bits, too many for the codec
         elif isinstance(value, _SCALARS) and not (isinstance(value, int) and abs(value) >= _LARGEST_INT):
             found[name] = value
     return found

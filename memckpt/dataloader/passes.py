@@ -1,4 +1,4 @@
-"""Book-keeping of one pass (one iteration from its first batch to its last) over a loader."""
+"""Bookkeeping of one pass over a loader: one iteration from its first batch to its last."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 from memckpt.errors import DataPositionError
 
 _UNDO_DEPTH = 8
-"""How many batches a position can go back, at least; a loader that is read further ahead remembers more."""
+"""Number of batches that a position can go back, at least; a loader that is read further ahead remembers more."""
 
 Phase = dict[str, Any]
-"""The generators at one moment: ``{"global": RngState, "own": OwnState}``."""
+"""States of the generators at one moment: ``{"global": RngState, "own": OwnState}``."""
 
 WorkerStates = dict[int, Phase]
-"""Worker id to its generators after a batch; a worker that has served none is absent."""
+"""Worker id to its generators after a batch; a worker that has produced none is absent."""
 
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """How far one pass has come.
+    """Progress of one pass.
 
-    A batch is dispatched when the loader draws its indices from the sampler, and handed out when the
-    caller receives it. With workers the former runs ahead, so both are counted, and both have a running
-    checksum of the indices.
+    A batch is dispatched when the loader draws its indices from the sampler, and handed out when the caller receives
+    it. With workers dispatching runs ahead, so both are counted, and both have a running checksum of the indices.
     """
 
     construction: Phase
@@ -33,7 +32,7 @@ class Pass:
     worker_states: WorkerStates = field(default_factory=dict)
     """After the newest batch that was handed out."""
     sampler_start: tuple[Phase, Phase] | None = None
-    """Before the sampler's iter() and before its first next(). Some samplers draw in one, some in the other."""
+    """Before the sampler's iter(), and before its first next(). Some samplers draw in one, some in the other."""
     batches: int = 0
     digest: int = 0
     dispatched: int = 0
@@ -44,15 +43,15 @@ class Pass:
     exhausted: bool = False
     """The caller takes no further batch from this pass."""
     skipped: int = 0
-    """Batches handed out by earlier processes; the workers of this one have not seen them."""
+    """Batches handed out by earlier processes; this process's workers have not seen them."""
     replay: dict[str, Any] | None = None
-    """The recorded pass which the sampler has still to be brought to."""
+    """The recorded pass to which the sampler still has to be advanced."""
     lookahead: int = 0
-    """How many batches ahead of its consumer the loader is read."""
+    """Number of batches by which the loader is read ahead of its consumer."""
     refetch: deque[Phase] = field(default_factory=deque)
     """Before the loading of each batch that the killed process had read ahead and that has to be loaded again."""
     fetching: Phase | None = None
-    """The generators before the loading that is under way, where it happens in this process."""
+    """Before the loading in progress, if that happens in this process."""
     _fetches: deque[Phase] = field(init=False)
     _in_flight: deque[int] = field(default_factory=deque)
     _undo: deque[tuple[int, int | None, Phase | None]] = field(init=False)
@@ -67,7 +66,7 @@ class Pass:
         self._in_flight.append(digest)
 
     def hand_out(self, worker_id: int | None = None, state: Phase | None = None) -> None:
-        """A batch goes to the caller; if a worker made it, with that worker's generators."""
+        """Count a batch for the caller; if a worker made it, note that worker's generators."""
         self._undo.append(
             (self.digest, worker_id, self.worker_states.get(worker_id) if worker_id is not None else None)
         )
@@ -83,10 +82,10 @@ class Pass:
     def record(self, ahead: int = 0) -> dict[str, Any]:
         """The pass as plain values, as it was `ahead` batches ago.
 
-        Shares the (never changed) generator states, copies the rest.
+        Shares the generator states, which never change, and copies the rest.
 
         Raises:
-            DataPositionError: it is not known any more how it was then.
+            DataPositionError: `ahead` goes back further than is remembered.
         """
         digest, worker_states = self.digest, dict(self.worker_states)
         if not 0 <= ahead <= len(self._undo):
@@ -115,7 +114,7 @@ class Pass:
 
     @classmethod
     def resumed(cls, record: dict[str, Any], lookahead: int) -> Pass:
-        """The pass at the recorded point, before its dispatched batches have been dispatched again."""
+        """The pass at the recorded point, before its dispatched batches are dispatched again."""
         start = record["sampler_start"]
         return cls(
             construction=record["construction"],
@@ -133,14 +132,14 @@ class Pass:
         )
 
     def rewind(self) -> None:
-        """Back to the beginning, for data that can only be read again from there."""
+        """Go back to the beginning, for data that can only be read again from there."""
         self.replay = None
         self.worker_states = dict(self.worker_start)
         self.batches = self.digest = self.dispatched = self.dispatched_digest = self.skipped = 0
 
 
 def _counted(fetches: list[Phase]) -> list[tuple[int, Phase]]:
-    """Equal ones in a row once, with their number: where nothing draws, a position stays small."""
+    """Runs of equal phases, with their lengths: keeps a position small if nothing draws."""
     counted: list[tuple[int, Phase]] = []
     for phase in fetches:
         if counted and counted[-1][1] == phase:

@@ -1,4 +1,4 @@
-"""A tap between a loader and its sampler: notes how a pass began, counts, and replays without loading."""
+"""A tap between a loader and its sampler: notes the start of a pass, counts draws, and replays without loading."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from memckpt.dataloader.passes import Pass, Phase
 from memckpt.errors import DataPositionError
 from memckpt.state import rng
 
-# How many draws of a loader's first pass are watched for use of the global generators. The first one is
-# not: that is where samplers shuffle.
+# Draws of a loader's first pass that are watched for use of the global generators. Not the first one: that is where
+# samplers shuffle.
 _WATCHED_DRAWS = range(1, 4)
 
 
 class PassKeeper(Protocol):
-    """What a tap needs of the grafted loader's record."""
+    """The part of a grafted loader's record that a tap uses."""
 
     current: Pass
     holding: bool
-    """While true, samplers seem to be empty: nothing may be dispatched yet."""
+    """While true, samplers appear empty: nothing may be dispatched yet."""
     watch_sampler: bool
     lazy_sampler: str | None
 
@@ -37,7 +37,7 @@ class PassKeeper(Protocol):
 
 
 class SamplerTap:
-    """Stands where the loader's iterator expects the sampler. Everything but iteration goes to the sampler."""
+    """Replaces the sampler in the loader's iterator. Delegates everything but iteration."""
 
     def __init__(self, sampler: Any, keeper: PassKeeper) -> None:
         self.tapped = sampler
@@ -59,7 +59,7 @@ class SamplerTap:
 
 
 class _StatefulSamplerTap(SamplerTap):
-    """For samplers with a state of their own; found by their methods, which must not be delegated then."""
+    """For samplers with a state: callers look for these methods, so only this class has them."""
 
     def state_dict(self) -> Any:
         return self.tapped.state_dict()
@@ -69,7 +69,7 @@ class _StatefulSamplerTap(SamplerTap):
 
 
 def tap(sampler: Any, keeper: PassKeeper) -> SamplerTap:
-    """The tap to hand to an iterator in place of `sampler`."""
+    """The tap that an iterator gets in place of `sampler`."""
     return (_StatefulSamplerTap if _is_stateful(sampler) else SamplerTap)(sampler, keeper)
 
 
@@ -78,11 +78,11 @@ def _is_stateful(candidate: object) -> bool:
 
 
 class _TapIterator(Iterator[Any]):
-    """Exactly as eager as the sampler: torch's samplers draw at their first next(), torchdata's in iter()."""
+    """Draws as early as the sampler: torch's samplers draw at their first next(), torchdata's in iter()."""
 
     def __init__(self, sampler: Any, indices: Iterator[Any], before: Phase, keeper: PassKeeper) -> None:
         self._sampler = sampler
-        self._indices: Any = indices  # where it has a state, it has methods for it, too
+        self._indices: Any = indices  # may have methods for a state, too
         self._before = before
         self._keeper = keeper
         self._pass = keeper.current
@@ -108,7 +108,7 @@ class _TapIterator(Iterator[Any]):
         replay = self._pass.replay
         if replay is not None and replay["sampler_start"] is not None:
             self._replay(replay)
-            self._pass.replay = None  # not before it has succeeded: a second try must not go on with other data
+            self._pass.replay = None  # only after success: a second try must not continue with other data
         elif self._pass.sampler_start is None:
             self._pass.sampler_start = (self._before, self._keeper.phase())
 
@@ -125,9 +125,9 @@ class _TapIterator(Iterator[Any]):
         return index
 
     def _replay(self, recorded: dict[str, Any]) -> None:
-        """Draw again what the killed process had drawn, under the generators it had then, loading nothing.
+        """Repeat the draws of the killed process under the generators it had then, loading nothing.
 
-        That includes the batches dispatched but not handed out: behind them, the live generators are right.
+        This includes batches dispatched but not handed out: behind them the live generators are right.
         """
         at_iter, at_first_draw = recorded["sampler_start"]
         batches, dispatched = recorded["batches"], recorded["dispatched"]
@@ -151,10 +151,10 @@ class _TapIterator(Iterator[Any]):
                 if drawn >= batches:
                     self._ahead.append((index, self._indices_state()))
             self._check(digest, recorded["dispatched_digest"], dispatched)
-            if recorded["digest"] is None:  # a derived position: later ones build on what is drawn here
+            if recorded["digest"] is None:  # a derived position: later ones build on these draws
                 self._pass.digest = self._pass.dispatched_digest = digest
             if recorded["sampler_ended"]:
-                # Samplers may do something on their way out (count their epochs).
+                # Samplers may act at their end (count their epochs).
                 try:
                     next(self._indices)
                 except StopIteration:
@@ -184,7 +184,7 @@ class _TapIterator(Iterator[Any]):
 
 
 class _StatefulTapIterator(_TapIterator):
-    """For iterators with a state of their own, which the user's own checkpoints of the loader contain."""
+    """For iterators with a state, which the user's own checkpoints of the loader contain."""
 
     def state_dict(self) -> Any:
         """The state behind the batch given last, although a replay has drawn further."""
@@ -198,9 +198,9 @@ class _StatefulTapIterator(_TapIterator):
 
 
 def index_digest(index: Any, digest: int) -> int:
-    """Continue a 32-bit running checksum by what a sampler gave for one batch.
+    """Continue a 32-bit running checksum with the indices of one batch.
 
-    The same in every process: objects of unknown types count with their type only.
+    Equal in every process: objects of unknown types count by their type only.
     """
     if isinstance(index, (list, tuple)):
         try:

@@ -1,6 +1,6 @@
-"""Taps that run in worker processes: they ship a worker's generators behind each batch, and set them.
+"""Taps in worker processes: they send a worker's generator states with each batch, and restore them.
 
-All of them are top-level classes of plain values, so that spawned workers can be given them too.
+All are top-level classes of plain values, so that they can be pickled for spawned workers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from memckpt.state import rng
 
 
 class ReceivedStates:
-    """The generator states that arrived from the workers of one iterator, also with batches it threw away.
+    """Generator states that arrived from the workers of one iterator, also with batches that it discarded.
 
-    A worker that outlives a pass has loaded ahead; the batches nobody asked for are dropped when the next
-    pass begins, but they moved the worker's generators. Only what arrived tells where those stand.
+    A worker that outlives a pass has loaded ahead; the next pass discards these batches, but they moved the worker's
+    generators. Only arrived states tell their position.
     """
 
     def __init__(self, prefetch_factor: int, states: WorkerStates) -> None:
-        """`states`: where the workers start, as far as it is not left to their seeds."""
+        """`states`: initial states of workers that are not left to their seeds."""
         self.key = next(_keys)
         self._depth = prefetch_factor + 1
         self._arrivals: dict[int, deque[tuple[int, Phase]]] = {}
@@ -41,7 +41,7 @@ class ReceivedStates:
     def after(self, sent: list[int] | None) -> WorkerStates:
         """Each worker's state after the first ``sent[worker]`` batches of its life; the newest if None.
 
-        A thread that pins memory receives on its own account and may be ahead of that.
+        A thread that pins memory receives by itself and may be ahead of that.
         """
         states: WorkerStates = {}
         for worker_id, arrivals in list(self._arrivals.items()):
@@ -57,7 +57,7 @@ _receivers: WeakValueDictionary[int, ReceivedStates] = WeakValueDictionary()
 
 
 class WorkerBatch:
-    """A batch with the generators of the worker that made it, as they stood afterwards."""
+    """A batch with its worker's generator states after it."""
 
     __slots__ = ("batch", "key", "ordinal", "state", "worker_id")
 
@@ -72,7 +72,7 @@ class WorkerBatch:
         return _receive, (self.batch, self.state, self.worker_id, self.ordinal, self.key)
 
     def pin_memory(self) -> WorkerBatch:
-        """Called by the loader's pinning thread, which looks for a method of this name."""
+        """Pin the batch; the loader's pinning thread looks for a method of this name."""
         self.batch = pin_memory(self.batch)
         return self
 
@@ -85,7 +85,7 @@ def _receive(batch: Any, state: Phase, worker_id: int, ordinal: int, key: int) -
 
 
 class ShippingCollate:
-    """Stands in for a loader's collate_fn in its workers."""
+    """Replaces a loader's collate_fn in its workers."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], key: int) -> None:
         self._collate_fn = collate_fn
@@ -103,7 +103,7 @@ class ShippingCollate:
 
 
 class RestoringInit:
-    """Stands in for a loader's worker_init_fn; runs last before the worker's first batch."""
+    """Replaces a loader's worker_init_fn; runs last before the worker's first batch."""
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None, states: WorkerStates) -> None:
         self._worker_init_fn = worker_init_fn
