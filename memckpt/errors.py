@@ -1,29 +1,29 @@
-"""Every error memckpt raises on purpose.
+"""Errors that memckpt raises on purpose.
 
     MemckptError
-     |- ConfigurationError (ValueError)     a setting that cannot be
+     |- ConfigurationError (ValueError)     an invalid setting
      |- UnsupportedError (ValueError)       a model, optimizer or strategy that cannot be protected
      |   '- UnsupportedStateError           a value that the safe codec does not take
-     |- NothingHeldError (LookupError)      resume="require" or a step number, and it is not held
-     |- ForeignStateError (ValueError)      what is held belongs to another model or optimizer
-     |- ResumeMismatchError (RuntimeError) a repeated step has led elsewhere than before
-     |- DataPositionError (RuntimeError)    a data loader does not repeat what it has handed out
+     |- NothingHeldError (LookupError)      the state that resume="require" or a step number asks for is not held
+     |- ForeignStateError (ValueError)      the held state belongs to another model or optimizer
+     |- ResumeMismatchError (RuntimeError)  a repeated step gave another result than before
+     |- DataPositionError (RuntimeError)    a data loader does not repeat its batches
      |- MemoryBudgetError (MemoryError)     the node has no room for base and log
      |- RunBusyError (RuntimeError)         a live trainer holds this run
-     |- DamagedStateError (ValueError)      bytes that are not what they claim to be
+     |- DamagedStateError (ValueError)      bytes that fail validation
      |   '- DamagedPiecesError              too few pieces of a record are intact
-     |- StorageError (OSError)              a disk or object store that does not do what it must
-     |   |- StorageFullError                it has no room for what is to be written
-     |   '- StorageAwayError                it is not where it was
-     |- AgentError (RuntimeError)           the agent cannot be started, reached or understood
+     |- StorageError (OSError)              a disk or object store that fails
+     |   |- StorageFullError                it has no room for the write
+     |   '- StorageAwayError                it is no longer at its place
+     |- AgentError (RuntimeError)           the agent cannot be started or reached, or answers nonsense
      |   |- AgentGoneError                  its connection ended
      |   '- AgentNotFoundError              none answers on this node
-     |- PeerError (RuntimeError)            other nodes cannot be reached as they were to be
-     |   '- PeerOverrunError                more waits to be sent to one than it takes
+     |- PeerError (RuntimeError)            other nodes cannot be reached as configured
+     |   '- PeerOverrunError                the send queue of a peer is full
      '- UsageError (RuntimeError)           calls in an order that cannot work
 
-A message says what was expected, what was found, and the remedy. `exit_code` is what the command line
-returns for that kind of failure.
+A message names what was expected, what was found, and the remedy. `exit_code` is the command line's exit status for
+that kind of failure.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ConfigurationError(MemckptError, ValueError):
 
 
 class UnsupportedError(MemckptError, ValueError):
-    """Something in the user's training cannot be protected by this version."""
+    """A part of the user's training cannot be protected by this version."""
 
     exit_code = 3
 
@@ -51,8 +51,8 @@ class UnsupportedStateError(UnsupportedError, TypeError):
     """A value inside a rank state that the safe codec does not take.
 
     Attributes:
-        path: where in the state it was found, for example ``callbacks.MyCallback.handle``.
-        type_name: its fully qualified type.
+        path: path of the value in the state, for example ``callbacks.MyCallback.handle``.
+        type_name: fully qualified name of its type.
     """
 
     def __init__(self, path: str, type_name: str) -> None:
@@ -66,27 +66,27 @@ class UnsupportedStateError(UnsupportedError, TypeError):
 
 
 class NothingHeldError(MemckptError, LookupError):
-    """Nothing is held that satisfies the requested resume."""
+    """No held state satisfies the requested resume."""
 
     exit_code = 4
 
 
 class ForeignStateError(MemckptError, ValueError):
-    """What is held was written by another model or optimizer; the first difference is named."""
+    """The held state was written by another model or optimizer; the first difference is named."""
 
     exit_code = 5
 
 
 class ResumeMismatchError(MemckptError, RuntimeError):
-    """With ``resume_check="require"``: the repeated step differs from the held one, which is still held."""
+    """The repeated step differs from the held one, which is kept (``resume_check="require"``)."""
 
     exit_code = 13
 
 
 class DataPositionError(MemckptError, RuntimeError):
-    """A loader cannot be brought exactly to a recorded position, so training must not go on with its data.
+    """A loader cannot be brought exactly to a recorded position, so training must not continue with its data.
 
-    The message names what differs (usually the sampler class) and the remedy.
+    The message names the difference (usually the sampler class) and the remedy.
     """
 
 
@@ -103,19 +103,19 @@ class RunBusyError(MemckptError, RuntimeError):
 
 
 class DamagedStateError(MemckptError, ValueError):
-    """Bytes that were to be decoded are not what they claim to be."""
+    """Bytes to be decoded are damaged."""
 
     exit_code = 8
 
 
 class DamagedPiecesError(DamagedStateError):
-    """Fewer pieces of a record are intact than it takes to make it whole, or they contradict each other.
+    """Fewer pieces of a record are intact than are needed to decode it, or they contradict each other.
 
     Attributes:
         owner: the ranks whose record it is.
-        record, stripe: which part of which record.
-        bad: where pieces were found that are not what they claim to be.
-        good, needed: how many intact ones there are, of how many.
+        record, stripe: number of the record, and index of the stripe in it.
+        bad: sources of pieces that failed validation.
+        good, needed: number of intact pieces, and number needed.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class StorageError(MemckptError, OSError):
 
 
 class StorageFullError(StorageError):
-    """There is no room for what is to be written.
+    """There is no room for a write.
 
     Attributes:
-        needed, free: bytes; None where that is not known.
-        spare: bytes that would be let go of if that were enough.
+        needed, free: bytes; None if unknown.
+        spare: bytes that would be deleted if that were enough.
     """
 
     exit_code = 14
@@ -157,24 +157,24 @@ class StorageFullError(StorageError):
 
     @property
     def missing(self) -> int | None:
-        """Bytes that have to be free before it is of use to try again; None: nobody can tell by what is free."""
+        """Bytes that have to be free before a retry makes sense; None: free space does not tell."""
         if self.needed is None or self.free is None or self.free >= self.needed:
             return None
         return self.needed - self.spare
 
 
 class StorageAwayError(StorageError):
-    """The store of a run that has stored before is not there: it was moved, or its disk is not mounted."""
+    """The store of a run that has stored before is missing: it was moved, or its disk is not mounted."""
 
 
 class AgentError(MemckptError, RuntimeError):
-    """The node's agent could not be started, reached or understood."""
+    """The node's agent could not be started or reached, or its answer was not understood."""
 
     exit_code = 9
 
 
 class AgentGoneError(AgentError):
-    """The connection to the agent ended: it left or was killed."""
+    """The connection to the agent ended: the agent left or was killed."""
 
 
 class AgentNotFoundError(AgentError):
@@ -184,13 +184,13 @@ class AgentNotFoundError(AgentError):
 
 
 class PeerError(MemckptError, RuntimeError):
-    """Other nodes cannot be reached in the way that was asked for: an address, a port, a message too large."""
+    """Other nodes cannot be reached as configured: an address, a port, a message too large."""
 
     exit_code = 12
 
 
 class PeerOverrunError(PeerError):
-    """More messages wait to be sent to a peer than may wait."""
+    """The send queue of a peer is full."""
 
 
 class UsageError(MemckptError, RuntimeError):

@@ -1,4 +1,4 @@
-"""How much memory a process on this node may still take, and what base and log need of it."""
+"""Memory that a process on this node may still allocate, and the check of base and log against it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.cgroup import memory_limits
 
 _MIB = 2**20
-#: Left free for everything else when the budget is not given.
+#: Fraction of the available memory left free for everything else.
 _HEADROOM = 0.05
 
 
 def available_bytes() -> int:
-    """Memory that can still be taken here: the machine's, or what the tightest enclosing cgroup has left."""
+    """Bytes that can still be allocated: the machine's available memory, or less in a limiting cgroup."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     return min([available, *(each.left for each in memory_limits())])
@@ -23,12 +23,12 @@ def check_budget(needed: int, already_held: int, budget: int | None, detail: str
     """Refuse an allocation that cannot fit.
 
     Args:
-        needed: bytes to be allocated now.
+        needed: bytes to allocate now.
         already_held: bytes held already that stay while the new ones are written.
-        budget: the configured limit on both together; None: only what the machine has. More than the machine has is no
-            promise: anonymous memory that is not there shows up as an OOM kill, never as an error.
-        detail: what the figure is made of, for the message.
-        given_back: bytes, not among those already held, that are free by the time at which they are needed.
+        budget: configured limit on both together, in bytes; None: the machine's memory. A budget beyond that is capped:
+            missing anonymous memory shows up as an OOM kill, never as an error.
+        detail: breakdown of the figure, for the message.
+        given_back: bytes, not among those already held, that are freed before they are needed.
 
     Raises:
         MemoryBudgetError: with the figures and the remedy.

@@ -1,4 +1,4 @@
-"""What the enclosing control groups (version 2, or 1) let this process use of the machine."""
+"""Limits of the enclosing control groups (version 2 or 1) on memory and cores."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 _MOUNT = Path("/sys/fs/cgroup")
 _PROC = Path("/proc/self/cgroup")
-#: Version 1 says "no limit" with a number beyond all memory.
+#: Version 1 expresses "no limit" as a number beyond all memory.
 _NO_LIMIT = 2**60
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The limit of one control group, and what may still be taken below it."""
+    """The memory limit of one control group, and the bytes that may still be allocated below it."""
 
     limit: int
     left: int
@@ -23,7 +23,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class _Names:
-    """How a version calls its files."""
+    """Names of a version's files and fields."""
 
     limit: str
     used: str
@@ -35,10 +35,10 @@ _V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_
 
 
 def _directories(controller: str, proc: Path, mount: Path) -> Iterator[tuple[Path, bool]]:
-    """The control groups around this process, innermost first; whether each is of version 2.
+    """The control groups around this process, innermost first, each with whether it is of version 2.
 
-    In a container the path may lead nowhere: the container's own group is then what is mounted at the top, and that
-    is the last one here.
+    In a container the path may lead nowhere: the container's own group is then mounted at the top, which is the last
+    one here.
     """
     try:
         lines = proc.read_text().splitlines()
@@ -66,7 +66,7 @@ def _number(path: Path) -> int | None:
 
 
 def _reclaimable(directory: Path, names: _Names) -> int:
-    """The page cache that is charged to a group: a job that reads much fills its limit with it, and loses nothing."""
+    """Bytes of page cache charged to a group: a job that reads much fills its limit with it, at no loss."""
     try:
         lines = (directory / "memory.stat").read_text().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def _reclaimable(directory: Path, names: _Names) -> int:
 
 
 def memory_limits(proc: Path = _PROC, mount: Path = _MOUNT) -> list[MemoryLimit]:
-    """All limits on memory that this process is under; empty if there is none."""
+    """All memory limits that apply to this process; empty if there are none."""
     limits = []
     for directory, second in _directories("memory", proc, mount):
         names = _V2 if second else _V1
@@ -99,12 +99,12 @@ def _quota(directory: Path, second: bool) -> float | None:
 
 
 def cpu_quota(proc: Path = _PROC, mount: Path = _MOUNT) -> float | None:
-    """How many cores' time this process may use; None where nothing limits it."""
+    """Cores' worth of time that this process may use; None without a limit."""
     quotas = [_quota(directory, second) for directory, second in _directories("cpu", proc, mount)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def usable_cores() -> float:
-    """Cores that this process may use: its affinity, or less where a control group limits it."""
+    """Cores that this process may use: its affinity, or less if a control group limits it."""
     cores, quota = float(len(os.sched_getaffinity(0))), cpu_quota()
     return cores if quota is None else min(cores, quota)

@@ -1,9 +1,8 @@
-"""Landings: which gradients of a record have come to lie in its slot, for whoever finds the slot of a dead trainer.
+"""Landings: marks of the gradients that are complete in a slot, for readers of a dead trainer's slot.
 
-Each local rank has an area of its own behind the slot's tensors: a head that names the record, its generation and the
-tap, and one word for each parameter. A word is 0 before a copy begins and set when the copy is complete, so that at no
-moment it vouches for bytes that are being written. Only the gradients of an optimizer's first step in a record are
-marked.
+Each local rank has an area behind the slot's tensors: a head that names the record, its generation and the tap, and one
+word per parameter. A word is 0 before a copy begins and set when the copy is complete, so it never vouches for bytes
+that are being written. Only the gradients of an optimizer's first step in a record are marked.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ FIRING_BITS = 32
 
 @dataclass(frozen=True)
 class Landing:
-    """A gradient that lies complete in a slot.
+    """A gradient that is complete in a slot.
 
     Attributes:
         param: index of its parameter.
-        firing: which one it is of those that backward made for the parameter in the record, counted from 1.
-        order: its place in the order of all that landed.
+        firing: its number among the gradients that backward made for the parameter in the record, from 1.
+        order: its place in the order of all landed gradients.
     """
 
     param: int
@@ -37,7 +36,7 @@ class Landing:
 
 
 class Landings:
-    """One rank's marks in a ring of slots. The region belongs to the caller; :meth:`close` lets go of it."""
+    """One rank's marks in a ring of slots. The caller owns the region; :meth:`close` releases it."""
 
     def __init__(self, region: Region, layout: Layout, generation: int, rank: int) -> None:
         self._map = region.map
@@ -53,13 +52,13 @@ class Landings:
             return part.cast("Q")
 
     def close(self) -> None:
-        """Let go of the region."""
+        """Release the views of the region."""
         for view in self._words:
             view.release()
         self._words.clear()
 
     def open(self, record: int, tap: str) -> None:
-        """Nothing of `record` has landed yet; its gradients are going to be taken by `tap`."""
+        """Clear the marks for `record`, whose gradients `tap` takes."""
         start = self._layout.slot_offset(record) + self._base
         _HEAD.pack_into(self._map, start, _NONE, self._generation)
         self._map[start + LANDING_HEAD_BYTES : start + self._layout.landing_bytes] = self._empty
@@ -68,18 +67,18 @@ class Landings:
         _HEAD.pack_into(self._map, start, record, self._generation)
 
     def words(self, record: int) -> memoryview:
-        """The words of a record, by parameter: to be set when a copy is complete, and to 0 before it begins."""
+        """The words of a record, by parameter: 0 before a copy begins, set when it is complete."""
         return self._words[self._layout.slot_number(record)]
 
     def tap(self, record: int) -> str | None:
-        """The tap that took the record's gradients; None if the slot has nothing of the record."""
+        """The tap that took the record's gradients; None if the slot holds another record."""
         start = self._layout.slot_offset(record) + self._base
         if _HEAD.unpack_from(self._map, start) != (record, self._generation):
             return None
         return self._map[start + _HEAD.size : start + LANDING_HEAD_BYTES].rstrip(b"\0").decode(errors="replace")
 
     def landed(self, record: int) -> Iterator[Landing]:
-        """What has landed of the record that the slot is of."""
+        """The landed gradients of the record in the slot."""
         words = self.words(record)
         for param in range(len(self._layout.spec.params)):
             word = words[param]

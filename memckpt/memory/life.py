@@ -1,8 +1,8 @@
-"""Signs of life of another process: a counter in shared memory that its loop moves, and the kernel's account of it.
+"""Liveness of another process: a counter in shared memory that its loop moves, and the kernel's account of it.
 
-A process that is stopped or dead-locked moves no counter and computes nothing. One whose loop is busy for long
-computes, and one that waits for its turn on a processor is runnable. To look asks nothing of the process, so that a
-long call that holds Python's lock is no standstill.
+A process that is stopped or deadlocked moves no counter and uses no CPU time. One whose loop is busy for long uses CPU
+time, and one that waits for a processor is runnable. The check needs no cooperation of the process, so a long call that
+holds Python's lock does not count as a standstill.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Literal
 
 from memckpt.memory.region import Region
 
-#: Bytes of a page, and how often in a time limit a loop moves its counter and is looked at.
+#: Bytes of a page; and number of beats and looks per time limit.
 _PAGE_BYTES, _LOOKS = 4096, 8
 _LONGEST_LOOK_SECONDS = 1.0
 
 
 def look_seconds(limit: float) -> float:
-    """How often a loop moves its counter, and is looked at, where it may show nothing for `limit` seconds."""
+    """Seconds between beats and between looks if a process may show nothing for `limit` seconds."""
     return min(_LONGEST_LOOK_SECONDS, limit / _LOOKS)
 
 
 class LifePage:
-    """The counter of one process. Whoever makes or opens one closes it."""
+    """The counter of one process. Whoever creates or opens a page closes it."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -33,7 +33,7 @@ class LifePage:
 
     @classmethod
     def create(cls) -> LifePage:
-        """Make a page.
+        """Create a page.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.
@@ -42,7 +42,7 @@ class LifePage:
 
     @classmethod
     def open(cls, fd: int) -> LifePage:
-        """Map a page that was handed over; takes over the descriptor."""
+        """Map a page that was handed over; takes ownership of the descriptor."""
         return cls(Region.open(fd))
 
     @property
@@ -52,14 +52,14 @@ class LifePage:
 
     @property
     def beats(self) -> int:
-        """How often the loop has come round; -1 where the page is closed, or not mapped."""
+        """Number of rounds of the loop; -1 if the page is closed or not mapped."""
         try:
             return self._words[0] if self._region.fd >= 0 else -1
         except ValueError:  # closed meanwhile by another thread
             return -1
 
     def beat(self) -> None:
-        """The loop has come round. Only its own process calls this."""
+        """Count one round of the loop. For the page's own process only."""
         if self._region.fd >= 0:
             self._words[0] = self._words[0] + 1 & 2**64 - 1
 
@@ -70,17 +70,17 @@ class LifePage:
 
 
 class LifeWatch:
-    """For how long a process has shown no sign of life, as far as the watcher itself was there to see it.
+    """Measures how long a process has shown no sign of life, in time during which the watcher itself ran.
 
-    Time counts from look to look, and no more than twice the longest pause between two: a watcher that was stopped
-    itself has seen nothing.
+    Each look adds the time since the last one, but at most twice the longest pause between looks: a watcher that was
+    stopped has seen nothing.
 
     Args:
-        page: of the process; belongs to the caller.
-        pid: of the process.
-        limit: seconds without a sign of life after which it stands still.
-        threads: whose computing counts, ``"main"`` where others compute whatever the loop does.
-        clock: in seconds.
+        page: page of the process; belongs to the caller.
+        pid: id of the process.
+        limit: seconds without a sign of life after which it counts as standing still.
+        threads: threads whose CPU time counts; ``"main"`` if others run independently of the loop.
+        clock: clock in seconds.
     """
 
     def __init__(
@@ -101,16 +101,16 @@ class LifeWatch:
 
     @property
     def pause(self) -> float:
-        """Seconds between two looks, at most."""
+        """Longest time between two looks, in seconds."""
         return look_seconds(self.limit)
 
     @property
     def due(self) -> float:
-        """When the next look is due, by the clock."""
+        """Time of the next look, by the clock."""
         return self._looked + self.pause
 
     def look(self) -> float:
-        """Seconds for which nothing was to be seen."""
+        """Look; returns the seconds without a sign of life."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self.pause), now
         runnable, computed = self._account()
@@ -120,14 +120,14 @@ class LifeWatch:
         return self._quiet
 
     def stands_still(self) -> bool:
-        """Look; whether nothing was to be seen for so long that it counts as standing still."""
+        """Look; returns whether the limit is reached."""
         return self.look() >= self.limit
 
     def _account(self) -> tuple[bool, int]:
-        """Whether it computes or waits for its turn, and for how long it has computed, in the kernel's ticks."""
+        """Whether the process is runnable, and its CPU time in the kernel's ticks."""
         try:
-            # The name of the process, in parentheses, may have anything in it.
+            # The process's name, in parentheses, may contain anything.
             fields = self._stat.read_text(errors="replace").rpartition(")")[2].split()
             return fields[0] == "R", int(fields[11]) + int(fields[12])
         except (OSError, IndexError, ValueError):
-            return False, -1  # it has ended, or the kernel keeps no account: the counter alone tells
+            return False, -1  # it has ended, or the kernel keeps no account: only the counter is left

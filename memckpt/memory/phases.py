@@ -1,8 +1,8 @@
-"""Phase marks: which part of which step each rank of a node is in, in shared memory.
+"""Phase marks in shared memory: the current step and phase of each rank of a node.
 
-Each rank has a ring of its last marks and writes to no other. An entry carries its number and a check word over all of
-it, so that a reader takes whole entries only, whatever order the processor makes the stores visible in, and sees by
-the number that it has been overtaken.
+Each rank writes to a ring of its own latest marks. An entry carries its number and a check word over its content. So a
+reader takes complete entries only, whatever order the processor makes the stores visible in, and the number tells it
+that it has been overtaken.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from memckpt.errors import DamagedStateError
 from memckpt.memory.region import Region
 from memckpt.state.phases import Mark, Phase
 
-_ENTRIES = 256  # about 80 steps: what a reader may sleep through
+_ENTRIES = 256  # about 80 steps: the time that a reader may sleep
 _WORDS = 4  # check, number, step and phase, ns: aligned words of 64 bits
 _RANK_WORDS = _ENTRIES * _WORDS
 _RANK_BYTES = _RANK_WORDS * 8
@@ -21,12 +21,12 @@ _MASK = 2**64 - 1
 
 
 def _check(number: int, what: int, ns: int) -> int:
-    # Odd factors: an entry that is part old and part new does not add up.
+    # Odd factors: a torn entry, part old and part new, fails the check.
     return (number * 0x9E3779B97F4A7C15 + what * 0xC2B2AE3D27D4EB4F + ns * 0x165667B19E3779F9 + 1) & _MASK
 
 
 class PhasesPage:
-    """The region and a view on it. Whoever makes or opens one closes it."""
+    """The region and a view of it. Whoever creates or opens a page closes it."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -34,7 +34,7 @@ class PhasesPage:
 
     @classmethod
     def create(cls, ranks: int) -> PhasesPage:
-        """Make a page for so many local ranks, 8 KiB each.
+        """Create a page for `ranks` local ranks, 8 KiB each.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.
@@ -43,10 +43,10 @@ class PhasesPage:
 
     @classmethod
     def open(cls, fd: int) -> PhasesPage:
-        """Map a page that was received over a socket; takes over the descriptor.
+        """Map a page that was received over a socket; takes ownership of the descriptor.
 
         Raises:
-            DamagedStateError: it is not one.
+            DamagedStateError: its size is wrong.
         """
         region = Region.open(fd)
         if region.nbytes % _RANK_BYTES:
@@ -64,18 +64,18 @@ class PhasesPage:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has room for."""
+        """Number of ranks that it has room for."""
         return self._region.nbytes // _RANK_BYTES
 
     def entry(self, position: int, number: int) -> tuple[int, int, int] | None:
-        """What stands in the place of an entry: number, step and phase, ns; None while it is being written."""
+        """The entry in the place of `number`: its own number, step and phase, ns; None while it is being written."""
         at = position * _RANK_WORDS + number % _ENTRIES * _WORDS
         check, *entry = self.words[at : at + _WORDS].tolist()
         found, what, ns = entry
         return (found, what, ns) if check == (_check(found, what, ns) if found else 0) else None
 
     def newest(self, position: int) -> int:
-        """The number of a rank's newest whole entry; 0 if it has none."""
+        """The number of a rank's newest complete entry; 0 if it has none."""
         return max((entry[0] for n in range(_ENTRIES) if (entry := self.entry(position, n)) is not None), default=0)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class PhaseWriter:
         self._number = page.newest(position)  # a rank of the last attempt may have written before
 
     def mark(self, step: int, phase: Phase) -> None:
-        """The phase of a step begins now. Nothing is written once the page is closed."""
+        """Mark the start of a phase of a step. Does nothing once the page is closed."""
         if self._page.fd < 0:
             return
         self._number = number = self._number + 1
@@ -110,14 +110,14 @@ class PhaseWriter:
 
 
 class PhaseReader:
-    """Reads what all ranks have marked since the last look. The page belongs to the caller."""
+    """Reads the marks of all ranks since the last read. The page belongs to the caller."""
 
     def __init__(self, page: PhasesPage) -> None:
         self._page = page
         self._next = [page.newest(position) or 1 for position in range(page.ranks)]
 
     def read(self) -> list[Mark]:
-        """New marks, of each rank in their order. One that was overtaken goes on in the middle of what is there."""
+        """New marks, in order for each rank. An overtaken reader continues in the middle of the ring."""
         marks: list[Mark] = []
         for position in range(len(self._next)):
             self._read_rank(position, marks)

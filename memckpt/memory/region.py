@@ -1,8 +1,7 @@
 """Anonymous shared memory: memfd regions handed over by file descriptor.
 
-Nothing of it has a name in any file system, so nothing can be left behind: the kernel frees a region with its last
-holder. Space is reserved when a region is made, so that memory which is not there is an error then and not a SIGBUS
-at step 40,000.
+Regions have no name in any file system, so nothing can be left behind: the kernel frees a region with its last holder.
+Space is reserved when a region is made, so missing memory is an error at that time and not a SIGBUS at step 40,000.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _live: weakref.WeakSet[Region] = weakref.WeakSet()
 
 
 def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetError:
-    """What to raise where the kernel has refused memory."""
+    """The exception for memory that the kernel has refused: MemoryBudgetError if it lacks room, else `error`."""
     if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
         return error
     return MemoryBudgetError(
@@ -38,8 +37,8 @@ def no_room(name: str, nbytes: int, error: OSError) -> OSError | MemoryBudgetErr
 class Region:
     """One shared mapping. The creator owns the memory, every opener a mapping; each calls :meth:`close` on its own.
 
-    In a forked child the mapping is not there (MADV_DONTFORK) and the descriptor is closed: loader workers cannot
-    keep state alive or write into it.
+    A forked child has no mapping (MADV_DONTFORK), and its descriptor is closed: loader workers cannot keep state alive
+    or write into it.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -56,10 +55,11 @@ class Region:
         """Reserve anonymous memory.
 
         Args:
-            name: what it is for.
+            name: purpose of the region.
             nbytes: size of the region.
-            ranges: offsets and lengths, in bytes, of what of it is reserved now; None: all. The rest must not be
-                touched before :meth:`reserve` has returned.
+            ranges: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be
+                touched
+                before :meth:`reserve` has returned.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.
@@ -76,11 +76,11 @@ class Region:
 
     @classmethod
     def open(cls, fd: int) -> Region:
-        """Map a region that was received over a socket; takes over the descriptor."""
+        """Map a region that was received over a socket; takes ownership of the descriptor."""
         return cls(fd, os.fstat(fd).st_size)
 
     def reserve(self, name: str) -> None:
-        """Reserve what :meth:`create` has left out; what is there stays as it is.
+        """Reserve the parts that :meth:`create` has left out; existing content stays.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it, and nothing has changed.
@@ -92,17 +92,17 @@ class Region:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of memory that the kernel has given to it."""
+        """Bytes of memory that the kernel has allocated to it."""
         return os.fstat(self.fd).st_blocks * 512
 
     def populate_in_background(self) -> None:
-        """Touch every page from a thread, so that no step pays for a first touch."""
+        """Touch every page in a thread, so that no step pays for page faults."""
         if self._populating is None:
             self._populating = threading.Thread(target=self._populate, name="memckpt-populate", daemon=True)
             self._populating.start()
 
     def wait_populated(self, timeout: float) -> bool:
-        """Wait until :meth:`populate_in_background` is through; False after `timeout` seconds."""
+        """Wait until :meth:`populate_in_background` is done; False after `timeout` seconds."""
         if self._populating is None:
             return False
         self._populating.join(timeout)
@@ -118,7 +118,7 @@ class Region:
             _libc.madvise(ctypes.c_void_p(address + offset), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
-        """Unmap and close. Idempotent. Views on the mapping must be gone, or its memory stays until they are."""
+        """Unmap and close. Idempotent. While views of the mapping exist, its memory stays."""
         if self.fd < 0:
             return
         self._closing.set()
@@ -126,13 +126,13 @@ class Region:
             self._populating.join()
         fd, self.fd = self.fd, -1
         os.close(fd)
-        # A tensor may still look at the mapping; the mmap object then unmaps with the last of them.
+        # A tensor may still view the mapping; the mmap object then unmaps with the last of them.
         with contextlib.suppress(BufferError):
             self.map.close()
 
 
-# In a forked child the ranges are not mapped. Keeping the Python objects alive there forever makes sure that no
-# finalizer unmaps what the child has since put at the same addresses.
+# In a forked child the ranges are not mapped. The Python objects are kept alive there forever, so that no finalizer
+# unmaps something that the child has since mapped at the same addresses.
 _kept_in_child: list[mmap.mmap] = []
 
 

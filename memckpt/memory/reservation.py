@@ -1,4 +1,4 @@
-"""Memory that a thread reserves in chunks, while the loop that wants it goes on."""
+"""Memory reserved in chunks by a thread, so that the caller's loop does not block."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _fallocate = os.posix_fallocate
 
 
 class Reservation:
-    """A region that is being made. Owns its memory until :meth:`take` has handed it over; :meth:`close` it.
+    """A region in the making. Owns its memory until :meth:`take` hands it over; call :meth:`close` at the end.
 
     Args:
-        name: of the region.
-        nbytes: of it.
+        name: purpose of the region.
+        nbytes: size of the region.
     """
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.nbytes = nbytes
-        #: Bytes that are there by now.
+        #: Bytes reserved so far.
         self.reserved = 0
         self._name = name
         self._fd = os.memfd_create(f"memckpt:{name}", os.MFD_CLOEXEC)
@@ -38,16 +38,16 @@ class Reservation:
                     return
                 _fallocate(self._fd, start, min(CHUNK_BYTES, self.nbytes - start))
                 self.reserved = min(start + CHUNK_BYTES, self.nbytes)
-        except OSError as error:  # told by `take`
+        except OSError as error:  # raised by `take`
             self._problem = error
 
     @property
     def over(self) -> bool:
-        """Whether it is there, or cannot be had."""
+        """Whether the reservation has succeeded or failed."""
         return not self._thread.is_alive()
 
     def take(self) -> Region:
-        """The region, once it is :attr:`over`; the caller's from now on.
+        """The region, owned by the caller from now on; waits until the reservation is :attr:`over`.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.
@@ -58,12 +58,12 @@ class Reservation:
             if self._problem is not None:
                 raise no_room(self._name, self.nbytes, self._problem) from self._problem
             return Region(fd, self.nbytes)
-        except BaseException:  # raised again: nobody else has the descriptor
+        except BaseException:  # raised again; the descriptor has no other owner
             os.close(fd)
             raise
 
     def close(self) -> None:
-        """Reserve no more, once the chunk that is on its way is there, and let go of what is. Idempotent."""
+        """Stop after the chunk in progress, and free the memory unless it was taken. Idempotent."""
         self._closing.set()
         self._thread.join()
         fd, self._fd = self._fd, -1

@@ -1,9 +1,9 @@
-"""Slots: the shared memory that holds the last few records, and the stamps that say which of them are whole.
+"""Slots: the shared memory that holds the last few records, and the stamps that mark the complete ones.
 
-A slot's header has one stamp for each local rank. A rank invalidates its stamp before its first write of any kind,
-anchors included, and sets it to the record's number when its part is complete; whoever reads a slot checks them all.
-By-value tensors have slots of their own, fewer of them, with stamps alike. What of them is held once for all local
-ranks counts only where their digests, which lie behind the stamps, are equal.
+A slot's header has one stamp per local rank. A rank invalidates its stamp before its first write of any kind, anchors
+included, and sets it to the record's number when its part is complete; readers check all stamps. By-value tensors have
+fewer slots of their own, with the same kind of stamps. Tensors held once for all local ranks are valid only if the
+ranks' digests of them, behind the stamps, are equal.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from memckpt.state.layout import DIGEST_BYTES, HEADER_BYTES, Layout
 
 _STAMP = struct.Struct("<qq")  # record number, generation
 _WRITING = -(2**63)
-#: How many records later ranks know whether they have agreed on a record, at most: where commits are sent later.
+#: Records after which ranks know, at the latest, whether they agreed on a record (with commits that are sent later).
 AGREEMENT_RECORDS = 2
 
 
 def max_local_ranks() -> int:
-    """How many ranks one slot header has room for."""
+    """Number of ranks that a slot header has room for."""
     return HEADER_BYTES // _STAMP.size
 
 
@@ -39,34 +39,34 @@ class SlotRing:
         _STAMP.pack_into(self._map, slot + position * _STAMP.size, record, self._generation)
 
     def open_for_writing(self, record: int, rank: int) -> None:
-        """Invalidate a rank's stamp: the slot of `record` is being filled from now on."""
+        """Invalidate a rank's stamp: the slot of `record` is about to be filled."""
         self._set(self._layout.slot_offset(record), rank, _WRITING)
 
     def open_by_value(self, record: int, rank: int) -> None:
-        """The same of the by-value tensors of `record`, which are written at its end."""
+        """Invalidate a rank's stamp of the by-value slot of `record`, which is written at the record's end."""
         if self._layout.by_value_ring:
             self._set(self._layout.by_value_slot_offset(record), rank, _WRITING)
 
     def seal(self, record: int, rank: int, by_value: bool = True) -> None:
-        """State that a rank's part of `record` is complete; without by-value tensors only where it has none."""
+        """Mark a rank's part of `record` as complete; without its by-value tensors if `by_value` is False."""
         if by_value and self._layout.by_value_ring:
             self._set(self._layout.by_value_slot_offset(record), rank, record)
         self._set(self._layout.slot_offset(record), rank, record)
 
     def note_digests(self, record: int, rank: int, digests: bytes) -> None:
-        """Say what a rank has of the shared tensors of `record`, each in as many bytes; before it seals its part."""
+        """Store a rank's digests of the shared tensors of `record`; call before it seals its part."""
         base = self._layout.digests_base(record, rank)
         self._map[base : base + self._layout.digest_bytes] = digests
 
     def digests(self, record: int, rank: int) -> bytes:
-        """What a rank has said of the shared tensors of `record`, if they are still held."""
+        """A rank's digests of the shared tensors of `record`; valid only while these are held."""
         base = self._layout.digests_base(record, rank)
         return self._map[base : base + self._layout.digest_bytes]
 
     def disagreed(self, record: int) -> list[str]:
-        """Names of shared tensors of which not all local ranks have had the same at the end of `record`.
+        """Names of shared tensors that differed between local ranks at the end of `record`.
 
-        None where not all of them have sealed their parts of it, or where these are not held any more.
+        Empty if some rank has not sealed its part of them, or if they are no longer held.
         """
         if not self._layout.shared:
             return []
@@ -86,23 +86,23 @@ class SlotRing:
         return [name for name, place in zip(names, places, strict=True) if len({one[place] for one in found}) > 1]
 
     def check(self, record: int, ranks: Sequence[int]) -> None:
-        """Make sure that the slot holds all of `record` but its by-value tensors.
+        """Check that the slot holds all of `record` except its by-value tensors.
 
         Raises:
-            DamagedStateError: a rank's part is of another record or incomplete.
+            DamagedStateError: a rank's part belongs to another record or is incomplete.
         """
         self._check("slot", self._layout.slot_offset(record), record, ranks)
 
     def check_by_value(self, record: int, ranks: Sequence[int]) -> None:
-        """Make sure that the by-value tensors of `record` are held, and those that are shared for all local ranks.
+        """Check that these ranks' by-value tensors of `record` are held; shared ones for all local ranks.
 
         Raises:
-            DamagedStateError: those of a rank are of another record or incomplete, or ranks do not agree.
+            DamagedStateError: a rank's part belongs to another record or is incomplete, or the ranks disagree.
         """
         if not self._layout.shared:
             self._check_parts(record, ranks)
             return
-        self._check_parts(record, self._layout.spec.local_ranks)  # any of them may have staged what is shared
+        self._check_parts(record, self._layout.spec.local_ranks)  # any of them may have staged shared tensors
         differing = self._differing(record)
         if differing:
             raise DamagedStateError(
