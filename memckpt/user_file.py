@@ -1,4 +1,4 @@
-"""Two states to continue from: what is held, and a checkpoint file that the user has passed to the framework."""
+"""Choice between two states to continue from: the held one, and a checkpoint file passed to the framework."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class UserFile:
     """A checkpoint of the framework's own.
 
     Attributes:
-        path: as the user has given it.
-        step: of its state.
-        argument: the name of the framework's argument that it was passed as.
+        path: path as the user gave it.
+        step: step of its state.
+        argument: name of the framework's argument that it was passed as.
     """
 
     path: str
@@ -46,15 +46,15 @@ def connect(
     run_dir: str,
     messages: Messages,
 ) -> Session:
-    """Attach, and decide between held state and `file`; the session has held state exactly if training goes on from it.
+    """Attach, and choose between held state and `file`; the session has held state only if training continues from it.
 
-    With ``resume="auto"`` the newer of the two is taken; what was asked for explicitly is taken in any case.
+    With ``resume="auto"`` the newer of the two is taken; an explicit choice is always taken.
 
     Args:
         attach: opens a session with the given choice.
-        resume: the user's.
-        file: None: the user has passed none.
-        run_dir: for the messages.
+        resume: the user's choice.
+        file: the checkpoint file; None: the user has passed none.
+        run_dir: run directory, for the messages.
     """
     session = attach(resume)
     if session.held is None or file is None:
@@ -64,7 +64,7 @@ def connect(
             f"training starts from {file.path} at step {file.step}: the state held in {run_dir!r} is older "
             f"(step {session.held.step})"
         )
-        # The engine has to give up what it holds, too: training goes on from another state.
+        # The engine has to drop its held state, too: training continues from another one.
         session.close(finished=False)
         return attach("never")
     messages.warn(

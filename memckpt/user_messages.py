@@ -1,4 +1,4 @@
-"""What a user reads: counts in short, and a logger that shows INFO unless the application has configured logging."""
+"""Output for users: short counts, and a logger that shows INFO unless the application has configured logging."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Report(Protocol):
-    """How a restore went: a `memckpt.RestoreReport`."""
+    """Outcome of a restore: a `memckpt.RestoreReport`."""
 
     @property
     def step(self) -> int: ...
@@ -31,7 +31,7 @@ def short_number(number: float, digits: int = 1) -> str:
 
 
 def show_by_default(logger: logging.Logger) -> None:
-    """Make INFO of `logger` visible on the error stream unless the application has configured logging itself."""
+    """Show INFO of `logger` on the error stream unless the application has configured logging itself."""
     if not any(each.level != logging.NOTSET for each in _named(logger)):
         logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
@@ -40,7 +40,7 @@ def show_by_default(logger: logging.Logger) -> None:
 
 
 def _named(logger: logging.Logger) -> Iterator[logging.Logger]:
-    """The logger and those above it, without the root: whose level somebody has chosen for us, if it has one."""
+    """The logger and its ancestors, without the root: a level set on any of them is the application's choice."""
     each: logging.Logger | None = logger
     while each is not None and each.parent is not None:
         yield each
@@ -48,10 +48,10 @@ def _named(logger: logging.Logger) -> Iterator[logging.Logger]:
 
 
 class Messages:
-    """The lines of one training; only its first rank speaks.
+    """The lines of one training; only its first rank logs them.
 
     Args:
-        logger: of the adapter.
+        logger: the adapter's logger.
         speaks: whether this is that rank.
     """
 
@@ -63,22 +63,22 @@ class Messages:
             show_by_default(logger)
 
     def inform(self, line: str) -> None:
-        """Say one line about progress."""
+        """Log one line about progress."""
         if self._speaks:
             self._logger.info("memckpt: %s", line)
 
     def resumed(self, report: Report) -> None:
-        """Say where training goes on, and what was lost."""
+        """Log where training continues, and what was lost."""
         lost = f"{report.steps_lost} step{'' if report.steps_lost == 1 else 's'} lost"
         if report.steps_lost is None:
-            lost = "what was trained beyond it is lost"
+            lost = "later steps are lost"
         step, proof = report.step, ""
         if report.repeated is not None:
             step, proof = report.repeated, f"; step {report.repeated} is repeated first, as a proof"
         self.inform(f"resumed at step {step} from {report.tier} in {report.seconds:.2f} s, {lost}{proof}")
 
     def warn(self, line: str) -> None:
-        """Say, once, one line about something that is not as the user may expect."""
+        """Log one line, once, about something that the user may not expect."""
         if self._speaks and line not in self._said:
             self._logger.warning("memckpt: %s", line)
         self._said.add(line)

@@ -1,11 +1,11 @@
-"""The address of a run's agent on a node: a file in the run directory that names its socket, and a lock for its start.
+"""Address of a run's agent on a node: a file in the run directory that names its socket, and a lock for its start.
 
-Nothing else says where the agent is. The environment of a later trainer may differ from that of the one which started
-the agent, and directories such as XDG_RUNTIME_DIR go when the user logs out. No path leads to the agent's sockets, so
-none can be removed: one has a name in the abstract namespace, which belongs to the network namespace; the other is
-reached from other network namespaces, through a descriptor of the agent in ``/proc``. Both go with the agent.
+The file is the only source. The environment of a later trainer may differ from that of the one that started the agent,
+and directories such as XDG_RUNTIME_DIR go when the user logs out. No path leads to the agent's sockets, so none can be
+removed: one has a name in the abstract namespace, which belongs to the network namespace; the other is reached from
+other network namespaces, through a descriptor of the agent in ``/proc``. Both go with the agent.
 
-The file also says which directory it was written for: in a copy of that directory it names an agent of another run.
+The file also names its directory: in a copy of that directory it names an agent of another run.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from memckpt.storage.owner import lies_elsewhere
 
 _log = logging.getLogger("memckpt.agent")
 NODE_VARIABLE = "MEMCKPT_NODE"
-#: The queue of connections that an agent has not accepted yet. One that stands still accepts none.
+#: Length of the queue of connections that the agent has not accepted yet. A stopped agent accepts none.
 _BACKLOG = 64
-#: How long to wait for room in that queue.
+#: Longest wait for room in that queue, in seconds.
 _CONNECT_SECONDS = 5.0
-#: How long another process may take to start an agent, or to end one.
+#: Longest time, in seconds, for which another process may start or end an agent.
 _LOCK_SECONDS = 120.0
-#: How long a process that has been killed may take from closing its sockets to its end.
+#: Longest time, in seconds, from when a killed process closes its sockets to its end.
 _END_SECONDS = 10.0
 
 
 def node_name() -> str:
-    """This node's name: MEMCKPT_NODE, or the host's name."""
+    """This node's name: MEMCKPT_NODE, or the host name."""
     return os.environ.get(NODE_VARIABLE) or platform.node()
 
 
 class ServingAgent(msgspec.Struct, frozen=True):
-    """The content of the file: which process serves which directory, and its two sockets.
+    """Content of the file: the agent's process, its directory and its two sockets.
 
     Attributes:
-        boot: the id of the machine's boot; process ids of another one mean nothing.
-        pid_namespace: the inode of the PID namespace in which `pid` counts.
-        socket: the name in the abstract namespace.
-        descriptor: of the process, and refers to the other socket's inode; -1: there is none.
-        directory: path of the run directory when the agent began; empty: not known.
-        device, inode: of that directory.
-        directory_descriptor: of the process, and refers to that directory, which may be moved; -1: there is none.
+        boot: id of the machine's boot; process ids of another boot mean nothing.
+        pid_namespace: inode of the PID namespace of `pid`.
+        socket: name in the abstract namespace.
+        descriptor: descriptor in the process that refers to the other socket's inode; -1: none.
+        directory: path of the run directory when the agent started; empty: unknown.
+        device, inode: device and inode of that directory.
+        directory_descriptor: descriptor in the process that refers to that directory, which may be moved; -1: none.
     """
 
     pid: int
@@ -76,16 +76,16 @@ class ServingAgent(msgspec.Struct, frozen=True):
 
     @property
     def addresses(self) -> Iterator[str]:
-        """Where to connect to, best first."""
+        """Addresses to connect to, best first."""
         yield f"\0{self.socket}"
         if self.descriptor >= 0 and self._is_visible:
             yield f"/proc/{self.pid}/fd/{self.descriptor}"
 
     def serves_elsewhere(self, run_dir: Path) -> str:
-        """The directory that the agent serves, where that is another one than `run_dir`; else empty."""
+        """The directory that the agent serves if it is another one than `run_dir`; else empty."""
         paths = [self.directory]
         if self.directory_descriptor >= 0 and self._is_visible:
-            with contextlib.suppress(OSError):  # it leaves
+            with contextlib.suppress(OSError):  # the agent is leaving
                 paths.append(os.readlink(f"/proc/{self.pid}/fd/{self.directory_descriptor}"))
         return next((path for path in paths if path and lies_elsewhere(run_dir, Path(path), self._is_directory)), "")
 
@@ -101,7 +101,7 @@ class ServingAgent(msgspec.Struct, frozen=True):
         return (self.boot, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     def ends(self, within: float) -> bool:
-        """Whether the process is gone or ends in time; also where that cannot be known from here."""
+        """Whether the process is gone or ends within so many seconds; also True if that is unknown here."""
         if not self._pid_counts:
             return True
         try:
@@ -129,7 +129,7 @@ class AgentAddress:
 
     @property
     def file_path(self) -> Path:
-        """The file that says which process serves; one for each node, as nodes may share the run directory."""
+        """The file that names the agent; one per node, as nodes may share the run directory."""
         return self.run_dir / f"agent-{self.node}.json"
 
     @property
@@ -137,28 +137,28 @@ class AgentAddress:
         return self.run_dir / f"agent-{self.node}.log"
 
     def serving(self) -> ServingAgent | None:
-        """The agent that the run directory names, whether or not it lives; None if it names none."""
+        """The agent that the run directory names, dead or alive; None if it names none."""
         try:
             return msgspec.json.decode(self.file_path.read_bytes(), type=ServingAgent)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except msgspec.DecodeError as error:
-            # Written to the end and renamed, and not synchronized: the machine has crashed, and the agent with it.
+            # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
             _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
             return None
 
     def original(self) -> str:
-        """The directory whose agent the file names, where the run directory is a copy of it; else empty."""
+        """The directory whose agent the file names, if the run directory is a copy of it; else empty."""
         serving = self.serving()
         return "" if serving is None else serving.serves_elsewhere(self.run_dir)
 
     def say_if_copied(self, log: logging.Logger) -> None:
-        """Warn in one line that an agent is about to be started although the file names one."""
+        """Warn that an agent is about to be started although the file names one."""
         if original := self.original():
             log.warning(
-                "memckpt: %s is a copy of %s, and its %s was copied with it: the agent of that run is not used; the "
-                "copy gets its own, which holds nothing yet, and goes on from its storage; `memckpt export ORIGINAL "
-                "--from memory` has what the original's agent holds",
+                "memckpt: %s is a copy of %s, and its %s was copied with it: the agent of that run is not used. The "
+                "copy gets its own agent, which holds nothing yet, and resumes from its storage; `memckpt export "
+                "ORIGINAL --from memory` exports the state that the original's agent holds",
                 self.run_dir,
                 original,
                 self.file_path.name,
@@ -167,7 +167,7 @@ class AgentAddress:
     # The agent's side
 
     def listen(self) -> Listener:
-        """Sockets that listen, and a run directory that names this process from now on.
+        """Listening sockets, after the run directory was made to name this process.
 
         The caller holds :meth:`starting`, has seen that no other agent answers, and closes the sockets.
 
@@ -190,19 +190,20 @@ class AgentAddress:
         return listener
 
     def withdraw(self, serving: ServingAgent) -> None:
-        """Have the run directory name this agent no more. The caller holds :meth:`starting`."""
+        """Remove the file that names this agent. The caller holds :meth:`starting`."""
         if self.serving() == serving:
             self.file_path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Hold the lock under which an agent is started: one starter at a time, none while an agent withdraws.
+        """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
 
-        The lock is a name in the abstract namespace. It goes with its holder, needs no file system that can lock, and
-        belongs to this node, which may share the run directory with others.
+        The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
+        belongs
+        to this node, which may share the run directory with others.
 
         Raises:
-            AgentError: another process has held it for too long.
+            AgentError: another process has held the lock for too long.
         """
         text = f"{os.getuid()}\0{self.run_dir}\0{self.node}"
         name = f"\0memckpt-starting-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
@@ -224,7 +225,7 @@ class AgentAddress:
             lock.close()
 
     def _wait_for_starter(self, name: str, deadline: float) -> None:
-        """Wait until whoever holds the lock lets go of it, or a moment where it cannot be asked."""
+        """Wait until the lock's holder releases it; only briefly if it does not listen yet."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as waiting:
             waiting.setblocking(False)
             left = deadline - time.monotonic()
@@ -237,9 +238,9 @@ class AgentAddress:
                         f"the lock for starting agents of {self.run_dir} is held by uid {uid}, pid {holder}; expected "
                         f"this user, {os.getuid()}. End that process, or choose another run directory"
                     )
-                # Nobody accepts; the connection ends with the lock.
+                # The holder never accepts; the connection ends with the lock.
                 readable(waiting, left)
-            except (ConnectionRefusedError, BlockingIOError):  # not listening yet or any more; too many who wait
+            except (ConnectionRefusedError, BlockingIOError):  # not listening yet, or no longer; or its queue is full
                 select.select([], [], [], 0.01)
         if time.monotonic() > deadline:
             raise AgentError(
@@ -247,14 +248,14 @@ class AgentAddress:
                 "and more; end it if it hangs"
             )
 
-    # For trainers and people
+    # For trainers and commands
 
     def connect(self) -> socket.socket | None:
-        """A connection to the agent, or None if none serves; one of another directory, whose copy this is, does not.
+        """A connection to the agent; None if there is none, or it serves another directory, of which this is a copy.
 
         Raises:
             AgentGoneError: it accepts no connections: it is stopped, or overloaded.
-            AgentError: it lives and cannot be reached from here, or is another user's.
+            AgentError: it is alive and cannot be reached from here, or belongs to another user.
         """
         refused: ServingAgent | None = None
         while True:
@@ -265,7 +266,7 @@ class AgentAddress:
                 return self._connect_to(serving)
             except ConnectionRefusedError:
                 if serving != refused:
-                    refused = serving  # it may have left, and another one come, since the file was read
+                    refused = serving  # another agent may have replaced it since the file was read
                 elif serving.ends(within=_END_SECONDS):
                     return None
                 elif self.serving() == serving:
@@ -297,7 +298,7 @@ class AgentAddress:
             except (ConnectionRefusedError, FileNotFoundError, PermissionError) as error:
                 sock.close()
                 refusal = error
-            except BaseException:  # raised again: nobody else knows of the socket
+            except BaseException:  # raised again; the socket has no other owner
                 sock.close()
                 raise
             else:
@@ -306,10 +307,10 @@ class AgentAddress:
 
 
 class Listener:
-    """The two sockets of the agent that runs in this process. Its owner closes it.
+    """The two listening sockets of the agent in this process. Its owner closes it.
 
     Args:
-        run_dir: the directory that the agent serves; None: none, to see whether one could listen.
+        run_dir: directory that the agent serves; None: only test whether sockets can listen.
     """
 
     def __init__(self, run_dir: Path | None = None) -> None:
@@ -326,9 +327,9 @@ class Listener:
             self._hold(run_dir)
 
     def _listen_in_proc(self) -> None:
-        """A socket whose path is gone as soon as there is a descriptor of its inode."""
+        """Listen on a socket whose path is removed as soon as a descriptor refers to its inode."""
         with tempfile.TemporaryDirectory(prefix="memckpt-") as directory:
-            # Through a descriptor of the directory: a socket's path is at most 107 bytes long.
+            # Through a descriptor of the directory: a socket's path has 107 bytes at most.
             fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 path = f"/proc/self/fd/{fd}/socket"
@@ -338,10 +339,10 @@ class Listener:
                 os.close(fd)
 
     def _hold(self, run_dir: Path) -> None:
-        """Keep the directory open: it can be seen where it is moved to, and no file system gives it another inode."""
+        """Keep the directory open, to see where it is moved to, and to keep its inode from changing or being reused."""
         try:
             fd = os.open(run_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # there is no directory, which the attempt to write the file says
+        except OSError:  # no directory: writing the file will raise
             return
         self._directory = fd
         found = os.fstat(fd)
@@ -355,7 +356,7 @@ class Listener:
 
     @property
     def moved_to(self) -> Path | None:
-        """Where the run directory is now, if it was moved since the agent began; None: it was not, or is removed."""
+        """The run directory's new path if it was moved since the agent started; None: not moved, or removed."""
         if self._directory < 0:
             return None
         now = os.readlink(f"/proc/self/fd/{self._directory}")
@@ -381,14 +382,14 @@ def _listen_at(address: str) -> socket.socket:
         listening.bind(address)
         listening.listen(_BACKLOG)
         listening.setblocking(False)
-    except BaseException:  # raised again: nobody else knows of the socket
+    except BaseException:  # raised again; the socket has no other owner
         listening.close()
         raise
     return listening
 
 
 def peer(sock: socket.socket) -> tuple[int, int]:
-    """Process and user id of the other end."""
+    """Process id and user id of the other end."""
     pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 

@@ -1,4 +1,4 @@
-"""When a process that has died is started again."""
+"""Pauses before a process that died is restarted."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """How long to wait after each death: not at all at first, then twice as long each time, up to a limit.
+    """Restart pauses: none at first, then twice as long after each death, up to a limit.
 
-    It never gives up: training that waits for what the process does would stand still for ever.
+    It never gives up: training that waits for the process would hang for ever.
 
     Args:
-        clock: in seconds.
-        at_once: so often in a row one takes the place of the last at once.
+        clock: clock in seconds.
+        at_once: number of deaths in a row that are followed by an immediate restart.
         first: the shortest pause, in seconds.
-        longest: the longest.
-        steady: one that has lived so long did not die of how it was started.
+        longest: the longest pause, in seconds.
+        steady: lifetime, in seconds, from which on a death does not count as a failed start.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Backoff:
         self._deaths = 0
 
     def reset(self) -> None:
-        """What comes now has nothing to do with what was before."""
+        """Forget earlier deaths: the next process has nothing to do with them."""
         self._deaths = 0
 
     def started(self) -> None:
-        """One has been started, or is about to be."""
+        """Note that a process has been started, or is about to be."""
         self._started = self._clock()
 
     def died(self) -> float:
-        """The seconds until another one is to be started: 0 for at once."""
+        """Note a death; returns the seconds until the next start, 0 for at once."""
         if self._clock() - self._started >= self._steady:
             self._deaths = 0
         self._deaths += 1

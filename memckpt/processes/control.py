@@ -1,4 +1,4 @@
-"""Asking a run's agent from outside the training: what it holds, and to leave."""
+"""Commands to a run's agent from outside the training: status, save, stop."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _log = logging.getLogger("memckpt.agent")
 
 
 def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
-    """What the agent holds; None if no agent answers.
+    """The agent's status; None if no agent answers.
 
     Raises:
-        AgentError: it answers with something else.
+        AgentError: the answer is of another type.
     """
     sock = address.connect()
     if sock is None:
@@ -37,17 +37,17 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
 
 
 def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
-    """Have the agent write the newest step that it holds as a checkpoint to another place; training goes on beside it.
+    """Have the agent write its newest step as a checkpoint to another store; training continues meanwhile.
 
     Args:
-        address: of the run's agent on the node with rank 0.
-        url: of an empty store; a directory's path must be absolute.
+        address: address of the run's agent on the node with rank 0.
+        url: URL of an empty store; a directory's path must be absolute.
         timeout: seconds; while training runs, the next step has to end first.
 
     Raises:
         AgentNotFoundError: there is no agent.
         AgentGoneError: it has not answered within `timeout` seconds.
-        NothingHeldError: it could not be done; the message says why.
+        NothingHeldError: the save failed; the message says why.
     """
     sock = address.connect()
     if sock is None:
@@ -66,7 +66,7 @@ def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
 
 
 def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
-    """Have the agent let go of everything and end; returns its pid, or None if there was none.
+    """Make the agent drop everything and end; returns its pid, or None if there was none.
 
     Raises:
         AgentError: it has not ended within `timeout` seconds.
@@ -93,10 +93,10 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
 
 
 def relieve(address: AgentAddress, timeout: float = 10.0) -> None:
-    """Have an agent leave that living trainers have started: it may not outlive them, and the caller's would.
+    """Make an agent leave that running trainers have started: it might end with them; the caller's agent does not.
 
-    It stops to answer at once and brings what it holds to storage before it ends; the trainers write their state anew
-    to whoever answers then. An agent without trainers is left alone: it holds what they will resume from.
+    It stops answering at once, and writes its state to storage before it ends. The trainers write their state again to
+    the agent that answers then. An agent without trainers is left alone: it holds the state that they resume from.
 
     Raises:
         AgentError: it still answers after `timeout` seconds.
@@ -115,7 +115,7 @@ def relieve(address: AgentAddress, timeout: float = 10.0) -> None:
         return  # it has just ended
     finally:
         sock.close()
-    _log.info("taking over from agent pid %d, which a trainer has started", pid)
+    _log.info("taking over from agent pid %d, which a trainer started", pid)
     deadline = time.monotonic() + timeout
     try:
         process.terminate()

@@ -1,4 +1,4 @@
-"""Identities of processes that outlive the reuse of their ids."""
+"""Handles of processes that stay valid when process ids are reused."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from memckpt.protocol.descriptors import readable
 
-#: In the flags of /proc/PID/stat: the process is past its last instruction.
+#: Flag in /proc/PID/stat: the process is exiting.
 _PF_EXITING = 0x4
 _SO_PEERPIDFD = 77  # Linux 6.5; the socket module has no name for it
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is no such process, or only a zombie of it."""
+    """Start time of a process in clock ticks since boot; 0 if there is no such process, or only a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -26,7 +26,7 @@ def start_ticks(pid: int) -> int:
 
 
 def _status_of(pid: int) -> dict[str, str]:
-    """The lines of its status file; nothing if there is no such process."""
+    """The fields of its status file; empty if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -40,7 +40,7 @@ def parent_of(pid: int) -> int:
 
 
 class ProcessHandle:
-    """A pidfd: names one process for good, whatever happens to its id. Owner closes it."""
+    """A pidfd: refers to one process for good, even if its id is reused. Its owner closes it."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
@@ -57,12 +57,12 @@ class ProcessHandle:
             (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
             os.set_inheritable(fd, False)
         except OSError:
-            fd = os.pidfd_open(pid)  # an older kernel: the id cannot have been reused within this instant
+            fd = os.pidfd_open(pid)  # an older kernel: a reuse of the id is all but impossible so soon
         return cls(pid, fd)
 
     @classmethod
     def of(cls, pid: int, ticks: int) -> ProcessHandle:
-        """The process that has this id and started at `ticks`.
+        """The process that has this id and started at `ticks`, in clock ticks since boot.
 
         Raises:
             ProcessLookupError: it is gone.
@@ -80,7 +80,7 @@ class ProcessHandle:
         return not readable(self.fd, 0)
 
     def duplicate(self) -> ProcessHandle:
-        """Another handle of the same process, with an owner of its own."""
+        """Another handle of the same process, with its own owner."""
         return ProcessHandle(self.pid, os.dup(self.fd))
 
     def state(self) -> str:
@@ -88,7 +88,7 @@ class ProcessHandle:
         return _status_of(self.pid).get("State", "ended")
 
     def dying(self) -> bool:
-        """Whether it has been killed or is ending, and whoever waits for it waits for its end."""
+        """Whether it is dead, exiting, or has a pending SIGKILL: its end only has to be waited for."""
         if not self.alive():
             return True
         try:
@@ -107,7 +107,7 @@ class ProcessHandle:
             signal.pidfd_send_signal(self.fd, signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         if self.alive():
             signal.pidfd_send_signal(self.fd, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""The agent's end of a process that works for it: one that writes, or one that speaks with peers."""
+"""The agent's end of a helper process: a writer, or the replicator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memckpt.protocol.trainer import Message
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
 _TAKE_SECONDS = 5.0
-#: Limit on messages that the process has not read yet.
+#: Most bytes of messages that the process has not read yet.
 _MOST_WAITING_BYTES = 64 << 20
 
 T = TypeVar("T")
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    """A process that is started in here holds SIGINT and SIGTERM back until it has said that it ignores them.
+    """Block SIGINT and SIGTERM for a process started inside the block until it ignores them.
 
-    Schedulers signal every process of a job at once, and the first of them makes the agent start this one.
+    Schedulers signal every process of a job at once, and the first signal makes the agent start a helper.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
@@ -52,17 +52,17 @@ def _cannot_start(module: str, error: OSError) -> AgentError:
 
 
 class HelperProcess:
-    """Owns the process and the connection to it; :meth:`close` ends both at once, as far as the kernel lets it.
+    """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
-    The agent never waits for it: what it does not take at once, as it is busy or stands still, is sent when it does.
+    The agent never blocks on it: messages that it does not take at once are queued.
 
     Args:
-        module: that it runs, with these arguments and those for the connection.
-        selector: of the agent's loop, which reads its answers.
-        received: called with each of them; an AgentError from it says that the process is not in its right mind.
-        ended: called with the reason once it is gone, or not to be trusted.
-        liveness_seconds: without a sign of life after which it stands still; None: it is not watched.
-        life: the page that our own loop moves, which the process may watch in turn; belongs to the caller.
+        module: module to run, with these arguments and those for the connection.
+        selector: selector of the agent's loop, which reads the answers.
+        received: called with each answer; an AgentError from it means that the process cannot be trusted.
+        ended: called with the reason once the process is gone, or cannot be trusted.
+        liveness_seconds: seconds without a sign of life after which it counts as standing still; None: not watched.
+        life: the page that our own loop moves and that the process may watch; belongs to the caller.
 
     Raises:
         AgentError: it cannot be started.
@@ -82,16 +82,16 @@ class HelperProcess:
         self._received = received
         self._ended = ended
         self._own_life = life
-        #: The page that its loop moves, and who looks at it.
+        #: The page that its loop moves, and the watch on it.
         self._life = LifePage.create() if liveness_seconds is not None else None
         self._watch: LifeWatch | None = None
         try:
             self._start(module, arguments)
-        except BaseException:  # raised again: nobody else knows of the page
+        except BaseException:  # raised again; the page has no other owner
             self._close_life()
             raise
         if self._life is not None and liveness_seconds is not None:
-            # Its other threads are those of the network, which live on whatever becomes of its loop.
+            # Its other threads are the network's, which run on even if its loop hangs.
             self._watch = LifeWatch(self._life, self._process.pid, liveness_seconds, "main")
 
     def _start(self, module: str, arguments: Sequence[str]) -> None:
@@ -116,15 +116,15 @@ class HelperProcess:
         except OSError as error:
             ours.close()
             raise _cannot_start(module, error) from error
-        except BaseException:  # raised again: nobody else knows of our end of the pair
+        except BaseException:  # raised again; our end of the pair has no other owner
             ours.close()
             raise
         finally:
             theirs.close()
         self._channel = Channel(ours)
-        #: Descriptors that came with the message that is being received.
+        #: Descriptors that came with the message being received.
         self._came: list[int] = []
-        #: Messages that wait to be taken, with descriptors that are ours.
+        #: Queued messages, with our duplicates of their descriptors.
         self._waiting: deque[tuple[bytes, list[int]]] = deque()
         self._waiting_bytes = 0
         self._selector.register(ours, selectors.EVENT_READ, self._attend)
@@ -153,47 +153,47 @@ class HelperProcess:
 
     @property
     def look_at(self) -> float | None:
-        """When :meth:`stands_still` is to be asked again, by the monotonic clock; None: it is not watched."""
+        """Time of the next call of :meth:`stands_still`, by the monotonic clock; None: it is not watched."""
         return None if self._watch is None else self._watch.due
 
     def stands_still(self) -> bool:
-        """Whether it has shown no sign of life for too long: it is stopped, or dead-locked."""
+        """Whether it has shown no sign of life for too long: it is stopped or deadlocked."""
         return self._watch is not None and self._watch.stands_still()
 
     def watch_for(self, liveness_seconds: float) -> None:
-        """It stands still after so many seconds without a sign of life, from now on."""
+        """Set the seconds without a sign of life after which it counts as standing still."""
         if self._watch is not None:
             self._watch.limit = liveness_seconds
 
     def _wait(self, ready: Callable[[float], T | None], seconds: float) -> T | None:
-        """Wait for something, and look meanwhile whether the process lives; None after so many seconds.
+        """Wait for something while watching that the process is alive; None after so many seconds.
 
         Args:
-            ready: waits at most so many seconds for it; None: it has not come.
-            seconds: for all of that.
+            ready: waits for it, at most so many seconds; None: it has not come.
+            seconds: longest wait in total.
 
         Raises:
-            AgentGoneError: it stands still.
+            AgentGoneError: the process stands still.
         """
         until = time.monotonic() + seconds
         while True:
             left = max(0.0, until - time.monotonic())
             found = ready(left if self._watch is None else min(left, self._watch.pause))
             if self._own_life is not None:
-                self._own_life.beat()  # who watches us is to see that we only wait
+                self._own_life.beat()  # our own watchers have to see that we only wait
             if found is not None or left == 0.0:
                 return found
             if self._watch is not None and self._watch.stands_still():
                 raise AgentGoneError(f"it has shown no sign of life for {self._watch.limit:g} s")
 
     def take_descriptors(self) -> list[int]:
-        """Those that came with the message that is being received; the caller's from now on."""
+        """Descriptors that came with the message being received; the caller owns them from now on."""
         taken = list(self._came)
         self._came.clear()
         return taken
 
     def send(self, message: Message, fds: Sequence[int]) -> None:
-        """Hand over a job. Raises AgentGoneError if the process is gone, or has not taken anything for too long."""
+        """Send or queue a message. Raises AgentGoneError if the process is gone, or its queue is full."""
         body = encode(message)
         if not self._waiting and self._channel.offer(body, fds):
             return
@@ -216,17 +216,18 @@ class HelperProcess:
             os.close(fd)
 
     def ask(self, message: Message, expected: type[T], timeout: float, patience: float | None = None) -> T:
-        """Hand over a job that is done at once, and wait for its answer; what comes before that is received as ever.
+        """Send a message and wait for its answer; messages that come before it are received as usual.
 
         Args:
-            message: the job.
-            expected: the type of its answer.
-            timeout: in seconds, for each message of the process.
-            patience: how long to wait instead while it lives, and the log says that it does not answer.
+            message: the request.
+            expected: type of the answer.
+            timeout: longest wait for each message of the process, in seconds.
+            patience: longest wait in seconds while the process is alive; after `timeout` a warning is logged.
 
         Raises:
-            AgentGoneError: the process is gone, stands still, or has not answered in time; or what it has said
-                meanwhile has led to its end.
+            AgentGoneError: the process is gone, stands still, or has not answered in time; or an earlier message of it
+                has
+                ended the connection.
         """
         deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())
@@ -254,16 +255,16 @@ class HelperProcess:
                 return answer
             self._receive(answer, fds)
             if self._channel.fileno() < 0:
-                raise AgentGoneError("what it said has led to its end")
+                raise AgentGoneError("one of its messages led to its end")
 
     def _writable(self, seconds: float) -> bool | None:
         return writable(self._channel.sock, seconds) or None
 
     def close(self, last: Callable[[Message], None] | None = None) -> None:
-        """Kill it, wait for its end a while, and close the connection. Idempotent.
+        """Kill it, wait a while for its end, and close the connection. Idempotent.
 
         Args:
-            last: called with each message that it has sent and that was not received before.
+            last: called with each message that it has sent and that was not received yet.
         """
         if self._channel.fileno() < 0:
             return
@@ -272,8 +273,8 @@ class HelperProcess:
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            # In a system call that the storage does not let end. It dies when that does, and does nothing more.
-            _log.warning("pid %d is killed but hangs in the kernel", self._process.pid)
+            # In a system call that storage does not let end. It dies when that returns, and does nothing more.
+            _log.warning("pid %d was killed but hangs in the kernel", self._process.pid)
         if last is not None:
             self._receive_last(last)
         self._channel.close()
@@ -292,6 +293,6 @@ class HelperProcess:
             while (received := self._channel.poll()) is not None:
                 self._receive(*received)
         except AgentGoneError:
-            return  # its end, behind all that it has sent
+            return  # its end comes after all of its messages
         except AgentError as error:
             _log.error("the final messages of pid %d cannot be decoded: %s", self._process.pid, error)

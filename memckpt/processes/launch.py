@@ -1,4 +1,4 @@
-"""Starting a node's agent from a trainer, and the hand-shake that says whether it came up."""
+"""Start of a node's agent by a trainer, and the handshake that reports success or failure."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from memckpt.protocol.descriptors import readable
 
 _log = logging.getLogger("memckpt")
 _READY = "ready"
-#: Ends what the agent says. The end of the pipe would not do: a process that was forked meanwhile may have it, too.
+#: End mark of the agent's report. The pipe's end would not do: a process forked meanwhile may hold it open.
 _END = "\0"
-#: How long a process that was killed may take to end.
+#: Longest time, in seconds, that a killed process may take to end.
 _END_SECONDS = 5.0
 
 
 def report_ready(fd: int) -> None:
-    """In the agent: it answers from now on.
+    """Report, in the agent, that it answers.
 
     Raises:
-        AgentError: whoever started it is gone, or waits no more.
+        AgentError: its starter is gone, or no longer waits.
     """
     try:
         os.write(fd, f"{_READY}{_END}".encode())
     except BrokenPipeError as error:
-        raise AgentError("the process that has started this agent is gone, or waits for it no more") from error
+        raise AgentError("the process that started this agent is gone, or no longer waits for it") from error
     os.close(fd)
 
 
 def report_failure(fd: int, error: BaseException) -> None:
-    """In the agent: why it could not start. Ignored when it had reported readiness before."""
+    """Report, in the agent, why it could not start. Ignored if it has reported readiness before."""
     try:
         os.write(fd, f"{type(error).__name__}: {error}{_END}".encode())
         os.close(fd)
@@ -47,7 +47,7 @@ def report_failure(fd: int, error: BaseException) -> None:
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make a run directory, if it is not there. Raises ConfigurationError if that cannot be, or it is read-only."""
+    """Create a run directory if it is missing. Raises ConfigurationError if that fails, or it is read-only."""
     expected = "run_dir: expected a directory, or a path at which one can be made, that this process may write to"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,14 +64,14 @@ def make_run_dir(run_dir: Path) -> None:
 
 
 def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
-    """Start the agent, which is no child of this process, and wait until it answers; returns its process id.
+    """Start the agent, detached from this process, and wait until it answers; returns its process id.
 
-    Of several agents started at the same time one wins; the others report that, and their starters connect to the
-    winner. The agent belongs to whoever uses it, and ends by itself when nobody does.
+    If several agents are started at the same time one wins; the others report that, and their starters connect to the
+    winner. The agent belongs to its users, and ends by itself when it has none.
 
     Raises:
-        AgentError: it did not come up; the message has what it said and where its log is.
-        ConfigurationError: the run directory cannot be made, or not be written to.
+        AgentError: it did not come up; names its report and its log.
+        ConfigurationError: the run directory cannot be created or written to.
     """
     make_run_dir(address.run_dir)
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
@@ -86,7 +86,7 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
         said, timed_out = _read(read_fd, time.monotonic() + config.start_seconds)
     finally:
         os.close(read_fd)
-    # It ends as soon as it has started the agent.
+    # The starter ends as soon as it has started the agent.
     if timed_out:
         starter.kill()
     status = starter.wait()
@@ -128,7 +128,7 @@ def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subpro
     environment = {
         **os.environ,
         "OMP_WAIT_POLICY": "passive",
-        # The trainer's directory need not be the one it was started from, nor its path on sys.path be inherited.
+        # The trainer may run in another directory than it was started in, and its sys.path is not inherited.
         "PYTHONPATH": os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH", "")])),
     }
     with address.log_path.open("ab") as log:
@@ -144,7 +144,7 @@ def _start(address: AgentAddress, config: AgentConfig, report_fd: int) -> subpro
 
 
 def _read(fd: int, deadline: float) -> tuple[str, bool]:
-    """What is said until all of it is, or all have closed the other end; and whether that took too long."""
+    """The report, up to its end mark or the pipe's end; and whether the deadline passed."""
     said = b""
     while not said.endswith(_END.encode()):
         if not readable(fd, deadline - time.monotonic()):
@@ -157,7 +157,7 @@ def _read(fd: int, deadline: float) -> tuple[str, bool]:
 
 
 def _end_agent(line: str) -> None:
-    """Kill the process that a starter has named, if it has, and wait for its end."""
+    """Kill the process that a starter has named, if any, and wait for its end."""
     if not line:
         return
     pid, ticks = (int(word) for word in line.split())

@@ -1,4 +1,4 @@
-"""Telling a service manager where the agent stands: systemd's ``sd_notify`` protocol, which others speak, too."""
+"""The agent's state for a service manager: systemd's ``sd_notify`` protocol, which others speak, too."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class ServiceManager:
-    """Whoever started this process and named a socket in NOTIFY_SOCKET; nobody, where there is none.
+    """The service manager whose socket NOTIFY_SOCKET names; without one, nothing is sent.
 
-    The variable is taken out of the environment: the processes that the agent starts are not the service.
+    The variable is removed from the environment: processes that the agent starts are not the service.
     """
 
     def __init__(self) -> None:
         self._path = os.environ.pop(VARIABLE, "")
 
     def notify(self, state: str) -> None:
-        """Send one datagram. A socket that does not take it is a warning: the agent can serve without it."""
+        """Send one datagram. A failure is only logged: the agent can serve without it."""
         if not self._path:
             return
-        # A leading @ is the abstract namespace, whose names begin with a zero byte.
+        # A leading @ stands for the abstract namespace, whose names begin with a zero byte.
         address = "\0" + self._path[1:] if self._path[0] == "@" else self._path
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
@@ -33,8 +33,8 @@ class ServiceManager:
                 sock.sendall(state.encode())
         except OSError as error:
             _log.warning(
-                "%s cannot be sent to %s=%s: %s; expected the socket of a service manager, which will take this "
-                "agent for one that does not start",
+                "%s cannot be sent to %s=%s: %s; expected the socket of a service manager, which will assume that this "
+                "agent failed to start",
                 state,
                 VARIABLE,
                 self._path,

@@ -127,8 +127,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
-    """Erasure-coded pieces that a node keeps in memory of another node's records: its part of the inventory for the
-    plan.
+    """Erasure-coded pieces of another node's records in a node's memory: its part of the inventory for the plan.
 
     Attributes:
         node: name of the node that keeps them.
