@@ -1,6 +1,6 @@
-"""memckpt for Hugging Face Accelerate: every step of an `Accelerator` training recoverable.
+"""memckpt for Hugging Face Accelerate: makes every step of an `Accelerator` training recoverable.
 
-`MemCheckpointPlugin` is all that a training needs; docs/accelerate.md shows the lines that are new.
+`MemCheckpointPlugin` is the whole interface; docs/accelerate.md shows the lines to add to a training.
 """
 
 from accelerate_plugin.plugin import MemCheckpointPlugin

@@ -1,4 +1,4 @@
-"""Named parts of the captured state, in which a repeated step is compared."""
+"""Named parts of the captured state, for the comparison of a repeated step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from memckpt import ComparedKind, dataloader
 
 
 def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
-    """The parts of what the plugin captures, in the user's words."""
+    """The parts of the plugin's captured state, under the user's names for them."""
     parts: dict[tuple[ComparedKind, str], Any] = {}
     for index, loader in enumerate(state["loaders"]):
         position = dataloader.comparable(loader["position"], between_passes=not loader["active"])
-        # Nobody is in it: how far the last iteration got is of no account.
+        # No iteration is active: the progress of the last one does not matter.
         place = {} if not loader["active"] else {"batches": loader["batches"], "padding": loader["padding"]}
         parts["data position", f"loader {index}"] = {"position": position, "iteration": loader["iteration"], **place}
     parts["data position", "loop"] = {name: state[name] for name in ("epoch", "batch", "micro_step")}

@@ -1,4 +1,4 @@
-"""``memckpt export --format accelerate``: a checkpoint as a directory that ``Accelerator.load_state`` takes."""
+"""``memckpt export --format accelerate``: a checkpoint as a directory for ``Accelerator.load_state``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from accelerate_plugin.plugin import STATE
 from memckpt import ExportedState
 from memckpt.errors import ForeignStateError
 
-#: Not a file of Accelerate's: where in the training the state belongs, for whoever goes on from it.
+#: A file of ours, not Accelerate's: step, epoch and batch of the state.
 PLACE_NAME = "memckpt.json"
 
 
 def write(state: ExportedState, target: Path) -> None:
-    """Write the directory, with the names that Accelerate gives its files.
+    """Write the directory, with Accelerate's file names.
 
-    `Accelerator.load_state` puts back models, optimizers, schedulers, the gradient scaler, registered objects and each
-    process's generators; not the place in the data, which ``memckpt.json`` names.
+    `Accelerator.load_state` restores models, optimizers, schedulers, the gradient scaler, registered objects and each
+    process's generators; not the data position, which ``memckpt.json`` names.
 
     Raises:
         ForeignStateError: the run was not trained with `MemCheckpointPlugin`.
@@ -61,7 +61,7 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _models(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Each model's own tensors: where there are several, names begin with the model's number."""
+    """Each model's own tensors; with several models, names begin with the model's number."""
     if count == 1:
         return [tensors]
     return [
@@ -71,7 +71,7 @@ def _models(tensors: dict[str, torch.Tensor], count: int) -> list[dict[str, torc
 
 
 def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under one of their names: with more, safetensors' own loader takes the others for foreign."""
+    """Tied weights under one name only: safetensors' loader refuses the others as unexpected."""
     kept: dict[int, str] = {}
     for name, tensor in tensors.items():
         kept.setdefault(id(tensor), name)
@@ -89,5 +89,5 @@ def _random_states(generators: Any, micro_step: int) -> dict[str, Any]:
         count = max(generators["cuda"]) + 1
         states["torch_cuda_manual_seed"] = [generators["cuda"].get(device) for device in range(count)]
         if None in states["torch_cuda_manual_seed"]:
-            del states["torch_cuda_manual_seed"]  # Accelerate sets those of all devices, or of none
+            del states["torch_cuda_manual_seed"]  # Accelerate restores those of all devices, or none
     return states

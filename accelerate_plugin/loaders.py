@@ -1,8 +1,9 @@
-"""Data positions of prepared loaders: followed in place, read at each step, given back on a resume.
+"""Data positions of prepared loaders: followed in place, read at each step, restored on a resume.
 
 Accelerate's loaders take one round of batches from an ordinary DataLoader ahead of the user. So the DataLoader inside
-is grafted (`memckpt.dataloader`), which knows what was fetched, and the loader around it counts what the user
-has been given. It stays the same object; while it is followed it has a subclass of its own class.
+is
+grafted (`memckpt.dataloader`) and counts fetched batches, and the loader around it counts batches given to the user. It
+keeps its identity; while it is followed its class is a subclass of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from memckpt import dataloader
 from memckpt.errors import ForeignStateError, UnsupportedError, UsageError
 
 _FOLLOWER = "_memckpt_follower"
-#: What is relied on of Accelerate's loaders, some of it without being promised.
+#: Attributes of Accelerate's loaders that we rely on, some of them private.
 _RELIED_ON = ("base_dataloader", "iteration", "end_of_dataloader", "begin", "end", "get_sampler", "_drop_last")
 
 
 class Rounds:
-    """Counts what ends in a training: an iteration over a followed loader, or an epoch."""
+    """Number of iterations over followed loaders, and of epochs, that have ended in a training."""
 
     def __init__(self) -> None:
         self.ended = 0
@@ -36,11 +37,11 @@ class Follower:
     """One prepared loader, followed from `prepare` to `close`.
 
     Args:
-        loader: a loader as Accelerate has prepared it.
-        name: how messages call it.
-        rounds: of all loaders of the training.
+        loader: a loader that Accelerate has prepared.
+        name: its name in messages.
+        rounds: shared by all loaders of the training.
         begin: called when an iteration begins, before anything else.
-        on_live: called when a resumed iteration is about to yield what is new: restores the global generators.
+        on_live: called when a resumed iteration is about to yield new batches; restores the global generators.
 
     Raises:
         UnsupportedError: Accelerate prepared it in a way that cannot be followed.
@@ -74,7 +75,7 @@ class Follower:
         self._on_live = on_live
         self._held: dict[str, Any] | None = None
         self._consumed = 0
-        #: Whether the user is in an iteration over it.
+        #: Whether the user is iterating over it.
         self.active = False
         self._left = False
         self._per_batch, self._lookahead = 1, 1
@@ -98,7 +99,7 @@ class Follower:
         return base
 
     def unreplayable(self) -> str | None:
-        """A line on why it cannot be promised to resume exactly; None if nothing is known against it."""
+        """One line on why an exact resume cannot be promised; None if no reason is known."""
         reason = dataloader.unreplayable(self._base)
         return None if reason is None else f"{self.name}: {reason}"
 
@@ -106,21 +107,21 @@ class Follower:
 
     @property
     def at(self) -> tuple[int, int]:
-        """Which batch of which iteration the user has: changes whenever a batch is asked for."""
+        """Iteration and batch that the user is at; changes with every batch."""
         return self._loader.iteration, self._consumed
 
     @property
     def batches(self) -> int:
-        """Batches of the current iteration that the user has been given."""
+        """Number of batches of the current iteration given to the user."""
         return self._consumed
 
     @property
     def over(self) -> bool:
-        """Whether the user is in an iteration that has no further batch for it."""
+        """Whether the user's current iteration has no further batch."""
         return self.active and (self._left or bool(self._loader.end_of_dataloader))
 
     def state(self) -> dict[str, Any]:
-        """Where the user stands in it, as plain values."""
+        """The user's position in it, as plain values."""
         if self._held is not None:
             return self._held
         exhausted = self.over
@@ -138,18 +139,18 @@ class Follower:
         }
 
     def leave(self) -> None:
-        """The user takes no further batch from this iteration."""
+        """Note that the user takes no further batch from this iteration."""
         self._left = True
 
     # Resume
 
     def hold(self, state: dict[str, Any]) -> None:
-        """Go on behind `state` with the next iteration if the user was in one, else begin the one that was next.
+        """Continue behind `state` with the next iteration if it was captured in one, else begin the iteration due then.
 
         Leaves the global generators as they are.
 
         Raises:
-            DataPositionError: the loader is not the one that `state` was read from.
+            DataPositionError: the loader differs from the one that `state` was read from.
         """
         self._loader.iteration = state["iteration"]
         self._opened = None
@@ -161,7 +162,7 @@ class Follower:
             dataloader.restore_generators(self._base, state["position"])
 
     def open(self) -> Iterator[Any]:
-        """What `iter()` gives: nothing happens before its first batch is asked for."""
+        """The result of `iter()`: nothing happens before its first batch is asked for."""
         if self._held is not None:
             if self._opened is not None and self._opened != self._rounds.ended:
                 self._leave_held(self._held)
@@ -169,9 +170,9 @@ class Follower:
         return self._iterate()
 
     def _leave_held(self, held: dict[str, Any]) -> None:
-        """Another iteration is begun, and the one before, which would have gone on behind `held`, was never asked.
+        """Give up the iteration that would have continued behind `held`: another one begins, and it was never advanced.
 
-        So it was left in the killed process, too: `zip` ends with its shortest, and asks no other.
+        The killed process had left it, too: `zip` ends with its shortest iterator, and asks no other.
         """
         self._held = None
         dataloader.resume(self._base, {**held["position"], "exhausted": True})
@@ -186,7 +187,7 @@ class Follower:
             return
         self._consumed = 0 if held is None else held["batches"]
         if held is not None:
-            # Whatever ran since `hold` may have moved the loader's own generators.
+            # Code that ran since `hold` may have moved the loader's own generators.
             dataloader.resume(self._base, held["position"], on_live=self._on_live)
         if self._padding is not None:
             self._padding.begin(None if held is None else held["padding"])
@@ -208,7 +209,7 @@ class Follower:
             self.active = False
 
     def _pass_over(self, held: dict[str, Any]) -> None:
-        """The killed process had taken its last batch of this iteration: leave the loader as it was left then."""
+        """Leave the loader as the killed process had: its last batch of this iteration was taken."""
         dataloader.resume(self._base, held["position"], on_live=self._on_live)
         self._drain(held)
         self._rounds.ended += 1
@@ -218,7 +219,7 @@ class Follower:
         loader.begin()
         for _ in self._base:
             raise ForeignStateError(
-                f"{self.name}: expected nothing behind its last batch, found another one; build the loader over the "
+                f"{self.name}: expected no batch after its last one, found one; build the loader over the "
                 'same data in both runs, or start over with resume="never"'
             )
         if not held["left"]:
@@ -228,7 +229,7 @@ class Follower:
         dataloader.go_live(self._base)
 
     def release(self) -> None:
-        """Make the loader what it was."""
+        """Restore the loader's original class and behaviour."""
         if self._loader.__dict__.pop(_FOLLOWER, None) is None:
             return
         _set_class(self._loader, self._class)
@@ -243,14 +244,14 @@ def _iterate(loader: Any) -> Iterator[Any]:
 
 
 def _set_class(loader: Any, kind: type[Any]) -> None:
-    # Accelerate's loaders have a property of this name, which says that they are DataLoaders.
+    # Accelerate's loaders shadow this name with a property that claims to be a DataLoader.
     object.__dict__["__class__"].__set__(loader, kind)
 
 
 def _make_generator(loader: Any) -> None:
-    """Give a SeedableRandomSampler the generator that it would make for itself when it is first iterated.
+    """Give a SeedableRandomSampler the generator that it would make at its first iteration.
 
-    In a new process its state has to have a place to go, before that.
+    A resume has to restore that generator's state before.
     """
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
@@ -259,7 +260,7 @@ def _make_generator(loader: Any) -> None:
 
 
 def _pads_last_round(loader: Any) -> bool:
-    """Whether a dispatcher completes its last round with samples of its first, as far as that is known."""
+    """Whether a dispatcher completes its last round with samples of its first; True if the length is unknown."""
     if loader._drop_last or loader.state.num_processes == 1:
         return False
     sampler = loader.get_sampler()
@@ -273,7 +274,7 @@ def _pads_last_round(loader: Any) -> bool:
 class _Padding:
     """The samples that complete a dispatcher's last round: the first ones of the iteration, which a resume skips.
 
-    They are as many as there are processes, and each commit carries them.
+    There are as many as processes, and each commit carries them.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -285,11 +286,11 @@ class _Padding:
         loader.slice_fn = self
 
     def begin(self, first: list[torch.Tensor] | None) -> None:
-        """An iteration begins: keep the first samples, or put these in their place."""
+        """Begin an iteration: keep its first samples, or replace them by `first`."""
         self._due, self._given, self.first = True, first, None
 
     def __call__(self, batch: Any, part: slice, **arguments: Any) -> Any:
-        """In place of the dispatcher's `slice_fn`; what it cuts first in an iteration are the samples to keep."""
+        """Replacement of the dispatcher's `slice_fn`; its first result in an iteration is kept."""
         cut = self._slice(batch, part, **arguments)
         if not self._due:
             return cut
@@ -312,7 +313,7 @@ class _Padding:
 
 @contextlib.contextmanager
 def grafting_stateful_loaders(lookahead: int) -> Iterator[None]:
-    """Graft torchdata's StatefulDataLoaders as they are made.
+    """Graft torchdata's StatefulDataLoaders on creation.
 
     Accelerate asks a new one for its state at once, which starts its iterator and workers: later is too late.
     """

@@ -1,4 +1,4 @@
-"""Watches a user's loop for what would leave it unprotected, and says what to call."""
+"""Detection of user loops that would be unprotected, with messages that name the call to add."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from memckpt.errors import UsageError
 
 _log = logging.getLogger("accelerate_plugin")
-#: So many steps without a commit, or commits without a step, are no accumulation any more.
+#: Steps without a commit, or commits without a step, from which on it is no accumulation.
 _LONG = 1000
 
 _NEVER_COMMITTED = (
@@ -23,22 +23,22 @@ _NEVER_STEPPED = (
     "inside accelerator.accumulate(model) where gradients are accumulated"
 )
 _LEFT = (
-    "the loop over batches was left behind a commit although its loader has more, and a restart would go on in it: "
-    "pass commit(epoch_over=True) there, or leave the loop before its next batch is trained"
+    "the loop over batches was left after a commit although its loader has more batches, and a restart would "
+    "continue in it: pass commit(epoch_over=True) there, or leave the loop before its next batch is trained"
 )
 _SECOND_LOOP = (
-    "a second loop over batches in one epoch: a restart within it runs the first one again; "
+    "a second loop over batches in one epoch: a restart during the second loop runs the first one again; "
     "give each an epoch of its own"
 )
 
 
 class Place(NamedTuple):
-    """Where the user stands in one prepared loader.
+    """The user's position in one prepared loader.
 
     Attributes:
-        at: which batch of which iteration it is.
-        active: whether the user is in an iteration over it.
-        over: whether that has given its last batch.
+        at: iteration and batch.
+        active: whether the user is iterating over it.
+        over: whether that iteration has given its last batch.
     """
 
     at: tuple[int, int]
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class LoopWatch:
-    """Counts what the loop does between two commits."""
+    """Counts steps, batches and commits of the user's loop."""
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
@@ -61,7 +61,7 @@ class LoopWatch:
         self._warned = False
         self._places: list[Place] = []
         self._first_places: list[Place] | None = None
-        #: Whether the loop can know where it resumes.
+        #: Whether the loop has asked where it resumes.
         self.place_is_known = False
 
     def install(self, optimizers: Sequence[Optimizer]) -> None:
@@ -85,10 +85,10 @@ class LoopWatch:
             self._warn(_NEVER_COMMITTED)
 
     def check_commit(self, place: Any, has_loaders: bool) -> None:
-        """Before a commit at `place` in the loaders (None: outside the loops over them).
+        """Check a commit at `place` in the loaders (None: outside the loops over them).
 
         Raises:
-            UsageError: it could not be resumed from here.
+            UsageError: training could not be resumed from here.
         """
         if not self.place_is_known:
             raise UsageError(
@@ -113,7 +113,7 @@ class LoopWatch:
             self._warn(_NEVER_STEPPED)
 
     def committed(self, places: list[Place], in_epochs: bool) -> str | None:
-        """A line on why a restart would not be exact, as far as the `places` in the prepared loaders tell."""
+        """One line on why a restart would not be exact, judged by the `places` in the prepared loaders."""
         self._steps = self._empty_commits = 0
         self._commits += 1
         self._commits_in_epoch += 1
@@ -121,20 +121,20 @@ class LoopWatch:
         if self._first_places is None:
             self._first_places = places
         first = [(then, now) for then, now in zip(self._first_places, places, strict=True) if then.active]
-        # Those that are iterated together with another one may begin anew as often as they end.
+        # Loaders that are iterated together with another one may restart as often as they end.
         again = bool(first) and all(then.at[0] != now.at[0] for then, now in first)
         ended = any(not now.active for _, now in first)
         return _SECOND_LOOP if in_epochs and (again or ended) else None
 
     def left(self, places: list[Place]) -> str | None:
-        """The same, behind the loop over batches."""
+        """As :meth:`committed`, after the loop over batches."""
         self._first_places = None
         pairs = [(then, now) for then, now in zip(self._places, places, strict=False) if then.active]
         still_there = all(then.at == now.at and not now.active and not then.over for then, now in pairs)
         return _LEFT if pairs and still_there else None
 
     def check_epoch(self) -> None:
-        """At the end of an epoch.
+        """Check the epoch that has ended.
 
         Raises:
             UsageError: nothing was protected in it though there was something to protect.
@@ -147,7 +147,7 @@ class LoopWatch:
             raise UsageError(_NEVER_STEPPED)
 
     def check_end(self) -> None:
-        """Raises UsageError where a whole training went by without a commit."""
+        """Check the training that has ended. Raises UsageError if it stepped without a commit."""
         if self._steps and not self._commits:
             raise UsageError(_NEVER_COMMITTED)
 

@@ -1,15 +1,15 @@
-"""The plugin: what a training around an `Accelerator` calls.
+"""The plugin: the interface for a training around an `Accelerator`.
 
-A resumed training goes through three moments:
+A resumed training has three stages:
 
-1. `prepare`: the session is attached; it knows what is held.
-2. The loop begins (`epochs`, or the first iteration over a prepared loader): tensors, optimizers, schedulers, scaler,
-   registered objects and generators are put back, and loaders learn where to go on.
-3. The resumed iteration is about to fetch its first new batch: the global generators are put back once more. What the
-   top of an epoch has drawn by then, it had drawn before the killed process committed, too.
+1. `prepare`: the session is attached; it knows the held state.
+2. Start of the loop (`epochs`, or the first iteration over a prepared loader): tensors, optimizers, schedulers, scaler,
+   registered objects and generators are restored, and loaders get their positions.
+3. The resumed iteration is about to fetch its first new batch: the global generators are restored once more. Draws at
+   the top of an epoch were made by the killed process, too, before it committed.
 
-With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
-that the killed process took last. Steps before which an epoch ended, or in which Accelerate saved, are not repeated.
+With ``resume_check="replay"`` the held state is the one before the last step, and the first step repeats the killed
+process's last one. Steps before which an epoch ended, or in which Accelerate saved, are not repeated.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from memckpt.user_messages import Messages
 
 STATE = "accelerate"
 _log = logging.getLogger("accelerate_plugin")
-#: What cannot be made exact is looked for again after so many commits: some of it shows only while training runs.
+#: Commits between two searches for reasons that prevent an exact resume; some show only while training runs.
 _LOOK_EVERY_COMMITS = 64
 
 
 class MemCheckpointPlugin:
-    """Protects every optimizer step of a training with Accelerate, and resumes at the very step after any crash.
+    """Protects every optimizer step of a training with Accelerate, and resumes at the exact step after any crash.
 
-    `prepare` takes the place of `accelerator.prepare`, `epochs` that of `range`, and `commit` stands at the end of the
-    loop over batches. Everything else stays as it is. Start the same script again, and training continues behind the
-    last committed step, bit for bit. Leave with `close`, or use the plugin as a context manager.
+    `prepare` replaces `accelerator.prepare`, `epochs` replaces `range`, and `commit` is the last statement of the loop
+    over batches. Everything else stays as it is. Start the same script again, and training continues after the last
+    committed step, bit for bit. End with `close`, or use the plugin as a context manager.
 
     Args:
-        accelerator: of a single process, of DDP, or of FSDP.
-        run_dir: names the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
-            anew; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
-        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
-            on all ranks. Others are taken for a rank's own.
-        log_every: give metrics to the Accelerator's trackers every so many steps; None: never.
+        accelerator: an Accelerator of a single process, of DDP, or of FSDP.
+        run_dir: identifies the run; a directory, the same at every start. None: MEMCKPT_RUN_DIR.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
+            over; an int continues at that step. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
+            all ranks. Others are treated as private to each rank.
+        log_every: steps between metrics for the Accelerator's trackers; None: no metrics.
 
     Raises:
-        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
+        ConfigurationError: an invalid setting, in the arguments or in the environment.
     """
 
     def __init__(
@@ -94,22 +94,24 @@ class MemCheckpointPlugin:
         self._commits = 0
         self._rounds_at_commit = 0
         self._handles: list[Any] = []
-        #: The gradient scaler's at the last commit.
+        #: The gradient scaler's scale at the last commit.
         self._scale: Any = None
 
     # Before the loop
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """`accelerator.prepare`, and connect to the agent. Call it once, with everything that is trained and iterated.
+        """Call `accelerator.prepare`, and connect to the agent. Call once, with everything that is trained and
+        iterated.
 
         Args:
-            objects: model, optimizer, loaders, schedulers; in any order, returned in the same. A model that you have
-                cut over ranks yourself (fully_shard, parallelize_module) stays as it is.
-            device_placement: as of `accelerator.prepare`.
+            objects: model, optimizer, loaders, schedulers, in any order; returned in the same order. A model that you
+                have
+                sharded yourself (fully_shard, parallelize_module) stays as it is.
+            device_placement: as for `accelerator.prepare`.
 
         Raises:
             UsageError: a second call, or nothing to train among the arguments.
-            UnsupportedError: the Accelerator trains in a way that is not supported, or a loader cannot be followed.
+            UnsupportedError: the Accelerator trains in an unsupported way, or a loader cannot be followed.
             MemckptError: as :func:`memckpt.attach`.
         """
         if self._session is not None:
@@ -133,7 +135,7 @@ class MemCheckpointPlugin:
         )
         try:
             self._attached(session, prepared)
-        except BaseException:  # raised again: the session must not stay open behind an error
+        except BaseException:  # raised again: an error must not leave the session open
             self.close(finished=False)
             raise
         return tuple(result)
@@ -173,18 +175,18 @@ class MemCheckpointPlugin:
             )
 
     def register(self, name: str, obj: Any, attributes: Sequence[str] = ()) -> None:
-        """Make an object with `state_dict` and `load_state_dict` part of the state. Before the loop.
+        """Make an object with `state_dict` and `load_state_dict` part of the state. Call before the loop.
 
-        Objects of `accelerator.register_for_checkpointing` belong to it anyway.
+        Objects of `accelerator.register_for_checkpointing` are included anyway.
 
         Args:
-            name: by which it is restored.
-            obj: such an object, or any with `attributes`.
-            attributes: names of plain attributes of the object that are carried in place of its state.
+            name: name under which its state is stored.
+            obj: the object; with `attributes` it may be of any type.
+            attributes: names of plain attributes of the object to store instead of its `state_dict`.
 
         Raises:
-            UsageError: the loop has begun, the name is taken, or the object has no such methods.
-            ConfigurationError, UnsupportedStateError: an attribute is not there, or cannot be stored.
+            UsageError: the loop has begun, the name is taken, or the object lacks these methods.
+            ConfigurationError, UnsupportedStateError: an attribute is missing, or cannot be stored.
         """
         if self._begun:
             raise UsageError(f"register({name!r}): expected it before the loop, which has begun")
@@ -199,35 +201,36 @@ class MemCheckpointPlugin:
             )
         self._registered[name] = obj
 
-    # The place in the training
+    # Position in the training
 
     @property
     def step(self) -> int:
-        """Committed optimizer steps; from `prepare` on those of the run that is continued.
+        """Number of committed optimizer steps; from `prepare` on that of the continued run.
 
         Raises:
-            UsageError: the first look at it stands inside the loop over a prepared loader.
+            UsageError: first read inside the loop over a prepared loader.
         """
         self._place_is_asked("ckpt.step")
         return self._step
 
     @property
     def epoch(self) -> int:
-        """The epoch in which `epochs` is, or will begin; errors as of `step`."""
+        """The current or next epoch of `epochs`. Raises as `step`."""
         self._place_is_asked("ckpt.epoch")
         return self._epoch
 
     @property
     def batch(self) -> int:
-        """Batches of this epoch that lie behind the last commit; where a loop of your own counts, it starts here."""
+        """Batches of this epoch before the last commit; the start of a batch counter of your own."""
         return self._batch
 
     def epochs(self, total: int) -> Iterator[int]:
-        """In place of ``range(total)``: begins with the epoch to resume.
+        """Replacement of ``range(total)`` that begins with the epoch to resume.
 
         Raises:
-            UsageError: before `prepare`; inside the loop over a prepared loader; or an epoch went by in which no step
-                was ended with `commit`.
+            UsageError: called before `prepare`, or inside the loop over a prepared loader; or no step of an epoch was
+                ended
+                with `commit`.
         """
         self._attached_session("epochs()")
         self._place_is_asked("ckpt.epochs()")
@@ -242,7 +245,7 @@ class MemCheckpointPlugin:
             self._batch = 0
 
     def _place_is_asked(self, what: str) -> None:
-        """The loop learns where it resumes: what is iterated from now on, goes on there."""
+        """Note that the loop knows where it resumes: later iterations continue there."""
         if not self._watch.place_is_known and any(each.active for each in self._followers):
             raise UsageError(
                 f"{what}: expected the first look at it before the loop over a prepared loader, found it inside: "
@@ -253,17 +256,17 @@ class MemCheckpointPlugin:
     # Each step
 
     def commit(self, *, epoch_over: bool = False) -> bool:
-        """End a step. The last statement of the loop over batches, behind all that belongs to the step.
+        """End a step. The last statement of the loop over batches, after everything that belongs to the step.
 
         Args:
-            epoch_over: the loop is left behind this batch although the loader has more.
+            epoch_over: the loop is left after this batch although the loader has more.
 
         Returns:
-            True if an optimizer step (or one that the gradient scaler skipped) was committed; False while gradients
-            are being accumulated.
+            True if an optimizer step (or one that the gradient scaler skipped) was committed; False while gradients are
+            accumulated.
 
         Raises:
-            UsageError: before `prepare`, outside the loop over a prepared loader, or twice for one batch.
+            UsageError: called before `prepare`, outside the loop over a prepared loader, or twice for one batch.
         """
         session = self._attached_session("commit()")
         self._watch.check_commit(self._place(), bool(self._followers))
@@ -296,15 +299,16 @@ class MemCheckpointPlugin:
     def _scaler_skipped(self, stepped: bool) -> bool:
         """Whether the gradient scaler has skipped a step since the last commit.
 
-        Accelerate's own flag stands until an optimizer is asked for its next step: in a loop that accumulates by hand
-        also behind batches whose gradients are still due. A step that is skipped changes the scale.
+        Accelerate's own flag stays set until an optimizer's next step: in a loop that accumulates by hand also after
+        batches
+        whose gradients are still pending. A skipped step changes the scale.
         """
         if not self.accelerator.optimizer_step_was_skipped:
             return False
         return stepped or self._scale is None or self.accelerator.scaler.get_scale() != float(self._scale)
 
     def metrics(self) -> dict[str, float]:
-        """What a step costs, see docs/lightning.md: milliseconds stalled since the last call, and more."""
+        """The cost of steps since the last call, such as stalled milliseconds; see docs/lightning.md."""
         session = self._attached_session("metrics()")
         return {f"memckpt/{name}": value for name, value in session.metrics().items()}
 
@@ -314,7 +318,7 @@ class MemCheckpointPlugin:
         self.accelerator.log(self.metrics(), step=self._step)
 
     def _place(self) -> tuple[tuple[int, int], ...] | None:
-        """Which batches the user is at; None outside of all loops over prepared loaders."""
+        """Iteration and batch in each loader; None outside of all loops over prepared loaders."""
         if not any(each.active for each in self._followers):
             return None
         return tuple(each.at for each in self._followers)
@@ -341,7 +345,7 @@ class MemCheckpointPlugin:
             "micro_step": self.accelerator.step,
             "schedulers": [each.state_dict() for each in self._prepared.schedulers],
             "scaler": scaling,
-            # A scheduler that is stepped behind the loop over batches looks at it.
+            # A scheduler that is stepped after the loop over batches reads it.
             "skipped": [each.step_was_skipped for each in self._prepared.optimizers],
             "custom": [each.state_dict() for each in self.accelerator._custom_objects],
             "registered": {name: each.state_dict() for name, each in self._registered.items()},
@@ -349,12 +353,12 @@ class MemCheckpointPlugin:
         }
 
     def _begin_loop(self) -> None:
-        """A prepared loader is iterated. Before the loop knows its place this is a look at the data, and no more."""
+        """Restore at the first iteration of a prepared loader, unless the loop only looks at the data so far."""
         if self._watch.place_is_known:
             self._begin()
 
     def _begin(self) -> None:
-        """The loop begins: put everything back."""
+        """Restore everything, once, at the start of the loop."""
         if self._begun:
             return
         self._begun = True
@@ -375,7 +379,7 @@ class MemCheckpointPlugin:
         self._load_loaders(state["loaders"])
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
-        """All but the place in the data, which a repeated step that has come out differently leaves as it is."""
+        """Restore everything but the data position, which stays as it is after a repeated step that differed."""
         assert self._prepared is not None
         self._load("scheduler", self._prepared.schedulers, state["schedulers"])
         self._load("object of register_for_checkpointing", self.accelerator._custom_objects, state["custom"])
@@ -410,7 +414,7 @@ class MemCheckpointPlugin:
         )
 
     def _restore_rng(self) -> None:
-        """Once, by the first loader that gets there: what it draws from then on is new."""
+        """Restore the generators once, for the first loader that reaches new batches."""
         if self._rng_pending:
             self._rng_pending = False
             self._attached_session("the loop").restore_rng()
@@ -431,8 +435,11 @@ class MemCheckpointPlugin:
     # The end
 
     def close(self, finished: bool = True) -> None:
-        """Leave; nothing stays on loaders and optimizers. With `finished` nothing needs to be held any more: the agent
-        brings the last step to storage and goes. Without it holds on.
+        """End the protection, and leave nothing on loaders and optimizers.
+
+        With `finished` no state has to be held any more: the agent writes the last step to storage and ends. Otherwise
+        it
+        keeps the state.
 
         Raises:
             UsageError: the training has stepped its optimizer and never committed.
@@ -451,7 +458,7 @@ class MemCheckpointPlugin:
         self._followers = []
         session, self._session = self._session, None
         if session is not None:
-            # A run whose loop was never entered has not finished what is held for it.
+            # A run whose loop was never entered has not finished its held training.
             session.close(finished=finished and (self._begun or session.held is None))
         if finished:
             self._watch.check_end()

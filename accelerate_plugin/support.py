@@ -1,4 +1,4 @@
-"""What the plugin refuses, by name and with the reason, and what it finds among the prepared objects."""
+"""Refusal of unsupported trainings, by name and with the reason, and classification of the prepared objects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SUPPORTED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MUL
 _REASONS = {
     DistributedType.DEEPSPEED: "DeepSpeed's engine owns parameters, optimizer and the step itself",
     DistributedType.MEGATRON_LM: "Megatron-LM steps an optimizer of its own on buffers of its own",
-    DistributedType.XLA: "XLA defers what a step does until after the place where it could be recorded",
+    DistributedType.XLA: "XLA executes a step lazily, after the point where it could be recorded",
 }
 _PREPARE = "model, optimizer, loader, scheduler = ckpt.prepare(model, optimizer, loader, scheduler)"
 
 
 def refuse(accelerator: Accelerator) -> None:
-    """Raise for an Accelerator whose training cannot be protected.
+    """Refuse an Accelerator whose training cannot be protected.
 
     Raises:
-        UnsupportedError: its distributed type, by name, with the reason.
+        UnsupportedError: names its distributed type and the reason.
     """
     found = accelerator.distributed_type
     if found not in _SUPPORTED:
@@ -48,7 +48,7 @@ def refuse(accelerator: Accelerator) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is cut over ranks already: by fully_shard, parallelize_module, or FullyShardedDataParallel."""
+    """Whether a model is sharded already: by fully_shard, parallelize_module, or FullyShardedDataParallel."""
     dtensor = _imported("torch.distributed.tensor", "DTensor")
     return any(_is_flat(each) for each in model.modules()) or any(
         isinstance(each, dtensor) for each in model.parameters()
@@ -60,16 +60,16 @@ def _is_flat(module: nn.Module) -> bool:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class to compare with; to import it here would take a second of those who do not use it."""
+    """A class to compare with, if its module is loaded: importing it takes a second."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def prepare(accelerator: Any, objects: Sequence[Any], device_placement: list[bool] | None) -> list[Any]:
-    """`accelerator.prepare`, which would wrap into DDP what is cut over ranks already."""
-    # An Accelerator that shards knows what to do with what is cut already.
+    """Call `accelerator.prepare`, but keep it from wrapping sharded models into DDP."""
+    # An Accelerator that shards handles models that are sharded already.
     shards = accelerator.distributed_type == DistributedType.FSDP
     cut = [not shards and isinstance(each, nn.Module) and is_sharded(each) for each in objects]
-    # What is prepared for an evaluation gets autocast and compilation only, and is then left alone.
+    # Models prepared for evaluation get autocast and compilation only, and are then left alone.
     given = [
         accelerator.prepare_model(each, evaluation_mode=True) if found else each
         for each, found in zip(objects, cut, strict=True)
@@ -79,7 +79,7 @@ def prepare(accelerator: Any, objects: Sequence[Any], device_placement: list[boo
 
 
 def require_training(objects: Sequence[Any]) -> None:
-    """Raise UsageError where there is nothing to train among the arguments of `prepare`."""
+    """Raise UsageError if the arguments of `prepare` contain nothing to train."""
     models = sum(isinstance(each, nn.Module) for each in objects)
     optimizers = sum(isinstance(each, Optimizer) for each in objects)
     if not models or not optimizers:
@@ -91,12 +91,12 @@ def require_training(objects: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `accelerator.prepare` has returned, by kind, in the order in which it was given.
+    """The results of `accelerator.prepare` by kind, in the order given.
 
     Attributes:
         models: as the user has them, wrapped or not.
-        bare: the same without any wrapper, but for FSDP1's.
-        data_parallel: the one DDP wrapper, None without.
+        bare: the same without wrappers, except FSDP1's.
+        data_parallel: the DDP wrapper; None if there is none.
     """
 
     models: list[nn.Module]
@@ -108,7 +108,7 @@ class Prepared:
 
     @property
     def model(self) -> nn.Module:
-        """All models as one: names of parameters begin with a model's number where there are several."""
+        """All models as one; with several, parameter names begin with the model's number."""
         return self.bare[0] if len(self.bare) == 1 else nn.ModuleList(self.bare)
 
     @property
@@ -117,7 +117,7 @@ class Prepared:
 
 
 def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
-    """Raises UnsupportedError for several DDP models."""
+    """Classify the prepared objects. Raises UnsupportedError for several DDP models."""
     models = [each for each in objects if isinstance(each, nn.Module)]
     wrappers = [each for model in models for each in _data_parallel(model)]
     if len(wrappers) > 1:
@@ -131,7 +131,7 @@ def sort_prepared(accelerator: Accelerator, objects: Sequence[Any]) -> Prepared:
         wrappers[0] if wrappers else None,
         [each for each in objects if isinstance(each, AcceleratedOptimizer)],
         [each for each in objects if isinstance(each, AcceleratedScheduler)],
-        list({id(each): each for each in objects if isinstance(each, DataLoader)}.values()),  # one may be given twice
+        list({id(each): each for each in objects if isinstance(each, DataLoader)}.values()),  # a loader may occur twice
     )
 
 

@@ -20,34 +20,34 @@ from memckpt.config.arguments import with_environment
 from memckpt.user_messages import Messages
 
 _log = logging.getLogger("lightning_memckpt")
-# Tests put a stand-in for the engine here.
+# Tests replace these by stand-ins for the engine.
 _attach: engine.Attach = engine.attach
 _is_encodable = engine.is_encodable
 
 
 class MemCheckpoint(pl.Callback):
-    """Protects every optimizer step of `trainer.fit`, and resumes at the very step after any crash.
+    """Protects every optimizer step of `trainer.fit`, and resumes at the exact step after any crash.
 
-    Start the same script again and training continues behind the last step that was taken: weights, optimizer,
-    schedulers, data order, RNG, logged epoch averages and callbacks are, bit for bit, those of a run that was
-    never interrupted. Nothing has to be passed to `fit`; where in the list of callbacks it stands does not
-    matter. What cannot be repeated is said before training starts.
+    Start the same script again, and training continues after the last step taken: weights, optimizer, schedulers, data
+    order, RNG, logged epoch averages and callbacks are, bit for bit, those of an uninterrupted run. `fit` needs no
+    arguments for that, and the position in the list of callbacks does not matter. State that cannot be repeated is
+    reported before training starts.
 
-    Works on a single device, with DDP, and where the model is cut over ranks (`ModelParallelStrategy`). It does not
-    replace ModelCheckpoint: files to keep are still its work.
+    Works on a single device, with DDP, and with sharded models (`ModelParallelStrategy`). It does not replace
+    ModelCheckpoint: files to keep are still its work.
 
     Args:
-        run_dir: names the run; a directory for what has to be on disk, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"``
-            starts anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
-        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
-            on all ranks. Others are taken for a rank's own.
-        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be carried, too:
+        run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
+            over; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
+            all ranks. Others are treated as private to each rank.
+        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
             ``"module.level"``, ``"datamodule.stage"``, ``"callbacks.Curriculum.level"`` (its class, or its state_key).
 
     Raises:
-        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
+        ConfigurationError: an invalid setting, in the arguments or in the environment.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MemCheckpoint(pl.Callback):
         self._protection: Protection | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Take hold of the strategy, before it is set up."""
+        """Wrap the strategy before it is set up."""
         if stage != "fit" or is_tuning(trainer):
             return
         check_version()
@@ -92,21 +92,21 @@ class MemCheckpoint(pl.Callback):
         self._protection = protection
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A step is repeated as a proof, a validation is not."""
+        """Exclude the step from a repetition: a validation is not repeated."""
         if self._protection is not None:
             self._protection.unrepeatable("a validation ran before it")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A resumed epoch is an ordinary one from here on."""
+        """End the special treatment of a resumed epoch."""
         if self._protection is not None:
             self._protection.finish_epoch()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Training broke off: what is held stays held."""
+        """Close after an error: held state stays held."""
         self._close(finished=False)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Training ended as it should; Lightning calls this only then."""
+        """Close after a completed training; Lightning calls this only then."""
         if stage == "fit":
             self._close(finished=True)
 

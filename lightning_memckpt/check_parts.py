@@ -1,4 +1,4 @@
-"""Named parts of the captured state, in which a repeated step is compared, without what depends on the clock."""
+"""Named parts of the captured state, for the comparison of a repeated step, without clock-dependent values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Parts = dict[tuple[ComparedKind, str], Any]
 
 
 class CheckParts:
-    """Names the parts of what `Protection` captures, in the user's words.
+    """Names the parts of `Protection`'s captured state as the user knows them.
 
-    Left out are the moment of the capture, what `Timer` has measured, and the directory of `ModelCheckpoint`, which
-    each start may make anew.
+    Excluded are the time of the capture, the measurements of `Timer`, and the directory of `ModelCheckpoint`, which
+    each
+    start may create anew.
 
     Args:
-        trainer: whose callbacks.
+        trainer: the trainer with the callbacks.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:

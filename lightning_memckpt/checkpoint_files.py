@@ -1,8 +1,8 @@
-"""Files that ModelCheckpoint writes a second time.
+"""Overwriting of files that ModelCheckpoint writes a second time.
 
-A process killed after ModelCheckpoint had written a file, and before the next restore point, is resumed before
-that file. The repeated save would find the file and write a copy beside it, `epoch=0-step=11-v1.ckpt`. The
-orphan is what this very run wrote at this very step, so the repeated save may overwrite it.
+A process killed after ModelCheckpoint had written a file, and before the next restore point, resumes before that file.
+The repeated save would find the file and write a copy beside it, `epoch=0-step=11-v1.ckpt`. This run wrote the orphan
+at the same step, so the repeated save may overwrite it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_memckpt.shadowing import Shadows
 class OverwriteOrphans:
     """Lets ModelCheckpoint overwrite, once each, the files written after the restored state was captured.
 
-    Only local directories are looked at. A file that the restored state knows is no orphan, whatever its age.
+    Only local directories are checked. A file that the restored state knows is no orphan, whatever its age.
     """
 
     def __init__(self, trainer: pl.Trainer, captured_at: float) -> None:
@@ -29,13 +29,13 @@ class OverwriteOrphans:
         for callback in list_callbacks(trainer):
             if isinstance(callback, ModelCheckpoint):
                 found = _orphans(callback, captured_at) if trainer.is_global_zero else set()
-                # All ranks have to take the same decision: asking for a file is a collective operation.
+                # All ranks have to decide alike: ModelCheckpoint's check for a file is a collective operation.
                 orphans: set[str] = trainer.strategy.broadcast(found)
                 if orphans:
                     self._shadows.put(callback, "file_exists", _forgetting(orphans))
 
     def end(self) -> None:
-        """Leave nothing on the callbacks."""
+        """Remove the wrappers from the callbacks."""
         self._shadows.remove_all()
 
 
@@ -43,7 +43,7 @@ def _forgetting(orphans: set[str]) -> Callable[[Callable[..., bool]], Callable[.
     def around(original: Callable[..., bool]) -> Callable[..., bool]:
         def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
             if os.path.abspath(filepath) in orphans:
-                # Whoever asks writes the file next: from then on it is a file like any other.
+                # The caller writes the file next: from then on it is an ordinary file.
                 orphans.discard(os.path.abspath(filepath))
                 return False
             return original(filepath, trainer)

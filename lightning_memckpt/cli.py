@@ -1,4 +1,4 @@
-"""LightningCLI with ``--run_dir``, ``--resume`` and ``--memckpt``, which make the MemCheckpoint callback."""
+"""LightningCLI with ``--run_dir``, ``--resume`` and ``--memckpt``, which configure the MemCheckpoint callback."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from memckpt.config.settings import from_mapping, to_mapping
 from memckpt.errors import ConfigurationError
 
 _FLAGS = ("run_dir", "resume", "memckpt")
-# Any: jsonargparse takes type hints, and says that it takes classes.
+# Any: jsonargparse accepts type hints, but its annotation says classes.
 _RESUME: Any = Literal["auto", "require", "never"] | NonNegativeInt | None
 
 
 def _flags() -> Any:
     """MemckptConfig for jsonargparse, with a mapping for its peers.
 
-    Of several dataclasses jsonargparse takes the first that has the given fields: ``ack`` alone would make of a mirror
-    an erasure code. In a mapping ``kind`` says which one it is, as in every file of ours.
+    Among several dataclasses jsonargparse picks the first that has the given fields: ``ack`` alone would turn a mirror
+    into an erasure code. In a mapping ``kind`` selects the class, as in every file of ours.
     """
     hints = typing.get_type_hints(MemckptConfig)
     fields: list[tuple[str, Any, Any]] = []
@@ -48,7 +48,7 @@ def _flags_of(config: MemckptConfig) -> Any:
 
 
 class MemCheckpointCLI(LightningCLI):
-    """A LightningCLI whose trainings are protected; use it in place of LightningCLI.
+    """A LightningCLI whose trainings are protected; a drop-in replacement.
 
         python train.py fit --run_dir runs/my-run                    # again: continues
         python train.py fit --run_dir runs/my-run --resume never     # starts over
@@ -56,10 +56,10 @@ class MemCheckpointCLI(LightningCLI):
 
     ``--memckpt`` is a MemckptConfig: the flags below it are its fields, and ``--memckpt.peers`` a mapping
     (``--memckpt.peers.kind erasure --memckpt.peers.data 4``). Without ``--run_dir`` and MEMCKPT_RUN_DIR
-    nothing is protected, unless a MemCheckpoint stands in ``trainer.callbacks``: then ``--resume`` goes to that one.
+    nothing is protected, unless ``trainer.callbacks`` contains a MemCheckpoint: then ``--resume`` applies to that one.
 
-    A file that the CLI has written for an earlier attempt (``config.yaml``) is overwritten, or the second start of the
-    same command would fail; ``save_config_kwargs`` decides otherwise.
+    The CLI's file of an earlier attempt (``config.yaml``) is overwritten, since the second start of the same command
+    would fail otherwise; ``save_config_kwargs`` can change that.
     """
 
     def __init__(self, *args: Any, save_config_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class MemCheckpointCLI(LightningCLI):
         super().__init__(*args, **kwargs)
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add our flags to those that every sub-command has."""
+        """Add our flags to those of every sub-command."""
         super().add_default_arguments_to_parser(parser)
         parser.add_argument(
             "--run_dir", type=str | None, default=None, help="Names the run; the same directory continues it."
@@ -86,8 +86,9 @@ class MemCheckpointCLI(LightningCLI):
         """Make the trainer, with the callback.
 
         Raises:
-            ConfigurationError: the flags name a run, and there is a MemCheckpoint already; or they say how to resume,
-                and there is neither; or a setting cannot be.
+            ConfigurationError: --run_dir beside a MemCheckpoint in the configuration; --resume without either; or an
+                invalid
+                setting.
         """
         run_dir, resume, flags = (self._get(self.config_init, name) for name in _FLAGS)
         config: MemckptConfig = from_mapping(to_mapping(flags))
@@ -113,7 +114,7 @@ class MemCheckpointCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _callbacks_of_the_program(self) -> list[Any]:
-        """Those of ``trainer_defaults`` and ``add_lightning_class_args``, which no file names."""
+        """Callbacks from ``trainer_defaults`` and ``add_lightning_class_args``, which no file names."""
         defaults = self.trainer_defaults.get("callbacks") or []
         keys = self._parser(self.subcommand).callback_keys
         return [

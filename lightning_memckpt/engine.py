@@ -1,6 +1,6 @@
-"""The part of the engine's public face that this adapter uses, spelled out for type checkers and for tests.
+"""The engine's public interface as far as this adapter uses it, spelled out for type checkers and tests.
 
-`attach` and `unencodable_paths` are looked up when they are called, so that a test may put a stand-in there.
+`attach` and `unencodable_paths` are looked up on each call, so that a test may replace them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Resume = ResumeChoice | int
 
 
 class Held(Protocol):
-    """What an earlier process left behind."""
+    """State that an earlier process left behind."""
 
     @property
     def step(self) -> int: ...
@@ -80,6 +80,6 @@ def attach(*args: Any, **kwargs: Any) -> Session:
 
 
 def is_encodable(value: Any) -> list[str]:
-    """The paths in `value` that cannot be stored; empty if it is fine."""
+    """The paths in `value` that cannot be stored; empty if all can."""
     paths: list[str] = memckpt.unencodable_paths(value)
     return paths

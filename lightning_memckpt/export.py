@@ -1,4 +1,4 @@
-"""``memckpt export --format lightning``: a checkpoint as a file that ``Trainer.fit(ckpt_path=...)`` takes."""
+"""``memckpt export --format lightning``: a checkpoint as a file for ``Trainer.fit(ckpt_path=...)``."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def _untouched(*counters: str) -> dict[str, Any]:
 _COUNTERS = ("ready", "completed", "started", "processed")
 _EVALUATION: dict[str, Any] = _untouched(*_COUNTERS)
 _EVALUATION["batch_progress"]["is_last_batch"] = False
-#: The loops beside that of `fit`, which have not run: ``Trainer.validate(ckpt_path=...)`` looks for its own.
+#: State of the loops beside that of `fit`, which have not run: ``Trainer.validate(ckpt_path=...)`` reads its own.
 _OTHER_LOOPS = {"validate_loop": _EVALUATION, "test_loop": _EVALUATION, "predict_loop": _untouched(*_COUNTERS)}
 
 
 def _own_positions(positions: list[Any]) -> list[Any]:
-    """What training loaders with a ``state_dict()`` of their own have said; others have positions of ours."""
+    """States of training loaders with a ``state_dict()`` of their own; other loaders have positions of ours."""
     return [one for one in positions if one is not None and not (isinstance(one, dict) and "pass" in one)]
 
 
 def checkpoint_of(state: ExportedState) -> dict[str, Any]:
-    """The dictionary that Lightning's own file of the batch holds, if it is saved in ``on_train_batch_end``.
+    """The contents of Lightning's own file of the batch, as if saved in ``on_train_batch_end``.
 
-    What ``on_save_checkpoint`` hooks have added is in it, unless it refers to tensors of modules beside the model. So
-    are hyperparameters, as far as they are plain values.
+    It includes entries that ``on_save_checkpoint`` hooks added, unless they refer to tensors of modules beside the
+    model;
+    and hyperparameters, as far as they are plain values.
 
     Raises:
         ForeignStateError: the run was not trained with Lightning's callback.

@@ -1,10 +1,12 @@
-"""Every private name of Lightning that this package relies on, in one place.
+"""All private names of Lightning that this package relies on, in one place.
 
-The public hooks cannot express a resume behind the last optimizer step, so some of Lightning's inner state has
-to be read and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning
-that has renamed one is refused by name, instead of resuming wrongly.
+The public hooks cannot express a resume after the last optimizer step, so some of Lightning's inner state has to be
+read
+and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning that has renamed
+one
+is refused by name, instead of resuming wrongly.
 
-Lightning 2.4 and older lack the restart stages this depends on, which is why 2.5 is the oldest version.
+Lightning 2.4 and older lack the restart stages that this depends on, so 2.5 is the oldest supported version.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ OLDEST_LIGHTNING = (2, 5)
 
 _MISSING = object()
 
-#: What Lightning calls the file of a sharded checkpoint that has everything but the shards.
+#: Lightning's name for the file in a sharded checkpoint that has everything but the shards.
 _METADATA_FILENAME = "meta.pt"
 
-#: Looked up from the trainer, each with what it is needed for.
+#: Names looked up from the trainer, each with its purpose.
 _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_checkpoint_connector._loaded_checkpoint", "a checkpoint passed by the user must not overwrite newer state"),
-    ("_checkpoint_connector._restore_modules_and_callbacks", "the same, where a strategy restores it after its setup"),
+    ("_checkpoint_connector._restore_modules_and_callbacks", "the same, if a strategy restores it after its setup"),
     ("_logger_connector._first_loop_iter", "decides whether the next self.log() starts a new aggregate"),
     ("_logger_connector._current_fx", "decides the same"),
     ("_logger_connector.metrics", "the step's metrics, before Lightning has merged them"),
@@ -39,7 +41,7 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("_logger_connector._logged_metrics", "logged_metrics hands out this dictionary"),
     ("_logger_connector._progress_bar_metrics", "progress_bar_metrics hands out this dictionary"),
     ("fit_loop._data_fetcher", "argument of _should_check_val_fx; holds batches fetched ahead"),
-    ("fit_loop._combined_loader", "training loaders that were built before strategy.setup() has ended"),
+    ("fit_loop._combined_loader", "training loaders that were built before the end of strategy.setup()"),
     ("fit_loop._should_reload_train_dl", "whether they are built again before training"),
     ("fit_loop._can_stop_early", "whether should_stop takes effect"),
     ("fit_loop._last_train_dl_reload_epoch", "when the training loaders are reloaded next"),
@@ -48,12 +50,12 @@ _REQUIRED: tuple[tuple[str, str], ...] = (
     ("fit_loop.epoch_loop._should_accumulate", "whether a batch ends with an optimizer step"),
     ("fit_loop.epoch_loop._is_training_done", "whether a batch is the last one of its epoch"),
     ("fit_loop.epoch_loop._should_check_val_fx", "whether a validation follows a batch"),
-    ("fit_loop.epoch_loop.val_loop._has_run", "lets an epoch that is over end without another fetch"),
+    ("fit_loop.epoch_loop.val_loop._has_run", "lets a finished epoch end without another fetch"),
     ("fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch", "when the validation loaders are reloaded next"),
     ("fit_loop.epoch_loop.val_loop._seen_batches_per_dataloader", "the loggers' axis for validation steps"),
 )
 
-#: The entries of the loops' state dictionary that `loops` edits.
+#: Entries of the loops' state dictionary that `loops` edits.
 LOOP_STATE_KEYS = (
     "state_dict",
     "epoch_progress",
@@ -62,7 +64,7 @@ LOOP_STATE_KEYS = (
     "epoch_loop.val_loop.batch_progress",
 )
 
-#: Fields that a callback's own state_dict() leaves out although its behaviour depends on them.
+#: Fields that a callback's own state_dict() omits although its behaviour depends on them.
 _CALLBACK_FIELDS: tuple[tuple[type[pl.Callback], tuple[str, ...]], ...] = (
     (
         ModelCheckpoint,
@@ -72,7 +74,7 @@ _CALLBACK_FIELDS: tuple[tuple[type[pl.Callback], tuple[str, ...]], ...] = (
 
 
 def lightning_version() -> tuple[int, ...]:
-    """The installed Lightning's release, as numbers; ``2.6.0.dev0`` counts as 2.6."""
+    """The installed Lightning's release as numbers; ``2.6.0.dev0`` counts as 2.6."""
     numbers: list[int] = []
     for part in lightning.__version__.split("."):
         if not part.isdigit():
@@ -85,7 +87,7 @@ def check_version() -> None:
     """Refuse a Lightning that is too old.
 
     Raises:
-        MisconfigurationException: it is.
+        MisconfigurationException: the installed version is too old.
     """
     if lightning_version() < OLDEST_LIGHTNING:
         oldest = ".".join(map(str, OLDEST_LIGHTNING))
@@ -96,7 +98,7 @@ def check_version() -> None:
 
 
 def callback_fields(callback: pl.Callback) -> dict[str, Any]:
-    """Values of the fields that `callback` needs and does not put into its state_dict()."""
+    """Values of the fields that `callback` needs and its state_dict() omits."""
     return {
         name: getattr(callback, name)
         for kind, names in _CALLBACK_FIELDS
@@ -107,19 +109,19 @@ def callback_fields(callback: pl.Callback) -> dict[str, Any]:
 
 
 def set_callback_fields(callback: pl.Callback, fields: Mapping[str, Any]) -> None:
-    """Put back what :func:`callback_fields` returned; names that this version does not have are skipped."""
+    """Restore what :func:`callback_fields` returned; names that this version lacks are skipped."""
     for name, value in fields.items():
         if hasattr(callback, name):
             setattr(callback, name, value)
 
 
 def saves_by_wall_clock(callback: ModelCheckpoint) -> bool:
-    """Whether the time that has passed decides when it saves."""
+    """Whether elapsed time decides when it saves."""
     return getattr(callback, "_train_time_interval", None) is not None
 
 
 def is_tuners_own(callback: object) -> bool:
-    """Whether a Tuner has put it there for a trial of its own, and not the user for all trainings."""
+    """Whether a Tuner has added it for a trial of its own, and not the user for all trainings."""
     return isinstance(callback, (LearningRateFinder, BatchSizeFinder)) and bool(getattr(callback, "_early_exit", False))
 
 
@@ -139,7 +141,7 @@ class TrainerInternals:
         self._loops: dict[str, Any] = {}
 
     def verify(self) -> None:
-        """Make sure that every private name is there.
+        """Check that every private name exists.
 
         Raises:
             MisconfigurationException: one is missing; the message names it.
@@ -155,7 +157,7 @@ class TrainerInternals:
     def _lookup(self, path: str, reason: str) -> Any:
         value = self._trainer
         for name in path.split("."):
-            # A property may raise before training has begun; that it is there is all we ask now.
+            # A property may raise before training has begun; its existence suffices here.
             if hasattr(type(value), name) and name == path.rsplit(".", 1)[-1]:
                 return None
             value = getattr(value, name, _MISSING)
@@ -183,10 +185,10 @@ class TrainerInternals:
         return self._trainer.fit_loop.epoch_loop.val_loop
 
     def loop_state(self) -> dict[str, Any]:
-        """The fit loop's state dictionary without the loaders' part, made of fresh dictionaries.
+        """The fit loop's state dictionary without the loaders' part, made of new dictionaries.
 
-        `fit_loop.state_dict()` would also call each loader's own state_dict(), which has side effects in
-        torchdata's StatefulDataLoader; loader positions are captured elsewhere.
+        `fit_loop.state_dict()` would also call each loader's own state_dict(), which has side effects in torchdata's
+        StatefulDataLoader; loader positions are captured elsewhere.
         """
         if self._progress is None:
             return self._lightnings_loop_state()
@@ -203,9 +205,9 @@ class TrainerInternals:
         return state
 
     def _prepare_fast_loop_state(self, expected: dict[str, Any]) -> None:
-        """Look the counters up once: Lightning's way through dataclasses.asdict takes several times as long.
+        """Look the counters up once: Lightning's dataclasses.asdict takes several times as long.
 
-        Used only if it comes to the same.
+        Used only if the result is the same.
         """
         progress: dict[str, Any] = {}
         self._loops = {}
@@ -225,15 +227,15 @@ class TrainerInternals:
             self._progress = None
 
     def should_accumulate(self) -> bool:
-        """Whether the batch that is being trained, or has just ended, leaves its gradients to a later one."""
+        """Whether the batch that is being trained, or has just ended, only accumulates its gradients."""
         return bool(self.epoch_loop._should_accumulate())
 
     def epoch_is_over(self) -> bool:
-        """Whether no batch of this epoch follows."""
+        """Whether no further batch of this epoch follows."""
         return bool(self.epoch_loop._is_training_done) or self.is_stopping()
 
     def validation_follows(self) -> bool:
-        """Whether Lightning validates after the batch that just ended."""
+        """Whether Lightning validates after the batch that has just ended."""
         return bool(self.epoch_loop._should_check_val_fx(self.fit_loop._data_fetcher))
 
     def is_stopping(self) -> bool:
@@ -241,15 +243,15 @@ class TrainerInternals:
         return bool(self._trainer.should_stop and self.fit_loop._can_stop_early)
 
     def batches_fetched_ahead(self) -> int:
-        """Batches that the fetcher has taken from the loader and training has not seen.
+        """Number of batches that the fetcher has taken from the loader and training has not seen.
 
-        One where the loader has no length: Lightning then looks ahead to know which batch is the last.
+        One if the loader has no length: Lightning then looks ahead to know which batch is the last.
         """
         return len(getattr(self.fit_loop._data_fetcher, "batches", ()))
 
     @property
     def train_loaders_are_built(self) -> bool:
-        """Whether the loop has its training loaders, and will train with them as they are."""
+        """Whether the loop has its training loaders and will train with them as they are."""
         return self.fit_loop._combined_loader is not None and not self.fit_loop._should_reload_train_dl
 
     @property
@@ -258,18 +260,18 @@ class TrainerInternals:
         return self.fit_loop._combined_loader is None or bool(self.fit_loop._should_reload_train_dl)
 
     def iterate_train_loaders_anew(self) -> None:
-        """Let the fetcher, which has begun to iterate the training loaders, do so again, from their positions now."""
+        """Make the fetcher, which has begun to iterate the training loaders, restart from their current positions."""
         fetcher = self.fit_loop._data_fetcher
         fetcher.combined_loader.reset()  # ends workers of the iterators that are dropped
         iter(fetcher)
 
     def train_iterators(self) -> list[Any]:
-        """The iterators that training takes its batches from, in the order of the loaders; empty where unknown."""
+        """The iterators that training takes its batches from, in the order of the loaders; empty if unknown."""
         return list(getattr(getattr(self.fit_loop._combined_loader, "_iterator", None), "iterators", ()))
 
     @property
     def logger_axis_step(self) -> int:
-        """The step under which Lightning logs the training step that just ended."""
+        """The step under which Lightning logs the training step that has just ended."""
         return int(self.epoch_loop._batches_that_stepped)
 
     @property
@@ -279,11 +281,11 @@ class TrainerInternals:
 
     @property
     def restores_late(self) -> bool:
-        """Whether the user's checkpoint is restored behind the strategy's setup and `on_fit_start`."""
+        """Whether the user's checkpoint is restored after the strategy's setup and `on_fit_start`."""
         return bool(self._trainer.strategy.restore_checkpoint_after_setup)
 
     def around_late_restore(self, shadows: Shadows, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let `make(original)` stand for what restores it there, which is given its path or None."""
+        """Replace the function that restores it there by `make(original)`; its argument is the path, or None."""
         shadows.put(self._trainer._checkpoint_connector, "_restore_modules_and_callbacks", make)
 
     def user_checkpoint(self) -> dict[str, Any]:
@@ -292,9 +294,9 @@ class TrainerInternals:
         return loaded
 
     def read_late_checkpoint(self, path: str) -> dict[str, Any]:
-        """The same where the strategy will load it: what stands in it beside the shards."""
-        # As Lightning does: the path is rank 0's, a directory has what is not sharded in a file, and torch's default
-        # says which types may be loaded.
+        """The same if the strategy will load it: its contents beside the shards."""
+        # As Lightning does it: the path is rank 0's, a directory has a file with everything that is not sharded, and
+        # torch's default decides which types may be loaded.
         shared = Path(self._trainer.strategy.broadcast(path))
         sharded = shared.is_dir()
         file = shared / _METADATA_FILENAME if sharded else shared
@@ -306,7 +308,7 @@ class TrainerInternals:
         self._trainer._checkpoint_connector._loaded_checkpoint = {}
 
     def loop_extras(self) -> dict[str, Any]:
-        """What the loops remember and leave out of their state dictionary."""
+        """State of the loops that their state dictionary omits."""
         return {
             "train_reload_epoch": self.fit_loop._last_train_dl_reload_epoch,
             "val_reload_epoch": self.val_loop._last_val_dl_reload_epoch,
@@ -315,13 +317,13 @@ class TrainerInternals:
         }
 
     def set_loop_extras(self, extras: Mapping[str, Any]) -> None:
-        """Put back what :meth:`loop_extras` returned, except `val_has_run`, which re-entry needs first."""
+        """Restore what :meth:`loop_extras` returned, except `val_has_run`, which re-entry sets earlier."""
         self.fit_loop._last_train_dl_reload_epoch = extras["train_reload_epoch"]
         self.val_loop._last_val_dl_reload_epoch = extras["val_reload_epoch"]
         self.val_loop._seen_batches_per_dataloader.update(extras["val_batches_seen"])
 
     def set_val_has_run(self, has_run: bool) -> None:
-        """Tell the epoch loop whether the validation after its last batch is behind it."""
+        """Tell the epoch loop whether the validation after its last batch has run."""
         self.val_loop._has_run = has_run
 
     @property
@@ -330,7 +332,7 @@ class TrainerInternals:
         return self.epoch_loop._results
 
     def logger_fields(self) -> dict[str, Any]:
-        """State of self.log() between two batches, with the step's metrics as they are about to become."""
+        """State of self.log() between two batches, with the step's metrics as Lightning is about to merge them."""
         connector = self._trainer._logger_connector
         latest = connector.metrics
         return {
@@ -342,7 +344,7 @@ class TrainerInternals:
         }
 
     def set_logger_fields(self, fields: Mapping[str, Any]) -> None:
-        """Put back what :meth:`logger_fields` returned."""
+        """Restore what :meth:`logger_fields` returned."""
         connector = self._trainer._logger_connector
         connector._first_loop_iter = fields["first_loop_iter"]
         connector._current_fx = fields["current_fx"]

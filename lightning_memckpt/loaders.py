@@ -1,11 +1,11 @@
-"""Data positions: put into every loader that Lightning processes, read at each step, given back on a resume.
+"""Data positions: tracked in every loader that Lightning processes, read at each step, restored on a resume.
 
-Lightning hands each training and validation loader through `strategy.process_dataloader` after it has put in
-its DistributedSampler, and again whenever it reloads them. That is where a loader is grafted.
+Lightning passes each training and validation loader through `strategy.process_dataloader` after it has added its
+DistributedSampler, and again whenever it reloads them. There a loader is grafted.
 
-User code can have the training loaders built before it is known what is held: `trainer.estimated_stepping_batches` in
-configure_optimizers() does, and `trainer.fit_loop.setup_data()`. They stay, as building them may draw random numbers;
-they are given their positions, and iterated anew, as soon as these are known.
+User code can have the training loaders built before the held state is known: `trainer.estimated_stepping_batches` in
+configure_optimizers() does, and `trainer.fit_loop.setup_data()`. They are kept, as building them may draw random
+numbers; they get their positions, and are iterated anew, as soon as these are known.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Loaders:
     """The loaders of one fit.
 
     Attributes:
-        notes: what cannot be continued exactly, a line for each loader; the caller announces them.
+        notes: one line for each loader that cannot be continued exactly; the caller logs them.
     """
 
     def __init__(self, trainer: pl.Trainer, internals: TrainerInternals) -> None:
@@ -41,15 +41,16 @@ class Loaders:
         self._grafted: list[Any] = []
         self._flat: dict[str, tuple[Any, list[Any]]] = {}
         self.notes: list[str] = []
-        #: The global generators before the training loaders were built, where that was done anew while training ran.
+        #: The global generators before the training loaders were built, if they were rebuilt while training ran.
         self.built_under: Any = None
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Around the building of the training loaders, which is user code and may draw random numbers.
+        """Wrap the building of the training loaders, which is user code and may draw random numbers.
 
-        The first ones are built as a restart builds them, before training. Those that Lightning reloads in the middle
-        of training are built by a restart before training, too: under the generators that they were built under.
+        A restart builds the first loaders as the first start did, before training. Loaders that Lightning reloaded
+        during
+        training a restart builds before training, too: under the generators of that time.
         """
         if self._held is not None:
             if self.built_under is None:
@@ -69,7 +70,7 @@ class Loaders:
         self._epoch_over = epoch_over
 
     def hold_derived(self, positions: Positions, batches: int, *, epoch_over: bool, built_under: Any = None) -> None:
-        """The same in a run of another number of ranks: `batches` of the epoch lie behind each rank."""
+        """As :meth:`hold`, for another number of ranks: each rank has trained `batches` of the epoch."""
         train = [
             dataloader.derived(position, batches) if isinstance(position, dict) and "pass" in position else position
             for position in positions["train"]
@@ -77,9 +78,9 @@ class Loaders:
         self.hold({**positions, "train": train}, epoch_over=epoch_over, built_under=built_under)
 
     def take_over(self) -> None:
-        """Graft, and put at their held positions, training loaders that have been built already.
+        """Graft training loaders that have been built already, and set them to their held positions.
 
-        Called when it is known whether anything is held, and with the loops at their place.
+        Call when the held state is known, with the loops at their place.
         """
         if not self._internals.train_loaders_are_built:
             return
@@ -99,16 +100,16 @@ class Loaders:
             self._internals.iterate_train_loaders_anew()
 
     def process(self, loader: Any) -> Any:
-        """Graft a loader that Lightning has just prepared; same object, same type to `isinstance`."""
-        # Validation loaders are set up while the trainer validates, sanity-checks, or says that it validates.
+        """Graft a loader that Lightning has just prepared; it keeps its identity and, for `isinstance`, its type."""
+        # Validation loaders are set up while the trainer validates, sanity-checks, or claims to validate.
         role = "train" if self._trainer.training else "validation"
         if isinstance(loader, DataLoader):
             dataloader.graft(loader)
             self._grafted.append(loader)
         elif not _is_stateful(loader) and role == "train":
             self._note(
-                f"the train loader {type(loader).__name__} starts from its beginning after a restart: it is no "
-                "DataLoader and has no state_dict() and load_state_dict()"
+                f"the train loader {type(loader).__name__} starts from its beginning after a restart: it is not a "
+                "DataLoader and lacks state_dict() and load_state_dict()"
             )
         if role == "train":
             self._resume(loader)
@@ -137,10 +138,10 @@ class Loaders:
         elif _is_stateful(loader):
             loader.load_state_dict(position)
             if self._epoch_over and _still_yields(loader):
-                loader.load_state_dict(position)  # it is at the next epoch's beginning
+                loader.load_state_dict(position)  # it has moved on to the next epoch
 
     def capture(self, *, epoch_over: bool) -> Positions:
-        """Where training stands in its data, at the end of a training batch."""
+        """The data positions at the end of a training batch."""
         ahead = self._internals.batches_fetched_ahead()
         train = self._flattened("train", self._trainer.train_dataloader)
         return {
@@ -155,7 +156,7 @@ class Loaders:
         }
 
     def look_again(self) -> list[str]:
-        """Lines on loaders that cannot be continued exactly; some show only when a loader has been iterated."""
+        """Lines on loaders that cannot be continued exactly; some show only after a loader has been iterated."""
         for loader in self._grafted:
             reason = dataloader.unreplayable(loader)
             if reason is not None:
@@ -178,7 +179,7 @@ class Loaders:
         return known[1]
 
     def restore_late(self) -> None:
-        """After all loaders exist, and before the global RNG is restored: iterators and generators."""
+        """Restore iterators and generators; call after all loaders exist and before the global RNG is restored."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -196,10 +197,10 @@ class Loaders:
                 dataloader.restore_generators(loader, position)
 
     def _set_up_validation(self, held: Positions) -> None:
-        """Make the validation loaders now if the killed process had them.
+        """Create the validation loaders now if the killed process had them.
 
-        Lightning does so in a fresh start (for its sanity check), but on a restart only in epochs that
-        validate; a persistent worker pool would then be made later, and draw from the global RNG.
+        Lightning does so in a fresh start (for its sanity check), but on a restart only in epochs that validate; a
+        persistent worker pool would then be created later, and draw from the global RNG.
         """
         trainer = self._trainer
         if held["validation"] and trainer.val_dataloaders is None and trainer.enable_validation:
@@ -208,7 +209,7 @@ class Loaders:
             trainer.training = True
 
     def release(self) -> None:
-        """Make every grafted loader what it was."""
+        """Release every grafted loader."""
         for loader in self._grafted:
             if dataloader.is_grafted(loader):
                 dataloader.release(loader)
@@ -220,17 +221,19 @@ def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:
     """The position without the batches that the fetcher holds and training has not seen.
 
     A loader without a length is read one batch ahead, and the next fetcher will do so again. Such a loader is
-    positioned by reading and discarding, for which the number of batches is all that counts.
+    positioned
+    by reading and discarding, so only the number of batches matters.
     """
     current = position["pass"]
     return {**position, "pass": {**current, "batches": max(current["batches"] - ahead, 0)}}
 
 
 def _still_yields(loader: Any) -> bool:
-    """Whether a loader that stands at the end of an epoch has another batch.
+    """Whether a loader at the end of an epoch has another batch.
 
-    If not, it has taken note now that the epoch is over. Nobody else would tell it: the loops re-enter behind the last
-    batch and ask for none, and a generator does nothing until it is asked.
+    If not, the call has made it notice the epoch's end. Nothing else would: the loops re-enter after the last batch and
+    ask
+    for none, and a generator does nothing until it is asked.
     """
     for _ in loader:
         return True

@@ -1,9 +1,10 @@
-"""Where Lightning re-enters its loops: pure functions over the loops' state dictionary.
+"""Re-entry of Lightning's loops: pure functions over the loops' state dictionary.
 
-Lightning's own state, saved as it stands at the end of a training batch, does not lead back to that place: the
-batch would not count as completed, a validation due after it would be skipped, and an epoch it finished would
-end without its hooks. Each function returns an edited copy for one situation, so that the loops, having loaded
-it, continue directly behind the batch.
+Lightning's own state, saved at the end of a training batch, does not lead back to that point: the batch would not count
+as completed, a validation due after it would be skipped, and an epoch that it finished would end without its hooks.
+Each
+function returns an edited copy for one situation, so that the loops, having loaded it, continue directly after the
+batch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _EPOCH = "epoch_loop.state_dict"
 
 
 def behind_batch(state: LoopState, *, validation_follows: bool) -> LoopState:
-    """`state` at the end of a training batch, edited to continue behind that batch.
+    """`state` at the end of a training batch, edited to continue after that batch.
 
     Args:
         state: the fit loop's state dictionary, taken in the module's `on_train_batch_end`.
@@ -29,18 +30,18 @@ def behind_batch(state: LoopState, *, validation_follows: bool) -> LoopState:
 
 
 def edited_part(state: LoopState) -> LoopState:
-    """Those entries of `state` that :func:`behind_batch` edits, as they are."""
+    """The entries of `state` that :func:`behind_batch` edits, unchanged."""
     return {key: state[key] for key in (_BATCHES, _VALIDATION_BATCHES, _EPOCH)}
 
 
 def as_lightning_saves(state: LoopState, unedited: LoopState | None, *, validation_follows: bool) -> LoopState:
-    """What :func:`behind_batch` has made of a state, as Lightning's own checkpoint of that batch has it.
+    """A state edited by :func:`behind_batch`, converted back to that of Lightning's own checkpoint of the batch.
 
     Args:
-        state: the edited one.
-        unedited: the :func:`edited_part` of the state that it was made of; None if it was not kept: what
-            Lightning's counters are as a rule then stands for it.
-        validation_follows: as it was edited with.
+        state: the edited state.
+        unedited: the :func:`edited_part` of the original state; None if it was not kept: then the usual values of
+            Lightning's counters are used.
+        validation_follows: as given to :func:`behind_batch`.
     """
     return {**state, **(_usual(state, validation_follows) if unedited is None else unedited)}
 
@@ -60,22 +61,22 @@ def _usual(state: LoopState, validation_follows: bool) -> LoopState:
 
 
 def batches_behind(state: LoopState) -> int:
-    """How many batches of the current epoch this rank has trained."""
+    """Number of batches of the current epoch that this rank has trained."""
     done: int = state[_BATCHES]["current"]["processed"]
     return done
 
 
 def with_batches_behind(state: LoopState, batches: int) -> LoopState:
-    """`state` at another place in the same epoch: a rank sees more batches when there are fewer of them."""
+    """`state` at another place in the same epoch: with fewer ranks each rank sees more batches."""
     progress = state[_BATCHES]
     return {**state, _BATCHES: {**progress, "current": dict.fromkeys(progress["current"], batches)}}
 
 
 def _batch_completed(state: LoopState) -> LoopState:
-    """The batch is done: Lightning itself counts it as completed only after the hook we are called in.
+    """Mark the batch as completed: Lightning itself does so only after the hook in which we run.
 
-    With ready == started == processed == completed the epoch loop is in its stage "restarted on last": it
-    neither repeats the batch nor resets its counters.
+    With ready == started == processed == completed the epoch loop is in its stage "restarted on last": it neither
+    repeats the batch nor resets its counters.
     """
     progress = state[_BATCHES]
     completed = {
@@ -85,11 +86,11 @@ def _batch_completed(state: LoopState) -> LoopState:
 
 
 def _validation_owed(state: LoopState) -> LoopState:
-    """A validation is due: make it look interrupted in its first batch.
+    """Make a validation that is due look interrupted in its first batch.
 
-    The epoch loop then returns at once from its next `advance` and runs the whole validation in
-    `on_advance_end`, followed by what always follows it: plateau schedulers, the epoch's end. The step counter
-    of the loggers is left alone, because `on_advance_end` raises it.
+    The epoch loop then returns at once from its next `advance` and runs the whole validation in `on_advance_end`,
+    followed by the usual: plateau schedulers, the epoch's end. The step counter of the loggers stays, because
+    `on_advance_end` increments it.
     """
     progress = state[_VALIDATION_BATCHES]
     done = progress["total"]["completed"]
@@ -99,11 +100,11 @@ def _validation_owed(state: LoopState) -> LoopState:
 
 
 def _nothing_owed(state: LoopState) -> LoopState:
-    """No validation is due, in the middle of an epoch or at its end, by batches or by `max_steps`.
+    """Continue without a validation, inside an epoch or at its end, by batches or by `max_steps`.
 
-    `on_advance_end` of this batch is not run again, so the loggers' step counter is raised here, and the
-    plateau schedulers that are stepped there are stepped by the caller. Earlier validations of this epoch are
-    behind us: any half-counted batch in their totals would read as an interrupted validation.
+    `on_advance_end` of this batch does not run again, so the loggers' step counter is incremented here, and the caller
+    steps the plateau schedulers that are stepped there. Earlier validations of this epoch are complete: a half-counted
+    batch in their totals would read as an interrupted validation.
     """
     epoch = {**state[_EPOCH], "_batches_that_stepped": state[_EPOCH]["_batches_that_stepped"] + 1}
     progress = state[_VALIDATION_BATCHES]

@@ -1,8 +1,8 @@
-"""State of logging in the middle of an epoch, which no Lightning checkpoint holds.
+"""State of logging inside an epoch, which no Lightning checkpoint holds.
 
-Three things: the aggregates behind ``self.log(on_epoch=True)``, the states of torchmetrics modules, and the
-dictionaries that EarlyStopping, ModelCheckpoint and ReduceLROnPlateau read their monitored values from. Without
-them every epoch value of a resumed epoch is computed from its second part only.
+It has three parts: the aggregates behind ``self.log(on_epoch=True)``, the states of torchmetrics modules, and the
+dictionaries from which EarlyStopping, ModelCheckpoint and ReduceLROnPlateau read their monitored values. Without them
+every epoch value of a resumed epoch would be computed from its second part only.
 
 Captured values may share memory with live ones: the session encodes them before it returns.
 """
@@ -20,8 +20,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_memckpt.internals import TrainerInternals
 
-# The reductions self.log() accepts. The object matters, not only its name: Lightning compares it with the one
-# of the next self.log() call.
+# The reductions that self.log() accepts. The object matters, not only its name: Lightning compares it with that of the
+# next self.log() call.
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")},
     **{f"builtins.{name}": getattr(builtins, name) for name in ("sum", "min", "max")},
@@ -38,7 +38,7 @@ class LoggingState:
     """Captures and restores one trainer's logging state.
 
     Attributes:
-        left_out: names of logged values that cannot be carried over a restart, for the caller to announce.
+        left_out: names of logged values that cannot be stored; the caller logs them.
     """
 
     def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, internals: TrainerInternals) -> None:
@@ -50,7 +50,7 @@ class LoggingState:
         self._collections: list[tuple[str, MetricCollection]] = []
 
     def find_metrics(self) -> None:
-        """Look for metrics in the module, which is too slow to be done at every step."""
+        """Find the metrics in the module; too slow for every step."""
         modules = list(self._pl_module.named_modules())
         self._metrics = [(name, module) for name, module in modules if isinstance(module, Metric)]
         self._collections = [(name, module) for name, module in modules if isinstance(module, MetricCollection)]
@@ -72,7 +72,7 @@ class LoggingState:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put the state back; call when no batch is under way."""
+        """Restore the state; call when no batch is in progress."""
         modules = dict(self._pl_module.named_modules())
         for name, captured in state["metrics"].items():
             _restore_metric(_expect(modules, name, Metric), captured)
@@ -113,7 +113,7 @@ class LoggingState:
         }
 
     def _restore_result(self, key: str, captured: dict[str, Any], modules: dict[str, nn.Module]) -> None:
-        """Log a first value exactly as the user's code did, then overwrite what it aggregated."""
+        """Log a first value exactly as the user's code did, then overwrite its aggregate."""
         strategy = self._trainer.strategy
         results = self._internals.training_results
         value: Tensor | Metric

@@ -1,4 +1,4 @@
-"""What MemCheckpoint refuses, and what it cannot make exact and says so before training starts."""
+"""Refusals of MemCheckpoint, and its warnings, before training starts, about state that cannot be exact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REFUSED: tuple[tuple[type[pl.Callback], str], ...] = (
 
 
 def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
-    """Raise for a trainer that cannot be protected.
+    """Refuse a trainer that cannot be protected.
 
     Raises:
         TypeError: the Trainer is not Lightning's.
@@ -59,7 +59,7 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
         supported = ", ".join(each.__name__ for each in _SUPPORTED)
         raise MisconfigurationException(
             f"MemCheckpoint supports {supported}, found {type(strategy).__name__}; use one of them "
-            "(ModelParallelStrategy for what does not fit into one device), or remove the callback"
+            "(ModelParallelStrategy for a model larger than a device), or remove the callback"
         )
     callbacks = list_callbacks(trainer)
     ours = [each for each in callbacks if isinstance(each, callback_type)]
@@ -73,7 +73,7 @@ def refuse(trainer: pl.Trainer, callback_type: type[pl.Callback]) -> None:
 
 
 def is_tuning(trainer: pl.Trainer) -> bool:
-    """Whether this fit is one of a Tuner's: a trial, which it undoes, and which ends before training starts."""
+    """Whether this fit is a Tuner's trial, which it undoes, and which ends before training starts."""
     return any(is_tuners_own(each) for each in list_callbacks(trainer))
 
 
@@ -85,7 +85,7 @@ def list_callbacks(trainer: pl.Trainer) -> list[Any]:
 
 
 def inexact(trainer: pl.Trainer, internals: TrainerInternals) -> Iterator[str]:
-    """One line, with the reason, for each thing that a restart cannot repeat."""
+    """One line, with the reason, for each effect that a restart cannot repeat."""
     if internals.validates_by_wall_clock:
         yield "val_check_interval is a time: validations fall on other steps after a restart"
     for callback in list_callbacks(trainer):

@@ -1,20 +1,20 @@
-"""What the callback does during one fit.
+"""The callback's work during one fit.
 
-A resumed fit goes through three moments:
+A resumed fit has three stages:
 
-1. `strategy.setup` is done and no `on_fit_start` has run: the session is attached, the loops learn where to
-   re-enter, callbacks and datamodule get their state. It is where Lightning would restore a checkpoint; with
-   strategies that shard it does so behind `on_fit_start`, and so do we.
+1. `strategy.setup` is done and no `on_fit_start` has run: the session is attached, the loops learn where to re-enter,
+   callbacks and datamodule get their state. Lightning would restore a checkpoint here; with strategies that shard it
+   does so after `on_fit_start`, and so do we.
 2. Loaders are processed: each gets its position.
 3. The end of `strategy.on_train_start`, the very last start hook: tensors, optimizers, schedulers, logging and,
-   last of all, the RNG. The start hooks before it find what they found in the first start, the initial model,
-   and whatever they do to it is overwritten now, as training overwrote it then.
+   last of all, the RNG. Earlier start hooks see what they saw in the first start, the initial model; changes that they
+   make to it are overwritten now, as training overwrote them then.
 
-From there on the state is captured at the end of the module's own `on_train_batch_end`, behind every callback's,
-whenever the batch ended with an optimizer step.
+From then on the state is captured at the end of the module's own `on_train_batch_end`, after every callback's, whenever
+the batch ended with an optimizer step.
 
-With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
-that the killed process took last. Steps in which more happened (a validation, an epoch's end, a file) are not repeated.
+With ``resume_check="replay"`` the held state is the one before the last step, and the first step repeats the killed
+process's last one. Steps with further effects (a validation, an epoch's end, a file) are not repeated.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from memckpt.user_messages import Messages
 
 STATE = "lightning"
 
-# A hook of the user's that takes longer than this at every step deserves a line.
+# Duration of a user's hook at every step, in seconds, from which on a warning is logged.
 _SLOW_HOOK_SECONDS = 0.005
 _LARGE_METRIC_BYTES = 8 << 20
-# Warnings about cost are given when their figures have settled, and looked at again now and then.
+# Commits between two checks of costs and of left-out state: figures have to settle first.
 _LOOK_EVERY_COMMITS = 64
 
 # Lightning cannot know that the loaders of a resumed fit continue: they have no state_dict() on purpose, or our
@@ -70,12 +70,12 @@ class Protection:
         pl_module: the unwrapped module.
         callback: the callback that this serves.
         attach: connects to the engine.
-        encodable: says which paths of a value the engine cannot store.
-        run_dir: names the run.
-        resume: what to do with held state.
+        encodable: returns the paths in a value that the engine cannot store.
+        run_dir: identifies the run.
+        resume: treatment of held state.
         config: the engine's configuration.
-        replicated, attributes: of the callback.
-        messages: what the user reads.
+        replicated, attributes: the callback's arguments.
+        messages: output for the user.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Protection:
         self._dropped: set[str] = set()
 
     def install(self) -> None:
-        """Take hold of the strategy; nothing else of the trainer is touched before it has set up."""
+        """Wrap methods of the strategy; the rest of the trainer is not touched before the strategy is set up."""
         strategy = self._trainer.strategy
         if self._internals.restores_late:
             self._internals.around_late_restore(self._shadows, self._around_late_restore)
@@ -188,7 +188,7 @@ class Protection:
 
         return on_train_batch_end
 
-    # --- moment 1 -------------------------------------------------------------------------------------------
+    # --- stage 1 --------------------------------------------------------------------------------------------
 
     def _begin(self, file: UserFile | None) -> None:
         trainer = self._trainer
@@ -239,13 +239,13 @@ class Protection:
         self._loaders.take_over()
 
     def _for_other_ranks(self, state: dict[str, Any], world_size: int) -> dict[str, Any]:
-        """The place in the epoch follows from the samples that have been trained, as far as whole batches go."""
+        """Derive the place in the epoch from the number of trained samples, rounded down to whole batches."""
         before, now = batches_behind(state["loops"]), self._trainer.world_size
-        # Ranks that are parallel in tensors see the same samples.
+        # Tensor-parallel ranks see the same samples.
         batches = before * state["replicas"] // data_replicas(self._trainer)
         self._messages.warn(
-            f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks go on behind {batches}. "
-            "Generators, sample order within a batch and logged averages are not those of an uninterrupted run"
+            f"{world_size} ranks had trained {before} batches of this epoch each; {now} ranks resume after {batches}. "
+            "Generators, sample order within a batch and logged averages differ from those of an uninterrupted run"
         )
         return {**state, "loops": with_batches_behind(state["loops"], batches)}
 
@@ -265,7 +265,7 @@ class Protection:
         )
 
     def _accumulates(self) -> bool:
-        """Whether the backward that runs now is followed by another one before Lightning steps."""
+        """Whether another backward follows the running one before Lightning steps."""
         return self._pl_module.automatic_optimization and self._internals.should_accumulate()
 
     def _user_file(self) -> UserFile | None:
@@ -279,7 +279,7 @@ class Protection:
             return None
         return UserFile(str(path), self._internals.read_late_checkpoint(str(path)).get("global_step", 0), "ckpt_path")
 
-    # --- moment 3 -------------------------------------------------------------------------------------------
+    # --- stage 3 --------------------------------------------------------------------------------------------
 
     def _start_training(self) -> None:
         session, user = self._active()
@@ -299,7 +299,7 @@ class Protection:
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
         self._logging.restore(state["logging"])
         if not state["validation_owed"]:
-            # The killed batch's on_advance_end is not repeated, and this is the part of it that trains.
+            # The killed batch's on_advance_end does not run again, and this is the part of it that affects training.
             self._internals.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
         self._loaders.restore_late()
         self._orphans = OverwriteOrphans(self._trainer, state["captured_at"])
@@ -309,9 +309,9 @@ class Protection:
             self._messages.resumed(report)
 
     def _put_back(self, state: Mapping[str, Any]) -> None:
-        """A repeated step has come out differently: have what is beside tensors as it was when first taken.
+        """Restore the state beside tensors after a repeated step that differed from the held one.
 
-        The place in the data stays where the repeated step has left it.
+        The data position stays where the repeated step has left it.
         """
         trainer_state.restore(self._trainer, self._internals, state["trainer"])
         self._logging.restore(state["logging"])
@@ -397,7 +397,7 @@ class Protection:
                 yield f"{kind} {index}", states, index
 
     def _find_unstorable(self, state: Mapping[str, Any]) -> bool:
-        """Remember which of them the engine cannot store, and say so; True if there is a new one."""
+        """Note those that the engine cannot store, and log them; True if there is a new one."""
         found = False
         for name, states, index in self._foreign(state):
             if name not in self._dropped and (paths := self._encodable(states[index])):
@@ -412,7 +412,7 @@ class Protection:
                 states[index] = None
 
     def _leave_out(self, captured: dict[str, Any]) -> bool:
-        """After the engine has refused a value: leave out what it belongs to, and say so."""
+        """Leave out the owner of a value that the engine has refused, and log it; True if there is a new one."""
         _, user = self._active()
         found = self._find_unstorable(captured)
         if not user.leave_out_unencodable(captured["user"]) and not found:
@@ -423,7 +423,7 @@ class Protection:
         return True
 
     def _announce(self, state: Mapping[str, Any]) -> None:
-        """Say what is left out, and what costs more than it should; each once."""
+        """Log state that is left out, and costs that are too high; each once."""
         _, user = self._active()
         for line in (*user.left_out, *self._attributes.left_out, *sorted(self._logging.left_out)):
             self._messages.warn(f"not carried over a restart: {line}")
@@ -442,7 +442,7 @@ class Protection:
                 )
 
     def _log_metrics(self, session: Session) -> None:
-        """Straight to the loggers: self.log() would change callback_metrics, which training may depend on."""
+        """Log to the loggers directly: self.log() would change callback_metrics, which training may depend on."""
         trainer = self._trainer
         step = self._internals.logger_axis_step
         if not trainer.loggers or not trainer.log_every_n_steps or (step + 1) % trainer.log_every_n_steps:
@@ -454,12 +454,12 @@ class Protection:
     # --- the end --------------------------------------------------------------------------------------------
 
     def unrepeatable(self, reason: str) -> None:
-        """More than a step happens now: to repeat it would do that twice."""
+        """Exclude the step from a repetition: further effects would happen twice."""
         if self._session is not None and not self._trainer.sanity_checking:
             self._session.unrepeatable(reason)
 
     def finish_epoch(self) -> None:
-        """The end of any training epoch."""
+        """Note the end of a training epoch."""
         self.unrepeatable("an epoch ended before it")
         self._end_silence()
         if self._reentry is not None:
@@ -467,10 +467,10 @@ class Protection:
             self._reentry = None
 
     def close(self, *, finished: bool) -> None:
-        """Leave nothing on trainer, module, callbacks and loaders; tell the engine how training ended.
+        """Remove everything from trainer, module, callbacks and loaders; tell the engine how training ended.
 
-        State that was held and never put in use stays held: a run whose stop conditions were met before its
-        first step has not finished what the killed process began.
+        Held state that was never used stays held: a run whose stop conditions were met before its first step has not
+        finished what the killed process began.
         """
         self._end_silence()
         if self._reentry is not None:

@@ -1,9 +1,8 @@
-"""Let a resumed fit loop run what the killed process still owed, before its stop conditions end it.
+"""Re-entry: lets a resumed fit loop run the killed process's remaining hooks before its stop conditions end it.
 
-After the last step of a run (`max_steps` reached, or `trainer.should_stop` set) a validation and the epoch's end
-hooks still follow. A fresh fit loop that finds such a stop condition returns without running them. So stop
-conditions are lifted when the loops are loaded, and put back inside the epoch loop, behind the check that would
-have ended it.
+After the last step of a run (`max_steps` reached, or `trainer.should_stop` set) a validation and the epoch's end hooks
+still follow. A new fit loop that finds such a stop condition returns without running them. So stop conditions are
+lifted when the loops are loaded, and restored inside the epoch loop, after the check that would have ended it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from lightning_memckpt.shadowing import Shadows
 
 
 class Reentry:
-    """One resumed fit's way back into its loops; of no use after the first `on_train_epoch_end`.
+    """Re-entry of one resumed fit into its loops; without effect after the first `on_train_epoch_end`.
 
     Args:
-        trainer: its loops have loaded the edited state.
-        internals: of that trainer.
-        validation_owed: a validation follows the captured batch.
-        epoch_over: the captured batch was the last one of its epoch.
+        trainer: the trainer, whose loops have loaded the edited state.
+        internals: the trainer's internals.
+        validation_owed: whether a validation follows the captured batch.
+        epoch_over: whether the captured batch was the last one of its epoch.
         should_stop: `trainer.should_stop` as captured.
         val_has_run: whether any validation had run in the killed process.
     """
@@ -49,18 +48,18 @@ class Reentry:
         self._max_steps: int | None = None
 
     def lift(self) -> None:
-        """Take the stop conditions away; call before the fit loop runs."""
+        """Lift the stop conditions; call before the fit loop runs."""
         epoch_loop = self._internals.epoch_loop
         if epoch_loop.max_steps != -1 and epoch_loop.global_step >= epoch_loop.max_steps:
             self._max_steps = epoch_loop.max_steps
             epoch_loop.max_steps = epoch_loop.global_step + 1
         if self._validation_owed:
-            # Lightning decides again, from the clock or from should_stop; the killed process had decided.
+            # Lightning decides again, from the clock or from should_stop; the killed process's decision holds.
             self._shadows.put(epoch_loop, "_should_check_val_fx", lambda _: lambda *args: True)
             self._shadows.put(epoch_loop, "on_advance_end", self._around_advance_end)
         else:
-            # An epoch that is over must not fetch another batch. `_has_run` says "the validation after the last
-            # batch is done", which lets the epoch loop end before its first `advance`.
+            # A finished epoch must not fetch another batch. `_has_run` means "the validation after the last batch is
+            # done", which lets the epoch loop end before its first `advance`.
             self._internals.set_val_has_run(self._epoch_over or self._val_has_run)
             self._shadows.put(epoch_loop, "on_run_start", self._around_run_start)
 
@@ -77,7 +76,7 @@ class Reentry:
         def on_advance_end(*args: Any, **kwargs: Any) -> Any:
             self._shadows.remove(self._internals.epoch_loop, "on_advance_end")
             self._put_back()
-            # The original asks `_should_check_val_fx` once, at its start, before anything of the user's runs.
+            # The original asks `_should_check_val_fx` once, at its start, before any user code runs.
             validate = self._internals.val_loop.run
 
             def run(*run_args: Any, **run_kwargs: Any) -> Any:
@@ -101,9 +100,9 @@ class Reentry:
     def finish(self) -> None:
         """End the restart; call in the first `on_train_epoch_end`.
 
-        Lightning clears its restart flags after each iteration, but an epoch that ends before its first
-        iteration keeps them; and the fit loop keeps its own until after this hook, where it would leave
-        ReduceLROnPlateau(interval="epoch") without its step.
+        Lightning clears its restart flags after each iteration, but an epoch that ends before its first iteration keeps
+        them. The fit loop keeps its own until after this hook, where it would leave ReduceLROnPlateau(interval="epoch")
+        without its step.
         """
         self._internals.epoch_loop.on_iteration_done()
         self._internals.fit_loop.on_iteration_done()
@@ -112,6 +111,6 @@ class Reentry:
         self.abandon()
 
     def abandon(self) -> None:
-        """Leave nothing of ours on the loops, whatever has happened."""
+        """Remove everything of ours from the loops, whatever has happened."""
         self._put_back()
         self._shadows.remove_all()

@@ -1,8 +1,8 @@
-"""Replace a method on one instance, and take it back without a trace.
+"""Replacement of a method on one instance, and its removal without a trace.
 
-Lightning offers no hook after the module's own `on_train_batch_end`, none after every other start hook and
-none around a data loader. Shadowing a public method on the instance reaches these places; the class, and
-every other instance, stays as it is.
+Lightning has no hook after the module's own `on_train_batch_end`, none after every other start hook and none around a
+data loader. Shadowing a public method on the instance reaches these places; the class, and every other instance, stays
+as it is.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 
 class _Shadow:
-    """What stands in the instance's ``__dict__`` while a method is shadowed.
+    """The entry in the instance's ``__dict__`` while a method is shadowed.
 
-    Copies and pickles of the instance get their class's method back: a user who deep-copies or saves the
-    whole module in the middle of training must not take our hook, and through it the trainer, along.
+    Copies and pickles of the instance get their class's method back: a user's deep copy or file of the whole module
+    must
+    not contain our hook, and through it the trainer.
     """
 
     def __init__(self, instance: Any, name: str, function: Callable[..., Any]) -> None:
@@ -27,18 +28,18 @@ class _Shadow:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[Any, str], Any], tuple[Any, str]]:
-        # The copy has its own instance by now, without this shadow: the lookup finds the class's method.
+        # By now the copy has its own instance, without this shadow: the lookup finds the class's method.
         return getattr, (self._instance, self._name)
 
 
 class Shadows:
-    """The methods that are shadowed now, each with its way back."""
+    """The current shadows, each with its undo function."""
 
     def __init__(self) -> None:
         self._undo: dict[tuple[int, str], Callable[[], None]] = {}
 
     def put(self, instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Let `make(original)` stand for `instance.name` until `remove` or `remove_all`.
+        """Replace `instance.name` by `make(original)` until `remove` or `remove_all`.
 
         Raises:
             AttributeError: the instance has no such method.
@@ -50,7 +51,7 @@ class Shadows:
         own[name] = shadow
 
         def undo() -> None:
-            # Somebody may have shadowed the method again after us; theirs calls ours and has to stay.
+            # Other code may have shadowed the method again; its shadow calls ours and has to stay.
             if own.get(name) is not shadow:
                 shadow._function = original
             elif had_own:
@@ -61,12 +62,12 @@ class Shadows:
         self._undo[id(instance), name] = undo
 
     def remove(self, instance: Any, name: str) -> None:
-        """Take one shadow back; nothing happens if it is not there."""
+        """Remove one shadow; does nothing if there is none."""
         undo = self._undo.pop((id(instance), name), None)
         if undo is not None:
             undo()
 
     def remove_all(self) -> None:
-        """Take every shadow back, newest first."""
+        """Remove every shadow, newest first."""
         while self._undo:
             self._undo.popitem()[1]()

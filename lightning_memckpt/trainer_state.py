@@ -17,10 +17,10 @@ from lightning_memckpt.internals import TrainerInternals
 from lightning_memckpt.notes import list_callbacks
 from memckpt.capture.scaler import scaler_state
 
-#: Bytes of one hyperparameter.
+#: Largest hyperparameter that is stored, in pickled bytes.
 _LARGE_HYPERPARAMETER = 16 << 10
 
-# Arguments that decide what a step is. Changing one of them between two starts is allowed, but not exact.
+# Arguments that determine a step. Changing one between two starts is allowed, but not exact.
 _SETTINGS = (
     "accumulate_grad_batches",
     "world_size",
@@ -42,7 +42,7 @@ def settings(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator[str]:
-    """A line for each of them that differs."""
+    """One line for each of them that differs."""
     for name, value in settings(trainer).items():
         if value != before.get(name, value) and not (
             name == "accumulate_grad_batches" and _schedules_accumulation(trainer)
@@ -54,7 +54,7 @@ def changed_settings(trainer: pl.Trainer, before: Mapping[str, str]) -> Iterator
 
 
 def data_replicas(trainer: pl.Trainer) -> int:
-    """Among how many ranks the samples are divided; not all of them, where some are parallel in tensors."""
+    """Number of ranks among which the samples are divided; tensor-parallel ranks share theirs."""
     strategy = trainer.strategy
     if not isinstance(strategy, ParallelStrategy):
         return 1
@@ -63,7 +63,7 @@ def data_replicas(trainer: pl.Trainer) -> int:
 
 
 def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
-    """Everything beside loops, logging and user state; values may share memory until they are encoded."""
+    """State beside loops, logging and user state; values may share memory with live ones until they are encoded."""
     return {
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": _precision(trainer.precision_plugin),
@@ -76,9 +76,9 @@ def capture(trainer: pl.Trainer, internals: TrainerInternals) -> dict[str, Any]:
 def file_entries(
     trainer: pl.Trainer, pl_module: pl.LightningModule, encodable: Callable[[Any], list[str]]
 ) -> dict[str, Any]:
-    """What an export needs and no restart does: hyperparameters, and the keys that Lightning gives to other entries.
+    """Data for an export only: hyperparameters, and the keys that Lightning gives to other entries.
 
-    Hyperparameters are left out that `encodable` finds something in, or that are large: each step stores them.
+    Excludes hyperparameters that cannot be encoded or are large: each step stores them.
     """
     untyped: Any = trainer  # datamodule is a dynamic attribute that type checkers do not see
     found: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def file_entries(
 
 
 def _precision(plugin: Any) -> Any:
-    """The plugin's state. That of the mixed one is its gradient scaler's, which is read without a wait."""
+    """The plugin's state. Mixed precision's is its gradient scaler's, which is read without waiting."""
     scaler = getattr(plugin, "scaler", None)
     if type(plugin).state_dict is MixedPrecision.state_dict:
         return {} if scaler is None else scaler_state(scaler)
@@ -108,14 +108,14 @@ def _precision(plugin: Any) -> Any:
 
 
 def restore(trainer: pl.Trainer, internals: TrainerInternals, state: Mapping[str, Any]) -> None:
-    """Put it back; optimizers have been restored by now, as Lightning does it in the same order."""
+    """Restore the captured state; call after the optimizers are restored, as Lightning does."""
     _restore_schedulers(trainer, state["schedulers"])
     if state["precision"]:
         trainer.precision_plugin.load_state_dict(copy.deepcopy(state["precision"]))
     internals.set_loop_extras(state["loop_extras"])
     if _schedules_accumulation(trainer):
-        # The callback sets it at an epoch's start, which a resume in the middle of an epoch does not repeat.
-        # Without that callback the Trainer's own argument, which the user may have changed, stays in force.
+        # The callback sets it at an epoch's start, which a resume inside an epoch does not repeat. Without that
+        # callback the Trainer's own argument, which the user may have changed, applies.
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
 
 
@@ -127,14 +127,14 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> No
             'resume with the same schedulers, or start anew with MemCheckpoint(resume="never")'
         )
     for config, state in zip(configs, states, strict=True):
-        if state is None:  # it could not be stored
+        if state is None:  # could not be stored
             continue
         scheduler: Any = config.scheduler
         scheduler.load_state_dict(_with_live_types(scheduler.state_dict(), copy.deepcopy(state)))
 
 
 def _with_live_types(live: Any, saved: Any) -> Any:
-    """Give containers that are stored as plain dictionaries the type they have in the live scheduler.
+    """Convert stored plain dictionaries to the type of the live scheduler's containers.
 
     MultiStepLR keeps its milestones in a Counter and calls Counter's methods.
     """

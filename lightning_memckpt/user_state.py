@@ -1,7 +1,7 @@
-"""State that other people's code hands out: callbacks, the LightningModule's and the datamodule's hooks.
+"""State from user code: callbacks, and hooks of the LightningModule and the datamodule.
 
-What the safe codec cannot take is left out, once and by name, and training goes on: a callback that keeps a
-file handle in its state must not cost the user the protection of everything else.
+State that the safe codec does not take is left out and logged once, and training continues: a callback with a file
+handle in its state must not cost the user the protection of everything else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ else:
     _RESTORED_BY_VALUE = (WeightAveraging,)
 
 _SHARDING = (FSDPStrategy, ModelParallelStrategy)
-# What FSDP1 puts into names, and takes away in a state_dict().
+# Prefix that FSDP1 adds to names, and removes in a state_dict().
 _FLAT_PREFIX = "_fsdp_wrapped_module."
 _REFERENCE = "\0staged tensor"
 _SEPARATOR = "\0"
@@ -40,9 +40,9 @@ Encodable = Callable[[Any], "list[str]"]
 
 
 def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, nn.Module]:
-    """Modules that training changes and the LightningModule does not contain, by a name that restarts keep.
+    """Modules that training changes and the LightningModule does not contain, by a name that is stable over restarts.
 
-    They are attributes of callbacks (an average of the weights), or sit in a plain list, tuple or dict on the
+    They are attributes of callbacks (an average of the weights), or members of a plain list, tuple or dict on the
     LightningModule or a callback, where nn.Module does not look.
     """
     inside = {id(module) for module in pl_module.modules()}
@@ -72,7 +72,7 @@ def modules_beside(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[s
 
 
 def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
-    """Every callback with a key of its own: its state key, numbered where several have the same."""
+    """Every callback with a unique key: its state key, numbered if several have the same."""
     seen: dict[str, int] = {}
     untyped: Any = trainer  # callbacks is a dynamic attribute that type checkers do not see
     for callback in untyped.callbacks:
@@ -82,7 +82,7 @@ def callbacks_by_key(trainer: pl.Trainer) -> Iterator[tuple[str, pl.Callback]]:
 
 
 def attribute_roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, object]:
-    """First parts of the names of plain attributes; a callback has its state key, and its class if alone."""
+    """Root objects for names of plain attributes: a callback by its state key, and by its class if that is unique."""
     untyped: Any = trainer
     roots: dict[str, object] = {"module": pl_module}
     if untyped.datamodule is not None:
@@ -96,18 +96,18 @@ def attribute_roots(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[
 
 
 class UserState:
-    """Captures and restores what user code returns from its state hooks.
+    """Captures and restores the state that user code returns from its hooks.
 
     Args:
-        trainer: whose callbacks and datamodule.
+        trainer: the trainer with callbacks and datamodule.
         pl_module: the unwrapped module.
         beside: modules staged beside it, from :func:`modules_beside`.
-        skip: the callback that must not be asked, ours.
-        encodable: says which paths of a value the codec does not take.
+        skip: our own callback, which has no state.
+        encodable: returns the paths in a value that the codec does not take.
 
     Attributes:
-        left_out: what is not carried over a restart, with the reason; the caller announces it.
-        hook_seconds: the shortest time that user hooks have taken in a capture.
+        left_out: state that is not stored, with the reason; the caller logs it.
+        hook_seconds: shortest time that user hooks have taken in a capture.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class UserState:
         return [each for each in [*objects, self._pl_module] if is_overridden(hook, each)]
 
     def capture(self, loops: dict[str, Any]) -> dict[str, Any]:
-        """What a restart needs; values may share memory with live ones until they are encoded."""
+        """The state for a restart; values may share memory with live ones until they are encoded."""
         started = time.perf_counter()
         pieces: dict[str, Any] = {}
         for key, callback in callbacks_by_key(self._trainer):
@@ -172,11 +172,11 @@ class UserState:
         return found
 
     def without_left_out(self, pieces: Mapping[str, Any]) -> dict[str, Any]:
-        """`pieces` as they can be stored."""
+        """`pieces` without those that cannot be stored."""
         return {name: piece for name, piece in pieces.items() if name not in self._dropped}
 
     def _checkpoint_extras(self, loops: dict[str, Any], pieces: Mapping[str, Any]) -> dict[str, Any]:
-        """What `on_save_checkpoint` hooks add to a checkpoint, with staged tensors replaced by references."""
+        """Entries that `on_save_checkpoint` hooks add to a checkpoint, with staged tensors replaced by references."""
         checkpoint = self._checkpoint(loops, pieces)
         before = dict(checkpoint)
         names = set(checkpoint["state_dict"])
@@ -200,7 +200,7 @@ class UserState:
         }
 
     def _checkpoint(self, loops: dict[str, Any], pieces: Mapping[str, Any]) -> dict[str, Any]:
-        """The dictionary that hooks expect. Its tensors are the live ones; the optimizers' are not in it."""
+        """The dictionary that hooks expect, with the live tensors; without optimizer states."""
         trainer = self._trainer
         return {
             "epoch": trainer.current_epoch,
@@ -218,12 +218,12 @@ class UserState:
         }
 
     def _state_dict(self) -> dict[str, Tensor]:
-        """The module's own, of live tensors."""
+        """The module's own state_dict, of live tensors."""
         strategy = self._trainer.strategy
         if not isinstance(strategy, _SHARDING):
             state: dict[str, Tensor] = strategy.lightning_module_state_dict()
             return state
-        # The strategy would gather the model from all ranks, at every step: hooks see what this rank holds of it.
+        # The strategy would gather the model from all ranks at every step: hooks see this rank's shards.
         found = {name: param.detach() for name, param in self._pl_module.named_parameters(remove_duplicate=False)}
         for path, module in self._pl_module.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():
@@ -241,14 +241,14 @@ class UserState:
         return {_identity(tensor): name for name, tensor in self._staged_tensors() if tensor.numel()}
 
     def restore_early(self, pieces: Mapping[str, Any]) -> None:
-        """Give callbacks and datamodule their state where Lightning would: before any `on_fit_start`."""
+        """Give callbacks and datamodule their state at the time at which Lightning would: before any `on_fit_start`."""
         if "datamodule" in pieces and self._trainer.datamodule is not None:
             self._trainer.datamodule.load_state_dict(copy.deepcopy(pieces["datamodule"]))
         for key, callback in callbacks_by_key(self._trainer):
             self._load(key, callback, pieces)
 
     def restore_late(self, pieces: Mapping[str, Any], loops: dict[str, Any]) -> None:
-        """Once more where a start hook has reset it; and the `on_load_checkpoint` hooks, with live tensors."""
+        """Restore again what a start hook has reset, and run the `on_load_checkpoint` hooks, with live tensors."""
         extras = {
             name.removeprefix("checkpoint/"): piece for name, piece in pieces.items() if name.startswith("checkpoint/")
         }
@@ -273,8 +273,8 @@ class UserState:
             return
         saved = copy.deepcopy(saved)
         if "dirpath" in saved and hasattr(callback, "dirpath"):
-            # ModelCheckpoint drops its scores when the directory differs, as it does by default: each start has
-            # a logger version of its own. The run is the same one, so its scores count.
+            # ModelCheckpoint drops its scores if the directory differs, as it does by default: each start has a logger
+            # version of its own. It is the same run, so its scores count.
             saved["dirpath"] = callback.dirpath
         callback.load_state_dict(saved)
 
@@ -295,7 +295,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _same(live: Any, saved: Any) -> bool:
-    """Whether two states are equal; what cannot be compared counts as different."""
+    """Whether two states are equal; incomparable values count as different."""
     if isinstance(live, Tensor) or isinstance(saved, Tensor):
         return (
             isinstance(live, Tensor)

@@ -1,4 +1,4 @@
-"""Hydra: the configuration group ``memckpt``, and what an application has asked for.
+"""Hydra: the configuration group ``memckpt``, and the settings of a composed configuration.
 
 defaults: [memckpt: default]        in the application's own configuration
 run_dir, resume, config = memckpt_hydra.protection(cfg)

@@ -1,4 +1,4 @@
-"""What a composed configuration asks for, as the three arguments of `memckpt.attach` and of every adapter."""
+"""Arguments of `memckpt.attach`, and of every adapter, from a composed configuration."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger("memckpt")
 def protection(cfg: DictConfig) -> ProtectionArguments:
     """Read ``memckpt``, ``resume`` and ``run_dir`` of an application's configuration.
 
-    ``run_dir``, where it is absent or null, is ``memckpt`` in Hydra's output directory. That has a timestamp in its
-    name unless ``hydra.run.dir`` (with ``--multirun`` ``hydra.sweep.dir`` and ``subdir``) says otherwise; a restart
-    would not find the run again, and a warning says so; likewise where ``hydra.job.chdir`` puts a relative ``run_dir``
-    there, and where all jobs of a ``--multirun`` have the same.
+    If ``run_dir`` is absent or null, it is ``memckpt`` in Hydra's output directory. That has a timestamp in its name
+    unless ``hydra.run.dir`` (with ``--multirun`` ``hydra.sweep.dir`` and ``subdir``) is set; a restart would not find
+    the run again. A warning is logged then; also if ``hydra.job.chdir`` puts a relative ``run_dir`` there, and if all
+    jobs of a ``--multirun`` share one.
 
     Raises:
-        ConfigurationError: a part is missing, or a value is out of its range.
+        ConfigurationError: a part is missing, or a value is out of range.
     """
     if "memckpt" not in cfg:
         raise ConfigurationError(
@@ -47,7 +47,7 @@ def protection(cfg: DictConfig) -> ProtectionArguments:
 
 
 def _look_at(run_dir: str, written: str) -> None:
-    """Say what makes the run's directory another one at the next start, or that of several jobs."""
+    """Warn if the next start would use another run directory, or if several jobs share this one."""
     if not HydraConfig.initialized():
         return
     hydra: Any = HydraConfig.get()

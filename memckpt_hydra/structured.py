@@ -1,8 +1,9 @@
 """Structured configs made from the dataclasses of `memckpt.config`, so that there is one definition.
 
-OmegaConf knows no `Literal`; an Enum with the same names stands for it. It then refuses another value by naming those
-that there are. Nor does it know a field with one of several dataclasses: each is an option of a group of its own
-(``memckpt/peers=erasure``), and its node says under ``kind`` which one it is.
+OmegaConf does not support `Literal`; an Enum with the same names replaces it, and its error lists them. Nor does it
+support a field with one of several dataclasses: each becomes an option of its own group (``memckpt/peers=erasure``),
+and
+its node names its class under ``kind``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ SCHEMA = "schema"
 
 @cache
 def node(kind: type, variant: str | None = None) -> type:
-    """The structured config of one dataclass of the tree; always the same one. `variant` is its name among several."""
+    """The structured config of one dataclass of the tree, cached. `variant`: its name if it is one of several."""
     hints = typing.get_type_hints(kind)
     fields: list[Any] = [] if variant is None else [(KIND, str, dataclasses.field(default=variant))]
     for each in dataclasses.fields(kind):
         factory = each.default_factory
         fields.append((each.name, *_field(each.name, hints[each.name], each.default, factory)))
     made = dataclasses.make_dataclass(kind.__name__, fields, namespace={"__module__": __name__})
-    # OmegaConf's message about an unknown key shows the class's name, and so the keys that there are.
+    # OmegaConf's error about an unknown key shows the class's name, so that lists the valid keys.
     made.__name__ = f"{kind.__name__}: one of {', '.join(hints)}"
     # In this module, where pickle looks for it, by either name: launchers send configurations to other processes.
     globals()[kind.__name__] = globals()[made.__name__] = made
@@ -41,7 +42,7 @@ def node(kind: type, variant: str | None = None) -> type:
 def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
     (inner, *others), optional = alternatives(hint)
     if others:
-        for each in (inner, *others):  # pickle looks for them, too
+        for each in (inner, *others):  # pickle needs them, too
             node(each, variant_name(each))
         return Any, dataclasses.field(default=default)
     if dataclasses.is_dataclass(inner):
@@ -58,16 +59,16 @@ def _field(name: str, hint: Any, default: Any, factory: Any) -> tuple[Any, Any]:
 
 @cache
 def _choices(name: str, values: tuple[str, ...]) -> Any:
-    """One Enum for the dataclasses that share a field, as pickle looks for it by its name."""
-    make_enum: Any = Enum  # type checkers want the names of the members where it is called
-    assert name not in globals(), f"two settings with other values, and one name for them: {name}"
+    """One Enum for all dataclasses that share a field: pickle looks it up by name."""
+    make_enum: Any = Enum  # type checkers require literal members in the call
+    assert name not in globals(), f"two settings named {name} with different values"
     choices = make_enum(name, {each: each for each in values}, module=__name__)
     globals()[name] = choices
     return choices
 
 
 def __getattr__(name: str) -> Any:
-    """For pickle, in a process that has composed nothing: what it asks for is made by `node`."""
+    """For pickle, in a process that has not composed a configuration: make the class now."""
     if not name.startswith("__"):
         node(config.MemckptConfig)
         if name in globals():
@@ -76,7 +77,7 @@ def __getattr__(name: str) -> Any:
 
 
 def register() -> None:
-    """Put the schemas into Hydra's ConfigStore; the search-path plugin does so for every application."""
+    """Store the schemas in Hydra's ConfigStore; the search-path plugin does so for every application."""
     store = ConfigStore.instance()
     store.store(group=GROUP, name=SCHEMA, node=node(config.MemckptConfig), provider="memckpt")
     for name, hint in typing.get_type_hints(config.MemckptConfig).items():

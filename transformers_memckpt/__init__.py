@@ -2,7 +2,7 @@
 
 trainer = Trainer(...)
 protect(trainer, run_dir)
-trainer.train()             # killed at any moment and started again, it continues at the very step
+trainer.train()             # killed at any moment and started again, it continues at the exact step
 """
 
 from transformers_memckpt.callback import MemCheckpointTrainerCallback, protect

@@ -17,25 +17,25 @@ from transformers_memckpt.protection import Protection
 
 
 class MemCheckpointTrainerCallback(TrainerCallback):
-    """Protects every optimizer step of `Trainer.train()`, and resumes at the very step after any crash.
+    """Protects every optimizer step of `Trainer.train()`, and resumes at the exact step after any crash.
 
-    A callback is never told its Trainer, so it has to be given: by `attach`, or all in one by `protect`. Start the
-    same script again and training continues behind the last step that was taken: weights, optimizer, scheduler, data
-    order, generators, `TrainerState` and the logged losses are, bit for bit, those of a run that was never
-    interrupted. Nothing has to be passed to `train`.
+    transformers does not tell a callback its Trainer, so pass it to `attach`, or use `protect`. Start the same script
+    again, and training continues after the last step taken: weights, optimizer, scheduler, data order, generators,
+    `TrainerState` and the logged losses are, bit for bit, those of an uninterrupted run. `train` needs no arguments for
+    that.
 
     Args:
-        run_dir: names the run; a directory for what has to be on disk, the same at every start. None: MEMCKPT_RUN_DIR.
-        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start without, ``"never"`` starts
-            anew; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
-        config: how the run is protected. None: what MEMCKPT_* variables say, else the defaults.
-        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and the same
-            on all ranks. Others are taken for a rank's own.
-        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be carried, too:
+        run_dir: identifies the run; a directory for files, the same at every start. None: MEMCKPT_RUN_DIR.
+        resume: ``"auto"`` continues if anything is held, ``"require"`` refuses to start otherwise, ``"never"`` starts
+            over; an int continues at that `global_step`. None: MEMCKPT_RESUME, or ``"auto"``.
+        config: configuration of the protection. None: from MEMCKPT_* variables, else the defaults.
+        replicated: names, or patterns of names, of parameters that are plain tensors in a sharded model and equal on
+            all ranks. Others are treated as private to each rank.
+        attributes: dotted names of plain attributes that training changes and no state_dict() has, to be stored, too:
             ``"model.level"``, ``"trainer.train_dataset.level"``, ``"callbacks.Curriculum.level"``.
 
     Raises:
-        ConfigurationError: a setting that cannot be, in the arguments or in the environment.
+        ConfigurationError: an invalid setting, in the arguments or in the environment.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         self._protection: Protection | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Protect what `trainer.train()` does from now on; adds the callback to it if it is not there yet.
+        """Protect later calls of `trainer.train()`; adds the callback to the trainer if it is missing.
 
         Raises:
             TypeError: not a transformers.Trainer.
-            UnsupportedError: this version of transformers lacks what the callback relies on.
+            UnsupportedError: this version of transformers lacks names that the callback relies on.
             UsageError: the trainer has such a callback already, or this callback another trainer.
         """
         notes.verify(trainer)
@@ -69,7 +69,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         if self._trainer is not None:
             raise UsageError("attach(): expected a callback without a Trainer, found one that has been attached before")
         self._trainer = trainer
-        # The first of all: it captures before others act in the same hook, and puts back before they see it.
+        # First of all callbacks: it captures before others act in the same hook, and restores before they run.
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
@@ -95,7 +95,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         return inner_training_loop
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Connect to what is held.
+        """Connect to the held state.
 
         Raises:
             UsageError: the callback does not know its Trainer.
@@ -108,27 +108,27 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         self._protection.begin()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The steps before this one are done: commit them; in a resumed epoch, put everything back first."""
+        """Commit the steps before this one; in a resumed epoch, restore first."""
         if self._protection is not None:
             self._protection.begin_step()
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """One more batch of an accumulation."""
+        """Note one more batch of an accumulation."""
         if self._protection is not None:
             self._protection.end_batch(stepped=False)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """One more batch, and a step."""
+        """Note one more batch, and a step."""
         if self._protection is not None:
             self._protection.end_batch(stepped=True)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """A step is repeated as a proof, an evaluation is not."""
+        """Exclude the step from a repetition: an evaluation is not repeated."""
         if self._protection is not None:
             self._protection.unrepeatable("an evaluation followed it")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Nor is the writing of a checkpoint."""
+        """Exclude the step from a repetition: a checkpoint file is not written again."""
         if self._protection is not None:
             self._protection.unrepeatable("a checkpoint file was written behind it")
 
@@ -140,7 +140,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Add our figures to what other callbacks report; `log_history` has its copy already."""
+        """Add our metrics to those that other callbacks report; `log_history` has its copy already."""
         if self._protection is not None and logs is not None and "loss" in logs:
             logs.update(self._protection.metrics())
 
@@ -154,7 +154,7 @@ def protect(
     replicated: Sequence[str] = (),
     attributes: Sequence[str] = (),
 ) -> MemCheckpointTrainerCallback:
-    """Add a MemCheckpointTrainerCallback to `trainer`, which it then knows; arguments and errors are the callback's."""
+    """Attach a new MemCheckpointTrainerCallback to `trainer`; arguments and errors are the callback's."""
     callback = MemCheckpointTrainerCallback(
         run_dir, resume=resume, config=config, replicated=replicated, attributes=attributes
     )

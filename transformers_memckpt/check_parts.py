@@ -1,4 +1,4 @@
-"""Named parts of the captured state, in which a repeated step is compared, without what depends on the clock."""
+"""Named parts of the captured state, for the comparison of a repeated step, without clock-dependent values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from memckpt import ComparedKind, dataloader
 from transformers_memckpt.trainer_state import History
 
-#: Ends of the names of values that the Trainer measures with the clock: `train_runtime`, `train_tokens_per_second`.
+#: Name suffixes of values that the Trainer derives from the clock: `train_runtime`, `train_tokens_per_second`.
 _CLOCKS = ("_runtime", "_per_second")
 
 
 def check_parts(state: Mapping[str, Any]) -> dict[tuple[ComparedKind, str], Any]:
-    """The parts of what `Protection` captures, in the user's words."""
+    """The parts of `Protection`'s captured state, under the user's names for them."""
     states = state["states"]
     parts: dict[tuple[ComparedKind, str], Any] = {
         ("data position", "train loader"): dataloader.comparable(

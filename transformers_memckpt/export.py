@@ -1,4 +1,4 @@
-"""``memckpt export --format transformers``: a directory that ``Trainer.train(resume_from_checkpoint=...)`` takes."""
+"""``memckpt export --format transformers``: a directory for ``Trainer.train(resume_from_checkpoint=...)``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transformers_memckpt.trainer_state import History
 
 
 def write(state: ExportedState, target: Path) -> None:
-    """Write the files of a ``checkpoint-N`` of the Trainer's own, as it saves them behind that step.
+    """Write the files of the Trainer's own ``checkpoint-N``, as it saves them after that step.
 
-    Missing are ``training_args.bin`` and the tokenizer's files, which no resume reads.
+    Omits ``training_args.bin`` and the tokenizer's files, which no resume reads.
 
     Raises:
         ForeignStateError: the run was not trained with the callback for the Trainer.
@@ -47,7 +47,7 @@ def write(state: ExportedState, target: Path) -> None:
     for rank, generators in state.generators.items():
         name = f"rng_state_{rank}.pth" if distributed else "rng_state.pth"
         torch.save(_random_states(generators, distributed), target / name)
-    callbacks: Any = _callbacks(held["callbacks"], file.get("arguments", {}))  # as a file has them, not a Trainer
+    callbacks: Any = _callbacks(held["callbacks"], file.get("arguments", {}))  # in the form of a file, not of a Trainer
     trainer_state = TrainerState(
         **{**held["state"], "total_flos": held["state"]["total_flos"] + held["trainer"]["current_flos"]},
         **file.get("state", {}),
@@ -58,7 +58,7 @@ def write(state: ExportedState, target: Path) -> None:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied weights under one of their names, as the Trainer saves them."""
+    """Tied weights under one name only, as the Trainer saves them."""
     kept: dict[int, str] = {}
     for name, tensor in tensors.items():
         kept.setdefault(id(tensor), name)
@@ -71,17 +71,17 @@ def _random_states(generators: Mapping[str, Any], distributed: bool) -> dict[str
         every = [cuda.get(device) for device in range(max(cuda) + 1)]
         if not distributed:
             states["cuda"] = every[min(cuda)]
-        elif None not in every:  # the Trainer sets those of all devices, or of none
+        elif None not in every:  # the Trainer restores those of all devices, or none
             states["cuda"] = every
     return states
 
 
 def _callbacks(attributes: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Callbacks that are `ExportableState`, by class; a list where there are several of one."""
+    """Callbacks that are `ExportableState`, by class; a list if there are several of one class."""
     found: dict[str, Any] = {"TrainerControl": TrainerControl().state()}
     for name, given in arguments.items():
         if name not in attributes:
-            continue  # it could not be stored
+            continue  # could not be stored
         kind, one = name.partition(":")[0].rpartition(".")[2], {"args": given, "attributes": attributes[name]}
         if kind not in found:
             found[kind] = one

@@ -1,7 +1,8 @@
 """The Trainer's prepared loader: Accelerate's DataLoaderShard around a torch DataLoader.
 
-The shard reads one batch ahead of what it hands out, and the Trainer takes the batches of a whole accumulation before
-it trains on the first. Only the torch loader inside is touched.
+The shard reads one batch ahead of the one it hands out, and the Trainer takes the batches of a whole accumulation
+before
+it trains on the first. Only the torch loader inside is modified.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from memckpt.errors import UnsupportedError
 
 
 class Follower:
-    """Follows the loader inside `prepared`; `release` gives it back as it was.
+    """Follows the loader inside `prepared`; `release` restores it.
 
     Args:
-        prepared: the Trainer's.
-        accumulated: how many batches the Trainer takes before it trains on the first of them.
+        prepared: the Trainer's loader.
+        accumulated: number of batches that the Trainer takes before it trains on the first of them.
 
     Raises:
         UnsupportedError: `prepared` is not a DataLoaderShard around a torch DataLoader.
@@ -34,13 +35,13 @@ class Follower:
         self._held: dict[str, Any] | None = None
 
     def position(self, trained: int | None) -> dict[str, Any]:
-        """Where to go on, as plain values.
+        """The position to continue at, as plain values.
 
         Args:
-            trained: how many batches of this epoch have been trained on; None: the next epoch is to begin.
+            trained: number of batches of this epoch that were trained on; None: the next epoch is about to begin.
 
         Raises:
-            DataPositionError: those after them were fetched so long ago that nothing is known of it any more.
+            DataPositionError: later batches were fetched too long ago to be remembered.
         """
         if trained is None:
             return {"between": True, "position": dataloader.position(self._loader, exhausted=True)}
@@ -48,7 +49,7 @@ class Follower:
         return {"between": False, "position": dataloader.position(self._loader, ahead=ahead)}
 
     def resume(self, held: dict[str, Any]) -> None:
-        """Let the next epoch go on at the position `held`; global generators may move until training sets them.
+        """Make the next epoch continue at the position `held`; global generators may move until training restores them.
 
         Raises:
             DataPositionError: see :func:`memckpt.dataloader.resume`.
@@ -58,18 +59,18 @@ class Follower:
         start(self._loader, held["position"])
 
     def go_live(self) -> None:
-        """What had been fetched ahead has been fetched again: put the loader's own generators back."""
+        """Restore the loader's own generators: the batches fetched ahead have been fetched again."""
         assert self._held is not None
         dataloader.go_live(self._loader)
         # An attempt to fetch beyond the last batch may have moved them since.
         dataloader.restore_generators(self._loader, self._held["position"])
 
     def unreplayable(self) -> str | None:
-        """One line on why this loader cannot be promised to resume exactly; None if nothing is known against it."""
+        """One line on why an exact resume of this loader cannot be promised; None if no reason is known."""
         return dataloader.unreplayable(self._loader)
 
     def release(self) -> None:
-        """Make the loader what it was."""
+        """Restore the loader."""
         dataloader.release(self._loader)
 
 
@@ -86,7 +87,7 @@ def _inside(prepared: Any) -> DataLoader[Any]:
 
 
 def _make_generator(loader: DataLoader[Any]) -> None:
-    """Make now what Accelerate's sampler makes when it is first iterated, so that a resume finds it there."""
+    """Create the generator that Accelerate's sampler makes at its first iteration, so that a resume can restore it."""
     sampler: Any = loader.batch_sampler
     while sampler is not None and not isinstance(sampler, SeedableRandomSampler):
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)

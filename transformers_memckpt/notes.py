@@ -1,4 +1,4 @@
-"""What cannot be protected and is refused, and what a restart cannot make exact and is said."""
+"""Refusal of trainings that cannot be protected, and warnings about state that a restart cannot make exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from memckpt.errors import UnsupportedError
 
-# What is relied upon beside the public names, and the parameters that must be there.
+# Private methods that we rely upon, and the parameters that they must have.
 _METHODS: dict[str, tuple[str, ...]] = {
     "_inner_training_loop": ("trial",),
     "_init_training_state": ("resume_from_checkpoint",),
@@ -25,7 +25,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
 }
 
 _CHANGED = "{name} was {old!r} when the held state was captured and is {new!r} now: training continues, not bit for bit"
-# Arguments that decide what a step is.
+# Arguments that determine a step.
 _SETTINGS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -45,11 +45,11 @@ _SETTINGS = (
 
 
 def verify(trainer: Any) -> None:
-    """Look for the private names that the callback relies on.
+    """Check for the private names that the callback relies on.
 
     Raises:
         TypeError: not a transformers.Trainer.
-        UnsupportedError: this version of transformers does not have one of them.
+        UnsupportedError: this version of transformers lacks one of them.
     """
     if not isinstance(trainer, transformers.Trainer):
         raise TypeError(f"expected a transformers.Trainer, found {type(trainer).__module__}.{type(trainer).__name__}")
@@ -66,15 +66,15 @@ def verify(trainer: Any) -> None:
 
 
 def refuse(trainer: Any, trial: object) -> None:
-    """Raise for a training that cannot be protected.
+    """Refuse a training that cannot be protected.
 
     Raises:
-        UnsupportedError: with what was found, and the remedy.
+        UnsupportedError: names the problem and the remedy.
     """
     args = trainer.args
     found = {
         "deepspeed": trainer.is_deepspeed_enabled,
-        # A model that from_pretrained() has made parallel in tensors brings one along.
+        # A tensor-parallel model from from_pretrained() brings one along.
         "a parallelism_config": getattr(trainer.accelerator, "parallelism_config", None) is not None,
         "a TPU": str(args.device).startswith("xla") or trainer.is_fsdp_xla_enabled,
     }
@@ -91,33 +91,33 @@ def refuse(trainer: Any, trial: object) -> None:
         )
     if args.auto_find_batch_size:
         raise UnsupportedError(
-            "expected auto_find_batch_size=False, found True: it starts the training again within the process; set "
-            "per_device_train_batch_size to what it has found"
+            "expected auto_find_batch_size=False, found True: it restarts the training within the process; set "
+            "per_device_train_batch_size to the size that it has found"
         )
     if trial is not None:
         raise UnsupportedError(
             "expected train(), found hyperparameter_search(): its trials would resume each other; protect the training "
-            "that you start with what it has found"
+            "that you start with its result"
         )
 
 
 def settings(args: Any) -> dict[str, Any]:
-    """The arguments that decide what a step is, as plain values."""
+    """The arguments that determine a step, as plain values."""
     return {name: getattr(args, name, None) for name in _SETTINGS}
 
 
 def changed_settings(args: Any, held: dict[str, Any]) -> Iterator[str]:
-    """A line for each argument that is not what it was."""
+    """One line for each argument that has changed."""
     for name, new in settings(args).items():
         if name in held and held[name] != new:
             yield _CHANGED.format(name=name, old=held[name], new=new)
 
 
 def inexact(trainer: Any) -> Iterator[str]:
-    """One line, with the reason, for each thing that a restart cannot repeat."""
+    """One line, with the reason, for each effect that a restart cannot repeat."""
     args = trainer.args
     if args.dataloader_persistent_workers and args.dataloader_num_workers and trainer.eval_dataset is not None:
         yield (
-            "dataloader_persistent_workers: the evaluation's workers are seeded anew after a restart, and draw a "
-            "number from torch's generator for it; without it a restart is exact"
+            "dataloader_persistent_workers: after a restart the evaluation's workers are seeded again, with a number "
+            "from torch's generator; without it a restart is exact"
         )

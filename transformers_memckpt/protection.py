@@ -1,20 +1,20 @@
-"""What the callback does during one `Trainer.train()`.
+"""The callback's work during one `Trainer.train()`.
 
-The state is captured where nothing is owed: when a step begins, so that what the step before has ordered (log,
-evaluate, save) is done, and when an epoch has ended. A process that dies in an evaluation does the step before it once
-more, and the whole evaluation.
+The state is captured when nothing is pending: when a step begins, so that the previous step's actions (log, evaluate,
+save) are done, and when an epoch has ended. A process that dies in an evaluation repeats the step before it, and the
+whole evaluation.
 
-With ``resume_check="replay"`` what is held is the state one step earlier, and the first step that is taken is the one
-that the killed process took last. Steps that an evaluation, a file or an epoch's end followed are not repeated.
+With ``resume_check="replay"`` the held state is the one before the last step, and the first step repeats the killed
+process's last one. Steps that an evaluation, a file or an epoch's end followed are not repeated.
 
-A resumed training goes through three moments:
+A resumed training has three stages:
 
 1. `on_train_begin`: model, optimizer and loader exist, and no epoch has begun. The session is attached; held state
-   decides with which epoch the Trainer begins, and the loader learns where it goes on.
-2. `_run_epoch` of a resumed epoch is told that the epoch has fewer batches, those that are left. Its own bookkeeping
-   of accumulations then comes out as it did.
-3. The first step, or between two epochs the beginning of the next, behind all hooks that a fresh start has run before:
-   tensors, scheduler, counters, callbacks and last of all the generators.
+   decides with which epoch the Trainer begins, and the loader learns where it continues.
+2. `_run_epoch` of a resumed epoch is told that the epoch has only the remaining batches. Its own counting of
+   accumulations then matches the first run's.
+3. The first step, or between two epochs the beginning of the next, after all hooks of a new start: tensors, scheduler,
+   counters, callbacks and last of all the generators.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOOK_EVERY_COMMITS = 64
 
 
 class _Later:
-    """An int that is known when it is used: `range()` asks for it behind all that precedes the first epoch."""
+    """An int that is computed when it is used: `range()` asks for it after everything that precedes the first epoch."""
 
     def __init__(self, ask: Callable[[], int]) -> None:
         self._ask = ask
@@ -59,10 +59,10 @@ class Protection:
     Args:
         trainer: a supported Trainer, in `train()`.
         callback: the callback that this serves.
-        run_dir: names the run.
-        resume: what to do with held state.
+        run_dir: identifies the run.
+        resume: treatment of held state.
         config: the engine's configuration.
-        replicated, attributes: of the callback.
+        replicated, attributes: the callback's arguments.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Protection:
         self._file: tuple[str, int, int] | None = None
 
     def train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the Trainer's own loop; leaves nothing of ours on it, however it ends."""
+        """Run the Trainer's own loop; removes everything of ours from it, however it ends."""
         with ExitStack() as stack:
             stack.enter_context(_replaced(self._trainer, "_init_training_state", self._around_init_training_state))
             stack.enter_context(_replaced(self._trainer, "_run_epoch", self._around_run_epoch))
@@ -110,7 +110,7 @@ class Protection:
             except BaseException:
                 self._close(finished=False)
                 raise
-            # State that was held and never put in use stays held.
+            # Held state that was never used stays held.
             self._close(finished=self._pending is None)
             return result
 
@@ -142,10 +142,10 @@ class Protection:
 
         return run_epoch
 
-    # --- moment 1 -------------------------------------------------------------------------------------------
+    # --- stage 1 --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """In `on_train_begin`, before other callbacks."""
+        """Attach and prepare a resume, in `on_train_begin`, before other callbacks."""
         trainer = self._trainer
         train_loader = trainer.callback_handler.train_dataloader
         self._loader = Follower(train_loader, trainer.args.gradient_accumulation_steps)
@@ -206,7 +206,7 @@ class Protection:
         if state["batches"] % steps:
             raise ForeignStateError(
                 f"expected gradient_accumulation_steps={state['settings']['gradient_accumulation_steps']}, as in the "
-                f"run that is continued, found {steps}, of which the {state['batches']} batches behind are no multiple"
+                f"run that is continued, found {steps}, and {state['batches']} trained batches are no multiple of it"
             )
         for line in notes.changed_settings(trainer.args, state["settings"]):
             self._messages.warn(line)
@@ -218,23 +218,23 @@ class Protection:
         self._pending = state
         self._epoch_ended = state["loader"]["between"]
         self._states.restore_counters(state["states"])
-        self._attributes.restore(state.get("attributes", {}))  # before workers of the loader copy them
+        self._attributes.restore(state.get("attributes", {}))  # before the loader's workers copy them
         self._first_epoch = state["epoch"]
         self._loader.resume(state["loader"])
         ended = trainer.state.global_step >= trainer.state.max_steps or state["epoch"] >= trainer.state.num_train_epochs
         if ended or state["stopped"]:
             self._first_epoch = sys.maxsize  # no epoch is left
 
-    # --- moment 3 -------------------------------------------------------------------------------------------
+    # --- stage 3 --------------------------------------------------------------------------------------------
 
     def _enter_epochs(self) -> int:
-        """The epoch to begin with; a training that is between two epochs, or at its end, is put back here."""
+        """The epoch to begin with; restores a training that is between two epochs or at its end."""
         if self._pending is not None and (self._pending["loader"]["between"] or self._first_epoch == sys.maxsize):
             self._restore()
         return self._first_epoch
 
     def begin_step(self) -> None:
-        """In `on_step_begin`, before other callbacks: a whole number of steps is done, and all that they owed."""
+        """Restore or commit, in `on_step_begin`, before other callbacks: earlier steps and their actions are done."""
         if self._pending is not None:
             self._restore()
         elif self._trainer.state.global_step != self._committed_step:
@@ -254,12 +254,12 @@ class Protection:
             self._messages.resumed(report)
 
     def _put_back(self, state: dict[str, Any]) -> None:
-        """A repeated step has come out differently: have what is beside tensors as it was when first taken."""
+        """Restore the state beside tensors after a repeated step that differed from the held one."""
         self._states.restore(state["states"])
         self._attributes.restore(state.get("attributes", {}))
 
     def unrepeatable(self, reason: str) -> None:
-        """More than a step happens now: to repeat it would do that twice."""
+        """Exclude the step from a repetition: further effects would happen twice."""
         if self._session is not None:
             self._session.unrepeatable(reason)
 
@@ -271,10 +271,10 @@ class Protection:
     # --- each step ------------------------------------------------------------------------------------------
 
     def end_batch(self, *, stepped: bool) -> None:
-        """In `on_substep_end` and `on_step_end`, before other callbacks."""
+        """Count a batch, in `on_substep_end` and `on_step_end`, before other callbacks."""
         self._taken += 1
         if stepped and self._behind:
-            # The Trainer has divided by the batches that were left.
+            # The Trainer has divided by the number of remaining batches.
             self._trainer.state.epoch = self._epoch + (self._behind + self._taken) / self._epoch_length
 
     def _end_epoch(self) -> None:
@@ -284,7 +284,7 @@ class Protection:
         batches = self._behind + self._taken
         over = batches == self._epoch_length
         if not over and batches % trainer.args.gradient_accumulation_steps:
-            return  # broken off within an accumulation: a restart does it again
+            return  # stopped within an accumulation: a restart repeats it
         stopping = trainer.control.should_training_stop
         stopped = stopping and trainer.state.global_step < trainer.state.max_steps
         if over or not stopping:
@@ -328,7 +328,7 @@ class Protection:
         self._commits += 1
 
     def _look_again(self) -> None:
-        """Say what is left out; some of it shows only while training runs."""
+        """Log state that is left out; some of it shows only while training runs."""
         _, loader = self._active()
         reason = loader.unreplayable()
         if reason is not None:
@@ -338,7 +338,7 @@ class Protection:
             self._messages.warn(f"not carried over a restart: the state of callback {name}: {paths}")
 
     def metrics(self) -> dict[str, float]:
-        """The session's figures, as loggers name them; empty before it begins."""
+        """The session's metrics, by loggers' names; empty before it begins."""
         if self._session is None:
             return {}
         return {f"memckpt/{name}": value for name, value in self._session.metrics().items()}
@@ -358,7 +358,7 @@ class Protection:
 
 @contextmanager
 def _replaced(instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let `make(original)` stand for a method of one instance; the class stays as it is."""
+    """Replace a method of one instance by `make(original)`; the class stays as it is."""
     own = vars(instance)
     kept = {name: own[name]} if name in own else {}
     own[name] = make(getattr(instance, name))

@@ -1,4 +1,4 @@
-"""What a Trainer has in memory beside tensors: read at each commit, put back at a resume."""
+"""State of a Trainer beside tensors: read at each commit, restored on a resume."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import memckpt
 from memckpt.capture.scaler import scaler_state
 from memckpt.errors import UnsupportedStateError
 
-# Of TrainerState, what training changes. The rest follows from the arguments.
+# Fields of TrainerState that training changes. The others follow from the arguments.
 _STATE = (
     "global_step",
     "epoch",
@@ -23,22 +23,22 @@ _STATE = (
     "total_flos",
     "num_input_tokens_seen",
 )
-# What follows from the arguments, and is read back from a file.
+# Fields that follow from the arguments, and are read back from a file.
 _SCHEDULE = ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size")
-# Characters of a model's configuration, which is stored with each step for an export.
+# Largest JSON of a model's configuration, in characters, that is stored with each step for an export.
 _LARGE_CONFIG = 16 << 10
 _TRAINER = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
 class History:
-    """`log_history` as bytes: each entry is encoded once, not again at every step."""
+    """`log_history` as bytes; each entry is encoded once, not at every step."""
 
     def __init__(self) -> None:
         self._entries: list[Any] = []
         self._encoded = b""
 
     def encode(self, history: list[Any]) -> bytes:
-        """Lines of JSON, as in the Trainer's own files.
+        """The history as lines of JSON, as in the Trainer's own files.
 
         Raises:
             UnsupportedStateError: an entry has a value that is no number, string, list or dictionary.
@@ -57,19 +57,19 @@ class History:
 
     @staticmethod
     def decode(encoded: bytes) -> list[Any]:
-        """The list that was encoded."""
+        """The decoded list."""
         return [json.loads(line) for line in encoded.splitlines()]
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's or a tensor's as Python's."""
+    """A scalar of numpy or torch as a Python number."""
     if hasattr(value, "item") and getattr(value, "size", None) in (1, None):
         return value.item()
     raise TypeError(f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def attribute_roots(trainer: Any) -> dict[str, object]:
-    """What the names of plain attributes may begin with; a callback by its class, if it is the only one of it."""
+    """Root objects for names of plain attributes; a callback by its class, if that is unique."""
     callbacks = trainer.callback_handler.callbacks
     classes = [type(each).__name__ for each in callbacks]
     alone = {
@@ -82,7 +82,7 @@ class TrainerStates:
     """The states of one trainer, its scheduler, its gradient scaler, and its callbacks.
 
     Args:
-        skip: the callback that is ours.
+        skip: our own callback.
 
     Attributes:
         left_out: callbacks whose state cannot be stored, with the reason.
@@ -95,7 +95,7 @@ class TrainerStates:
         self.left_out: dict[str, str] = {}
 
     def capture(self) -> dict[str, Any]:
-        """All of it, as values that the engine can store."""
+        """All of these states, as values that the engine can store."""
         trainer = self._trainer
         scaler = getattr(trainer.accelerator, "scaler", None)
         return {
@@ -111,7 +111,7 @@ class TrainerStates:
         }
 
     def for_file(self) -> dict[str, Any]:
-        """What an export needs and no restart does; it does not change while training runs."""
+        """Data for an export only; constant while training runs."""
         trainer = self._trainer
         config: Any = getattr(trainer.model, "config", None)
         text = config.to_json_string() if hasattr(config, "to_json_string") else ""
@@ -124,13 +124,13 @@ class TrainerStates:
         }
 
     def restore_counters(self, held: dict[str, Any]) -> None:
-        """What other callbacks may want to see before training starts."""
+        """Restore counters and history, which other callbacks may read before training starts."""
         for name, value in held["state"].items():
             setattr(self._trainer.state, name, value)
         self._trainer.state.log_history = self._history.decode(held["history"])
 
     def restore(self, held: dict[str, Any]) -> None:
-        """All of it."""
+        """Restore what :meth:`capture` returned."""
         trainer = self._trainer
         self.restore_counters(held)
         for name, value in held["trainer"].items():
@@ -144,7 +144,7 @@ class TrainerStates:
                 _load(callback, held["callbacks"][name])
 
     def leave_out(self) -> bool:
-        """Look for callbacks whose state the engine cannot store; True if there is a new one."""
+        """Find callbacks whose state the engine cannot store; True if there is a new one."""
         before = len(self.left_out)
         for name, callback in self._callbacks():
             if name not in self.left_out and (paths := memckpt.unencodable_paths(_state_of(callback))):
@@ -152,7 +152,7 @@ class TrainerStates:
         return len(self.left_out) > before
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Callbacks with a state, each by a name that restarts keep."""
+        """Callbacks with a state, by a name that is stable over restarts."""
         seen: dict[str, int] = {}
         for callback in self._trainer.callback_handler.callbacks:
             if callback is self._skip or isinstance(callback, TrainerControl):

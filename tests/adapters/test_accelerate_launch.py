@@ -108,7 +108,7 @@ def test_the_example_is_killed_and_goes_on(lab: Lab) -> None:
             os.kill(pid, signal.SIGKILL)
             lines += output.rest()
     with example(lab, "run", "--resume", "require") as (_, output):
-        behind = int(output.until(r"behind step (\d+)")[1])
+        behind = int(output.until(r"after step (\d+)")[1])
         lines += output.rest()
     assert behind >= 6
     assert computed(lines) == expected

@@ -297,7 +297,7 @@ def _left_behind_a_commit(ckpt: Any, one: Any, other: Any, train: Callable[[Any]
     [
         (_two_loops, "a second loop over batches in one epoch"),
         (_one_loader_twice, "a second loop over batches in one epoch"),
-        (_left_behind_a_commit, r"the loop over batches was left behind a commit .* commit\(epoch_over=True\)"),
+        (_left_behind_a_commit, r"the loop over batches was left after a commit .* commit\(epoch_over=True\)"),
     ],
 )
 def test_a_loop_that_a_restart_cannot_repeat_is_said(lab: Lab, epoch: Any, line: str) -> None:

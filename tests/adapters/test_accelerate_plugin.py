@@ -188,7 +188,7 @@ def test_a_loop_without_loaders(lab: Lab) -> None:
     [
         (DistributedType.DEEPSPEED, "DeepSpeed's engine owns"),
         (DistributedType.MEGATRON_LM, "Megatron-LM steps an optimizer of its own"),
-        (DistributedType.XLA, "XLA defers"),
+        (DistributedType.XLA, "XLA executes"),
         (DistributedType.MULTI_NPU, "it has not been tried"),
     ],
 )

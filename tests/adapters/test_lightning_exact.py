@@ -390,7 +390,7 @@ def test_another_number_of_ranks_goes_on_behind_the_same_samples(
     found = finish(server, Run(PLAIN, tmp_path, ranks=after, storage=True))
     log = (tmp_path / "log.txt").read_text()
     batches = 4 * before // after
-    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks go on behind {batches}" in log
+    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}" in log
     outcomes = [found] if after == 1 else list(found.values())
     per_epoch = {1: 11, 2: 6}[after]
     for outcome in outcomes:

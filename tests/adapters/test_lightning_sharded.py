@@ -64,7 +64,7 @@ def test_another_number_of_ranks_goes_on_behind_the_same_samples(
     found = finish(server, Run(FSDP2, tmp_path, ranks=after, storage=True))
     batches = 4 * before // after
     log = (tmp_path / "log.txt").read_text()
-    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks go on behind {batches}" in log
+    assert f"{before} ranks had trained 4 batches of this epoch each; {after} ranks resume after {batches}" in log
     per_epoch = {1: 11, 2: 6}[after]
     for outcome in [found] if after == 1 else list(found.values()):
         assert outcome["global_step"] == 4 + (per_epoch - batches) + 2 * per_epoch
