@@ -1,1 +1,1 @@
-"""Examples: a plain loop, the model that they share, and a demo that kills a training run."""
+"""Examples: a plain loop, framework trainings, their shared model, and a demo that kills a training run."""

@@ -1,12 +1,12 @@
 """A small GPT, trained with Hugging Face Accelerate, whose every step survives a SIGKILL.
 
     python examples/accelerate_gpt.py runs/gpt                     # kill it, at any moment, with any signal
-    python examples/accelerate_gpt.py runs/gpt                     # it goes on behind the last step
-    python examples/accelerate_gpt.py runs/gpt --resume never      # it starts anew
+    python examples/accelerate_gpt.py runs/gpt                     # it continues after the last step
+    python examples/accelerate_gpt.py runs/gpt --resume never      # it starts over
 
     accelerate launch --config_file conf/accelerate/single.yaml examples/accelerate_gpt.py runs/gpt
 
-It reads the source text of Python's standard library. Only the lines marked with (*) are memckpt's.
+It trains on the source text of Python's standard library. Only the lines marked with (*) are memckpt's.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from torch.utils.data import DataLoader, Subset
 from accelerate_plugin import MemCheckpointPlugin  # (*)
 from memckpt.config import parse_resume  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/gpt.py is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/gpt.py
 from examples.gpt import GPT, SIZES, Corpus
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", nargs="?", help="names the run; without it MEMCKPT_RUN_DIR does")
+    parser.add_argument("run_dir", nargs="?", help="identifies the run (default: MEMCKPT_RUN_DIR)")
     parser.add_argument("--resume", type=parse_resume, help="auto, require, never, or a step number")  # (*)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=512, help="of text, in an epoch")
+    parser.add_argument("--windows", type=int, default=512, help="windows of text in an epoch")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -50,7 +50,7 @@ def main() -> None:
 
     with MemCheckpointPlugin(accelerator, args.run_dir, resume=args.resume) as ckpt:  # (*)
         model, optimizer, loader, scheduler = ckpt.prepare(model, optimizer, loader, scheduler)  # (*)
-        accelerator.print(f"pid {os.getpid()}: behind step {ckpt.step}", flush=True)
+        accelerator.print(f"pid {os.getpid()}: continues after step {ckpt.step}", flush=True)
         for epoch in ckpt.epochs(args.epochs):  # (*)
             model.train()
             for tokens, targets in loader:

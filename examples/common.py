@@ -1,4 +1,4 @@
-"""What the Lightning examples share: lines that tell where a training is."""
+"""Progress lines, shared by the Lightning examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from examples.digest import digest
 
 
 class PrintSteps(pl.Callback):
-    """A line for each step, so that there is something to see, and a moment to kill it in."""
+    """Prints a line for each step: progress, and a moment to kill the process."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         print(f"pid {os.getpid()}: training begins", flush=True)

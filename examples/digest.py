@@ -1,4 +1,4 @@
-"""A digest to compare runs by."""
+"""Digests of a model's state, to compare runs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 
 def digest(model: nn.Module) -> str:
-    """Of all parameters and buffers: two runs with the same one ended alike, bit for bit."""
+    """Digest of all parameters and buffers, 16 hex digits: equal if and only if two runs ended bit for bit alike."""
     return digest_of(model.state_dict())
 
 
 def digest_of(state: Mapping[str, Any]) -> str:
-    """The same of a model's ``state_dict()``."""
+    """As :func:`digest`, for a model's ``state_dict()``."""
     found = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())

@@ -1,7 +1,7 @@
 """Handwritten digits with a small convolutional network, with PyTorch Lightning: BatchNorm, dropout, augmentation.
 
     python examples/digits_cnn.py --run-dir runs/digits     # kill it, at any moment
-    python examples/digits_cnn.py --run-dir runs/digits     # it goes on behind the last step
+    python examples/digits_cnn.py --run-dir runs/digits     # it continues after the last step
 
 The 1797 images of scikit-learn are in the package; nothing is downloaded. Only the lines marked with (*) are memckpt's.
 """
@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 import memckpt  # (*)
 from lightning_memckpt import MemCheckpoint  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/ is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/
 from examples.common import PrintSteps
 
 
 class Images(Dataset[tuple[Tensor, Tensor]]):
-    """Images of shape (1, 8, 8) with values from 0 to 1, and their digits; shifted by up to a pixel if `shifted`."""
+    """Images of shape (1, 8, 8), float32 from 0 to 1, and their digits; shifted by up to a pixel if `shifted`."""
 
     def __init__(self, images: Tensor, digits: Tensor, shifted: bool) -> None:
         self.images = images
@@ -43,11 +43,11 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Digits(pl.LightningDataModule):
-    """scikit-learn's digits: 1500 to train on, 297 to validate with.
+    """scikit-learn's digits: 1500 for training, 297 for validation.
 
     Args:
         batch_size: images in a batch.
-        workers: processes that load.
+        workers: number of loading processes.
     """
 
     def __init__(self, batch_size: int = 50, workers: int = 0) -> None:
@@ -71,11 +71,11 @@ class Digits(pl.LightningDataModule):
 
 
 class DigitsCNN(pl.LightningModule):
-    """Two convolutions, each with BatchNorm, and a linear layer behind dropout.
+    """Two convolutions, each with BatchNorm, and a linear layer after dropout.
 
     Args:
         width: channels of the first convolution.
-        lr: learning rate of SGD with momentum; a tenth of it after three quarters of the epochs.
+        lr: learning rate of SGD with momentum; divided by ten after three quarters of the epochs.
     """
 
     def __init__(self, width: int = 16, lr: float = 0.05) -> None:

@@ -1,7 +1,7 @@
-"""A small GPT and a corpus that every Python has: shared by the examples, the demo and the benchmarks.
+"""A small GPT, and a corpus that every Python has: shared by the examples, the demo and the benchmarks.
 
 The model is an ordinary decoder-only transformer (pre-norm, GELU, tied embeddings, dropout) over bytes. The corpus is
-the source text of Python's standard library, so that nothing has to be downloaded.
+the source text of Python's standard library, so nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a model.
+    """Shape of a model.
 
     Args:
-        layers: transformer blocks.
-        width: of the residual stream, a multiple of `heads`.
-        heads: of each attention.
-        context: the most tokens that it sees.
+        layers: number of transformer blocks.
+        width: width of the residual stream, a multiple of `heads`.
+        heads: number of attention heads.
+        context: longest input in tokens.
         vocabulary: rows of the embedding; bytes need 256, more only add parameters.
         dropout: probability, at the embedding and on every residual branch.
     """
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. Input and output embedding are one tensor."""
+    """Predicts the next byte. Input and output embedding share one tensor."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, length, vocabulary)."""
+        """Logits of shape (batch, length, vocabulary), from int64 tokens of shape (batch, length)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
@@ -112,12 +112,12 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the next byte, in nats."""
+        """Mean cross-entropy of the next byte, in nats: a scalar."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     @property
     def numel(self) -> int:
-        """Parameters, the shared embedding counted once."""
+        """Number of parameters; the shared embedding counts once."""
         return sum(param.numel() for param in self.parameters())
 
 
@@ -133,9 +133,9 @@ def _source_files() -> Iterator[Path]:
 
 
 class Corpus(Dataset[tuple[Tensor, Tensor]]):
-    """The standard library's modules in order of their names, cut into windows of `context` bytes.
+    """The standard library's modules in order of their names, split into windows of `context` bytes.
 
-    An item is a window and the same window one byte further on.
+    An item is a window, and the same window one byte further on: int64 of shape (context,).
     """
 
     def __init__(self, context: int) -> None:
@@ -152,6 +152,6 @@ class Corpus(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def sample(self, count: int) -> tuple[Tensor, Tensor]:
-        """A batch of `count` windows, drawn with torch's default generator."""
+        """A batch of `count` windows, int64 of shape (count, context), drawn with torch's default generator."""
         windows = [self[int(index)] for index in torch.randint(len(self), (count,))]
         return torch.stack([tokens for tokens, _ in windows]), torch.stack([targets for _, targets in windows])

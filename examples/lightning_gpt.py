@@ -1,7 +1,7 @@
 """A small GPT on the standard library's source text, with PyTorch Lightning.
 
     python examples/lightning_gpt.py --run-dir runs/gpt                       # kill it, at any moment
-    python examples/lightning_gpt.py --run-dir runs/gpt                       # it goes on behind the last step
+    python examples/lightning_gpt.py --run-dir runs/gpt                       # it continues after the last step
     python examples/lightning_gpt.py --run-dir runs/gpt --resume never        # it starts over
     python examples/lightning_gpt.py --run-dir runs/gpt --memckpt-redo lazy --memckpt-storage-every-steps 100
 
@@ -19,18 +19,18 @@ from torch.utils.data import DataLoader, Dataset, Subset, random_split
 import memckpt  # (*)
 from lightning_memckpt import MemCheckpoint  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/ is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/
 from examples.common import PrintSteps
 from examples.gpt import GPT, SIZES, Corpus
 
 
 class LightningGPT(pl.LightningModule):
-    """Next-byte prediction with AdamW, a warm-up and a cosine.
+    """Next-byte prediction with AdamW and a one-cycle learning rate.
 
     Args:
         size: a name in `examples.gpt.SIZES`.
-        lr: the highest learning rate.
-        steps: over which it goes up and down.
+        lr: highest learning rate.
+        steps: length of the learning rate's cycle, in optimizer steps.
     """
 
     def __init__(self, size: str = "tiny", lr: float = 1e-3, steps: int = 200) -> None:
@@ -54,12 +54,12 @@ class LightningGPT(pl.LightningModule):
 
 
 class SourceText(pl.LightningDataModule):
-    """Windows of source text, shuffled, one in a hundred kept for validation.
+    """Windows of source text, shuffled; one in a hundred is kept for validation.
 
     Args:
-        size: of the model that is to read them, for their length.
+        size: size of the model, which determines the windows' length.
         batch_size: windows in a batch.
-        windows: how many of all are used.
+        windows: number of windows in use.
     """
 
     def __init__(self, size: str = "tiny", batch_size: int = 16, windows: int = 2000) -> None:

@@ -1,13 +1,13 @@
-"""Sharded training (FSDP2) that loses a whole node and goes on from the memory of the others.
+"""Sharded training (FSDP2) that loses a whole node and continues from the memory of the others.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # see docs/operations.md
     launch="torchrun --standalone --nproc-per-node=4 --max-restarts=2"
     $launch examples/lost_node.py runs/undisturbed
     $launch examples/lost_node.py runs/lossy --lose 2:20 --lose 1:35       # rank:step, one in each attempt
 
-Both print the same digest of the weights. Here each rank plays a node of its own on one machine, with an agent of its
-own: MEMCKPT_NODE names it. To lose a node is to kill its rank and its agent at once; nothing of its memory is left. On
-a cluster leave that out.
+Both print the same digest of the weights. Here each rank plays a node of its own on one machine, with its own agent:
+MEMCKPT_NODE names it. To lose a node is to kill its rank and its agent at once; nothing of its memory is left. On a
+cluster leave that out.
 
 Only the lines marked with (*) are memckpt's.
 """
@@ -27,18 +27,18 @@ from torch.nn import functional
 
 import memckpt  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/gpt.py is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/gpt.py
 from examples.digest import digest_of
 from examples.gpt import GPT, SIZES, Corpus
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", help="names the run; the same directory continues it")
+    parser.add_argument("run_dir", help="identifies the run; the same directory continues it")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument(
-        "--lose", action="append", default=[], metavar="RANK:STEP", help="the node of a rank, at a step"
+        "--lose", action="append", default=[], metavar="RANK:STEP", help="lose the node of a rank at a step"
     )
     args = parser.parse_args()
 
@@ -54,7 +54,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     corpus = Corpus(model.config.context)
 
-    peers = memckpt.ErasureConfig(data=3, tolerate=1)  # (*) of each four nodes any one may be lost
+    peers = memckpt.ErasureConfig(data=3, tolerate=1)  # (*) any one of each four nodes may be lost
     config = memckpt.MemckptConfig(peers=peers, storage=None)  # (*)
     session = memckpt.attach(model, optimizer, run_dir=args.run_dir, config=config)  # (*)
     report = session.restore()  # (*)

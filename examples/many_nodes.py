@@ -1,9 +1,9 @@
-"""Sharded training (FSDP2) over several nodes that any launcher starts; docs/recipes has one page for each.
+"""Sharded training (FSDP2) over several nodes, started by any launcher; docs/recipes has a page for each launcher.
 
     torchrun --nnodes=2 ... examples/many_nodes.py --run-dir runs/my-run --memckpt-peers erasure ...
 
-It prints a line for each step, where it went on, and at the end a digest of the weights. Losing a node
-is left to whoever runs it. Only the lines marked with (*) are memckpt's.
+It prints a line for each step, the step that it resumes at, and at the end a digest of the weights. Losing a node is
+left to the user. Only the lines marked with (*) are memckpt's.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 import memckpt  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/gpt.py is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/gpt.py
 from examples.digest import digest_of
 from examples.gpt import GPT, SIZES, Corpus
 
@@ -29,13 +29,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--size", choices=SIZES, default="demo")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="between two steps, to watch it")
+    parser.add_argument("--pause", type=float, default=0.0, metavar="SECONDS", help="pause between steps, to watch it")
     memckpt.add_arguments(parser)  # (*)
     return parser.parse_args(arguments)
 
 
 def train(args: argparse.Namespace) -> None:
-    """The training of one rank, in a process group that exists."""
+    """Train one rank, in an existing process group."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = GPT(SIZES[args.size])
@@ -54,7 +54,7 @@ def train(args: argparse.Namespace) -> None:
         print(session.describe())
         print(report or "starting at step 0", flush=True)
     if report is None:
-        torch.manual_seed(1 + rank)  # each rank draws batches of its own, now and after a resume
+        torch.manual_seed(1 + rank)  # each rank draws its own batches, now and after a resume
 
     for step in range(start + 1, args.steps + 1):
         tokens, targets = corpus.sample(2)

@@ -1,7 +1,7 @@
 """A plain PyTorch loop whose every step survives a SIGKILL.
 
     python examples/plain_loop.py runs/plain        # kill it, at any moment, with any signal
-    python examples/plain_loop.py runs/plain        # it goes on behind the last step
+    python examples/plain_loop.py runs/plain        # it continues after the last step
 
 Only the lines marked with (*) are memckpt's.
 """
@@ -16,14 +16,14 @@ import torch
 
 import memckpt  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/gpt.py is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/gpt.py
 from examples.digest import digest
 from examples.gpt import GPT, SIZES, Corpus
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dir", help="names the run; the same directory continues it")
+    parser.add_argument("run_dir", help="identifies the run; the same directory continues it")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--size", choices=SIZES, default="demo")
     args = parser.parse_args()
@@ -43,7 +43,7 @@ def main() -> None:
     print(f"pid {os.getpid()}: {report or 'starting at step 0'}", flush=True)
 
     for step in range(start + 1, args.steps + 1):
-        # Batches are drawn with torch's generator, which is part of what is restored; so is the dropout.
+        # Batches and dropout are drawn with torch's generator, which is restored, too.
         tokens, targets = corpus.sample(8)
         loss = model.loss(tokens, targets)
         loss.backward()

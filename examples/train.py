@@ -1,13 +1,12 @@
 """One training script for several experiments, configured with Hydra.
 
     python examples/train.py experiment=gpt_stdlib memckpt=durable resume=auto     # kill it, at any moment
-    python examples/train.py experiment=gpt_stdlib memckpt=durable resume=auto     # it goes on behind the last step
+    python examples/train.py experiment=gpt_stdlib memckpt=durable resume=auto     # it continues after the last step
     python examples/train.py experiment=digits_cnn resume=never memckpt.redo=lazy
     python examples/train.py experiment=digits_cnn model.width=8,16 --multirun     # each job is a run of its own
 
-The run is in Hydra's output directory. An experiment of `examples/conf` names that directory after itself (Hydra's
-default has the time in its name), so the same command finds its run again. Only the lines marked with (*) are
-memckpt's.
+The run is in Hydra's output directory. Each experiment of `examples/conf` names that directory after itself (Hydra's
+default contains the time), so the same command finds its run again. Only the lines marked with (*) are memckpt's.
 """
 
 import sys
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 import memckpt_hydra  # (*)
 from lightning_memckpt import MemCheckpoint  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/ is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/
 from examples.common import PrintSteps
 
 

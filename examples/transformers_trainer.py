@@ -1,7 +1,7 @@
 """A small GPT-2, made from a configuration, on the standard library's source text, with transformers.Trainer.
 
     python examples/transformers_trainer.py --run-dir runs/gpt2     # kill it, at any moment
-    python examples/transformers_trainer.py --run-dir runs/gpt2     # it goes on behind the last step
+    python examples/transformers_trainer.py --run-dir runs/gpt2     # it continues after the last step
 
 Nothing is downloaded. Only the lines marked with (*) are memckpt's.
 """
@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import memckpt  # (*)
 from transformers_memckpt import protect  # (*)
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # also as a script: examples/ is beside us
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a script: finds examples/
 from examples.digest import digest
 from examples.gpt import BYTES, Corpus
 
@@ -27,7 +27,7 @@ CONTEXT = 64
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Bytes of source text as the model wants them; it shifts the labels itself."""
+    """Windows of source text in the model's format, int64 of shape (64,); it shifts the labels itself."""
 
     def __init__(self) -> None:
         self.corpus = Corpus(CONTEXT)
@@ -41,7 +41,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 class PrintSteps(TrainerCallback):
-    """A line for each step, so that there is something to see, and a moment to kill it in."""
+    """Prints a line for each step: progress, and a moment to kill the process."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         print(f"pid {os.getpid()}: training begins", flush=True)

@@ -23,10 +23,10 @@ from examples.demo.supervise import Kill, Plan, Run, RunResult, TrainingFailedEr
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     description = "Kill a training run and see it resume."
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=description)
-    parser.add_argument("--seed", type=int, help="draws the instants of the kills (default: a new one each time)")
+    parser.add_argument("--seed", type=int, help="seed of the times of the kills (default: random)")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--steps", type=int, default=140)
-    parser.add_argument("--size", default="demo", help="of the model: tiny, demo (default), 30M or 100M")
+    parser.add_argument("--size", default="demo", help="size of the model: tiny, demo (default), 30M or 100M")
     parser.add_argument("--keep", action="store_true", help="leave logs and final states on disk")
     parser.add_argument("--sabotage", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def explain(console: Console, args: argparse.Namespace, instants: list[float]) -> None:
-    """Say what is going to happen."""
+    """Print what is going to happen."""
     console.print(
         f"A small GPT learns to write Python: the same {args.steps} steps in two runs.\n"
         "  1. uninterrupted, without memckpt\n"
@@ -48,13 +48,13 @@ def explain(console: Console, args: argparse.Namespace, instants: list[float]) -
         highlight=False,
     )
     drawn = ", ".join(f"{instant:.1f}" for instant in instants)
-    console.print(f"Seed {args.seed} draws the instants of the kills, in steps: {drawn}\n", highlight=False)
+    console.print(f"Seed {args.seed} draws the times of the kills, in steps: {drawn}\n", highlight=False)
 
 
 def train_twice(
     console: Console, args: argparse.Namespace, instants: list[float], plan: Plan
 ) -> tuple[RunResult, RunResult]:
-    """Run the training uninterrupted and killed, with progress bars and a line for each kill."""
+    """Train once uninterrupted and once with kills, with progress bars and a line for each kill."""
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[where]}"), console=console) as progress:
         first = progress.add_task("1. uninterrupted", total=args.steps, where="")
@@ -84,24 +84,24 @@ def train_twice(
 
 
 def judge(console: Console, args: argparse.Namespace, plain: RunResult, killed: RunResult) -> bool:
-    """Show what came out; True if the two runs are the same."""
+    """Show the results; True if the two runs are equal."""
     from examples.demo.verdict import compare_losses, compare_states  # torch takes seconds to import
 
     comparisons = [*compare_states(plain.final, killed.final), compare_losses(plain.losses, killed.losses)]
     console.print()
     console.print(show.kill_table(killed.kills))
     if any(kill.lost for kill in killed.kills):
-        console.print("Lost: killed between the optimizer and the commit of a step, which is done again.")
+        console.print("Lost: killed between a step's optimizer and its commit; the step is repeated.")
     console.print(show.curves(plain, killed, args.steps, console.width))
     console.print(show.verdict_table(comparisons))
     equal = all(each.equal for each in comparisons)
     if equal:
         console.print(
-            f"[bold green]Equal, bit for bit:[/] the result does not show that there were {len(killed.kills)} kills.",
+            f"[bold green]Equal, bit for bit:[/] {len(killed.kills)} kills have left no trace in the result.",
             highlight=False,
         )
     else:
-        console.print("[bold red]Different:[/] the resumed run has not become what the uninterrupted one is.")
+        console.print("[bold red]Different:[/] the resumed run differs from the uninterrupted one.")
     return equal
 
 

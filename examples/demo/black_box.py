@@ -1,4 +1,4 @@
-"""Where the training stands, in a page of memory that outlives it: like an aircraft's, it is read after the crash."""
+"""The training's position in a page of memory that outlives the process, as a flight recorder outlives a crash."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-#: What a step goes through. "commit" lasts from the end of the optimizer's step to the start of the next forward.
+#: Phases of a step. "commit" lasts from the end of the optimizer's step to the start of the next forward.
 PHASES = ("start-up", "forward", "backward", "optimizer", "commit")
 
 
@@ -16,10 +16,10 @@ class Position:
     """A moment of a training.
 
     Attributes:
-        step: the one in progress, counted from 1; 0 before the first.
+        step: number of the step in progress, from 1; 0 before the first.
         phase: one of :data:`PHASES`.
         finished: the last step that the optimizer has taken.
-        closed: the last step whose batch has ended, with everything that callbacks do at its end.
+        closed: the last step whose batch has ended, including all callbacks.
     """
 
     step: int
@@ -29,7 +29,7 @@ class Position:
 
 
 class BlackBox:
-    """Four words in a mapped file. One process writes them, another reads them; each word by itself is whole."""
+    """Four words in a mapped file. One process writes them, another reads them; each word is atomic."""
 
     BYTES = 32
 

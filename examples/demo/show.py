@@ -1,4 +1,4 @@
-"""What the demo shows: the table of kills, the two loss curves, the table of the verdict."""
+"""Output of the demo: the table of kills, the two loss curves, the table of the verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Canvas:
             self._cells[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
 
     def polyline(self, points: Sequence[tuple[float, float]]) -> None:
-        """Join points; at least one dot in every column that is passed."""
+        """Join points, with at least one dot in every column between them."""
         for (x0, y0), (x1, y1) in itertools.pairwise(points):
             count = max(1, round(max(abs(x1 - x0), abs(y1 - y0))))
             for i in range(count + 1):
@@ -50,7 +50,7 @@ def curve(losses: dict[int, float], steps: int, limits: tuple[float, float], col
 
 
 def curves(plain: RunResult, killed: RunResult, steps: int, width: int) -> Columns:
-    """Both curves side by side on one scale, the kills marked below the second."""
+    """Both curves side by side on one scale, with the kills marked below the second."""
     runs = {
         "uninterrupted": {step: float.fromhex(loss) for step, loss in plain.losses.items()},
         f"killed {len(killed.kills)} times": {step: float.fromhex(loss) for step, loss in killed.losses.items()},
@@ -70,7 +70,7 @@ def curves(plain: RunResult, killed: RunResult, steps: int, width: int) -> Colum
 
 
 def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
-    """One line of the table of kills."""
+    """One row of the table of kills."""
     return (
         str(number),
         f"{kill.at.step}, {kill.at.phase}",
@@ -84,7 +84,7 @@ def kill_row(number: int, kill: Kill) -> tuple[str, ...]:
 
 
 def kill_table(kills: Sequence[Kill]) -> Table:
-    """What each kill met, and what came of it."""
+    """Position and outcome of each kill."""
     table = Table(
         title="SIGKILL of the training process", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -99,7 +99,7 @@ def kill_table(kills: Sequence[Kill]) -> Table:
 
 
 def verdict_table(comparisons: Sequence[Comparison]) -> Table:
-    """What was compared, and whether all bits of it agree."""
+    """Kinds of state compared, and whether all their bits agree."""
     table = Table(title="The two runs at their end", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("compared")
     table.add_column("tensors\nor values", justify="right")

@@ -1,4 +1,4 @@
-"""Starts the training process, watches it, and kills it at instants that were drawn before."""
+"""Supervisor: starts the training process, watches it, and kills it at times drawn in advance."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class TrainingFailedError(Exception):
-    """The training process did not do what it should; the message has the end of its log."""
+    """The training process failed; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What both runs train, and where they write."""
+    """Training parameters of both runs, and their output directory."""
 
     steps: int
     size: str
@@ -45,11 +45,11 @@ class Kill:
     """One SIGKILL and the resume after it.
 
     Attributes:
-        drawn: the instant that was drawn, in steps since the start of the training.
-        at: where the training stood when the process was gone.
-        resumed: the step behind which the next process went on.
-        tier: where it found the state.
-        check: what came of repeating the last step: "equal", "different", "rounding", or "none" where it was not.
+        drawn: time drawn for it, in steps since the start of the training.
+        at: position of the training when the process was gone.
+        resumed: the step after which the next process continued.
+        tier: tier that the state came from.
+        check: outcome of repeating the last step: "equal", "different", "rounding", or "none" if it was not repeated.
         import_seconds, resume_seconds: from the start of the next process to the end of its imports, and from there to
             the start of its first step.
     """
@@ -64,19 +64,19 @@ class Kill:
 
     @property
     def lost(self) -> int:
-        """Steps that the optimizer had taken and that have to be done again."""
+        """Number of steps that the optimizer had taken and that have to be repeated."""
         return self.at.finished - self.resumed
 
 
 @dataclass
 class RunResult:
-    """What is known about a run when it has ended.
+    """Results of a run that has ended.
 
     Attributes:
-        final: the file with its last state.
-        losses: of each step, as the text of a hexadecimal float, which is exact.
+        final: file with its last state.
+        losses: loss of each step, as a hexadecimal float, which is exact.
         step_seconds: median duration of a step.
-        seconds: of the whole run, with all the processes' starts.
+        seconds: duration of the whole run, including all starts of processes.
     """
 
     final: Path
@@ -87,16 +87,16 @@ class RunResult:
 
 
 def draw_instants(seed: int, kills: int, steps: int) -> list[float]:
-    """Instants in steps: 37.4 is 0.4 of a step's duration after step 37 has ended.
+    """Times in steps: 37.4 is 0.4 of a step's duration after step 37 has ended.
 
-    The first is behind step 2: before the first step nothing is held, from which a resume could repeat it.
+    The first is after step 2: before the first step no state is held from which a resume could repeat it.
     """
     generator = random.Random(seed)
     return sorted(generator.uniform(2, 0.95 * steps - 2) for _ in range(kills))
 
 
 class Run:
-    """One run: a process, and after each kill another one."""
+    """One run: a process, and another one after each kill."""
 
     def __init__(self, plan: Plan, name: str, protected: bool, on_progress: Callable[[Position, str], None]) -> None:
         self._plan = plan
@@ -118,10 +118,10 @@ class Run:
     def execute(
         self, instants: Sequence[float], step_seconds: float = 0.0, on_kill: Callable[[Kill], None] = lambda kill: None
     ) -> RunResult:
-        """Train to the end through a kill at each instant.
+        """Train to the end, with a kill at each time.
 
         Raises:
-            TrainingFailedError: a process ended by itself before it was done, or said nothing for long.
+            TrainingFailedError: a process ended by itself before it was done, or was silent for too long.
         """
         began = time.monotonic()
         kills = self._kills
@@ -162,7 +162,7 @@ class Run:
             end_agent(self._run_dir)
 
     def _kill_at(self, instant: float, step_seconds: float) -> Kill:
-        """SIGKILL at the drawn instant, or right behind the first new step if that is later."""
+        """Send SIGKILL at the drawn time, or right after the first new step if that is later."""
         assert self._process is not None
         first_new = self._resumed_at + 1
         whole, fraction = int(instant), instant - int(instant)
@@ -171,7 +171,7 @@ class Run:
                 break
         else:
             raise TrainingFailedError(f"the training had ended before the kill drawn for step {instant:.1f}")
-        # The drawn instant is a point in time within the step; a process that ends before it ends the wait.
+        # The drawn time lies within the step; a process that ends earlier ends the wait.
         self._wait_at_most(fraction * step_seconds)
         self._process.send_signal(signal.SIGKILL)
         if self._process.wait() != -signal.SIGKILL:
@@ -187,7 +187,7 @@ class Run:
             self._process.wait(seconds)
 
     def _watch(self) -> Iterator[Position]:
-        """Positions, as they change, until the process ends by itself."""
+        """Yield positions as they change, until the process ends by itself."""
         assert self._process is not None
         last, changed_at = None, time.monotonic()
         while self._process.poll() is None:
@@ -203,14 +203,14 @@ class Run:
             raise TrainingFailedError(f"the training ended with status {self._process.returncode}\n{self._log_tail()}")
 
     def _wait_for_training(self) -> dict[str, Any]:
-        """Wait for the first step of the process; returns what it said about itself."""
+        """Wait for the first step of the process; returns its report."""
         for position in self._watch():
             if position.phase != "start-up":
                 break
         found = [event for event in self._read_events() if event["event"] == "training"]
         if not found:
             raise TrainingFailedError(f"the training ended before its first step\n{self._log_tail()}")
-        # The step that is repeated as a proof has been taken before.
+        # A step that is repeated as a proof was taken before.
         self._resumed_at: int = found[-1].get("resumed", found[-1]["step"])
         return found[-1]
 

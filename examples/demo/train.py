@@ -1,6 +1,6 @@
-"""The training process of the demo: an ordinary Lightning training, protected by one callback or not at all.
+"""Training process of the demo: an ordinary Lightning training, protected by one callback or not at all.
 
-Everything but ``MemCheckpoint`` in :func:`train` is there so that the supervisor can watch.
+Everything but ``MemCheckpoint`` in :func:`train` serves the supervisor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ByteModel(pl.LightningModule):
 
 
 def train(args: argparse.Namespace) -> pl.Trainer:
-    """The whole training. Started again after a kill it does the same, and goes on where it was."""
+    """Run the whole training. Restarted after a kill it does the same, and continues where it was."""
     pl.seed_everything(TRAINING_SEED, verbose=False)
     model = ByteModel(args.size, args.steps)
     loader = DataLoader(Corpus(model.gpt.config.context), batch_size=BATCH, shuffle=True, drop_last=True)
@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> pl.Trainer:
     callbacks: list[pl.Callback] = [Reporter(events, BlackBox(args.black_box))]
     if args.run_dir is not None:
         agent = AgentConfig(linger_seconds=120)  # the demo's agent must not outlive a demo that was interrupted
-        # Without storage: every resume that the demo shows comes from memory. Each proves itself by repeating a step.
+        # Without storage: every resume of the demo comes from memory. Each repeats a step as a proof.
         config = MemckptConfig(agent=agent, storage=None, resume_check="replay")
         callbacks.append(MemCheckpoint(args.run_dir, config=config))
         logging.getLogger("memckpt.check").addHandler(CheckListener(events))
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> pl.Trainer:
 
 
 class Events:
-    """Lines of JSON for the supervisor; a line is written by one system call, so a kill leaves whole ones."""
+    """Lines of JSON for the supervisor; one system call writes each line, so a kill leaves complete ones."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -89,7 +89,7 @@ class Events:
 
 
 class Reporter(pl.Callback):
-    """Keeps the black box up to date, and reports the loss of each step. Changes nothing of the training."""
+    """Updates the black box, and reports the loss of each step. Does not affect training."""
 
     def __init__(self, events: Events, box: BlackBox) -> None:
         self._events = events
@@ -119,7 +119,7 @@ class Reporter(pl.Callback):
 
 
 class ResumeListener(logging.Handler):
-    """Hears what memckpt says about a resume: the tier is only there."""
+    """Parses memckpt's log line about a resume: only that names the tier."""
 
     _SAID = re.compile(r"resumed at step (\d+) from (.+) in ([\d.]+) s")
 
@@ -137,7 +137,7 @@ class ResumeListener(logging.Handler):
 
 
 class CheckListener(logging.Handler):
-    """Passes on what the resume check has found."""
+    """Forwards the result of the resume check."""
 
     def __init__(self, events: Events) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ _last_resume = ResumeListener()
 
 
 def final_state(trainer: pl.Trainer) -> dict[str, Any]:
-    """Everything that must agree between two runs, as plain tensors and values."""
+    """All state that must be equal in both runs, as plain tensors and values."""
     module = trainer.lightning_module
     optimizer = trainer.optimizers[0]
     names = {id(param): name for name, param in module.named_parameters()}
@@ -183,11 +183,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, required=True)
     parser.add_argument("--events", type=Path, required=True)
     parser.add_argument("--black-box", type=Path, required=True)
-    parser.add_argument("--final", type=Path, required=True, help="where the last state is written")
-    parser.add_argument("--run-dir", help="protects the training; without it memckpt is not in use")
+    parser.add_argument("--final", type=Path, required=True, help="file for the last state")
+    parser.add_argument("--run-dir", help="run directory; without it the training is not protected")
     parser.add_argument("--sabotage", action="store_true", help="changes one weight at the end; for tests")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # one core trains, the other is the agent's; and the bits depend on the number of threads
+    torch.set_num_threads(1)  # leaves a core to the agent; and the bits depend on the number of threads
     warnings.filterwarnings("ignore", message=".*num_workers.*")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("lightning_memckpt").addHandler(_last_resume)

@@ -1,4 +1,4 @@
-"""Compares what two runs wrote at their end, bit for bit."""
+"""Bitwise comparison of the final states of two runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of state in both runs.
+    """Comparison of one kind of state in both runs.
 
     Attributes:
-        kind: parameters, optimizer state, ...
-        tensors, nbytes: how much was compared.
-        differing: names of what is not the same.
+        kind: kind of state: parameters, optimizer state, ...
+        tensors, nbytes: number of tensors compared, and their bytes.
+        differing: names of those that differ.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Comparison:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Stricter than ``==``: tells 0.0 from -0.0, and finds equal NaNs equal."""
+    """Whether all bits are equal. Stricter than ``==``: 0.0 and -0.0 differ, NaNs with equal bits are equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
@@ -49,6 +49,6 @@ def _compare(kind: str, one: dict[str, Tensor], other: dict[str, Tensor]) -> Com
 
 
 def compare_losses(one: dict[int, str], other: dict[int, str]) -> Comparison:
-    """Compare the loss of every step; the texts are exact."""
+    """Compare the loss of every step; its text is exact."""
     differing = tuple(f"step {step}" for step in sorted({*one, *other}) if one.get(step) != other.get(step))
     return Comparison("loss of each step", len(one), 8 * len(one), differing)
