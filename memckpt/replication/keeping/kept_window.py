@@ -6,13 +6,13 @@ therefore finds the records that were whole.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from memckpt.errors import DamagedStateError, MemoryBudgetError
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.fragments import Fragment, check
+from memckpt.replication.keeping.cells import STAMP_BYTES, Cells
 from memckpt.replication.keeping.windows import differing, misfit, sizes_of
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import first_difference
@@ -22,10 +22,6 @@ from memckpt.state.records import HeldPieces
 #: A window's room for all slots; other rooms have the number of the slot to which they belong.
 SLOTS = -2
 _STATIC_SLOT = -1
-#: Stripes of the record (0: no fragment lies here), record, step, stripe, length, bytes, checksum, digest.
-_STAMP = struct.Struct("<Iqq3I8s16s")
-_STRIPES = struct.Struct("<I")
-_STAMP_BYTES = 64
 
 
 class Room(Protocol):
@@ -71,76 +67,6 @@ class Keeper(Protocol):
     def let_go(self, place: Place) -> None:
         """It is not needed any more."""
         ...
-
-
-class Found(NamedTuple):
-    """A fragment where it lies. `step`: the framework's step of its record."""
-
-    fragment: Fragment
-    step: int
-    payload: memoryview
-
-
-class _Cells:
-    """The places of a slot's fragments, one after the other: each a stamp and the bytes behind it.
-
-    Args:
-        window: whose fragments they are.
-        unit: bytes of a fragment of a whole stripe.
-        parts: the memory, in order; each a whole number of cells.
-    """
-
-    def __init__(self, window: Window, unit: int, parts: list[memoryview]) -> None:
-        self._window = window
-        self._unit = unit
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(part.nbytes for part in self._parts) // (_STAMP_BYTES + self._unit)
-
-    def _cell(self, stripe: int) -> memoryview:
-        start = stripe * (_STAMP_BYTES + self._unit)
-        for part in self._parts:
-            if start < part.nbytes:
-                return part[start : start + _STAMP_BYTES + self._unit]
-            start -= part.nbytes
-        raise IndexError(f"expected one of {len(self)} cells, found {stripe}")
-
-    def write(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> memoryview:
-        """Lay a fragment down; returns its bytes there."""
-        one, cell = fragment, self._cell(fragment.stripe)
-        # A writer that dies in between leaves no fragment here: the number of stripes goes first, and comes last.
-        _STRIPES.pack_into(cell, 0, 0)
-        place = cell[_STAMP_BYTES : _STAMP_BYTES + len(payload)]
-        place[:] = payload
-        _STAMP.pack_into(cell, 0, 0, one.record, step, one.stripe, one.length, len(payload), one.checksum, one.digest)
-        _STRIPES.pack_into(cell, 0, one.stripes)
-        return place
-
-    def clear(self) -> None:
-        """No fragment lies here any more."""
-        for stripe in range(len(self)):
-            _STRIPES.pack_into(self._cell(stripe), 0, 0)
-
-    def find(self) -> list[Found]:
-        """The fragments of the record that is whole here, by stripe; empty if none is."""
-        stripes = _STRIPES.unpack_from(self._cell(0))[0] if len(self) else 0
-        if not 1 <= stripes <= len(self):
-            return []
-        found = [one for stripe in range(stripes) if (one := self._fragment(stripe, stripes)) is not None]
-        return found if len(found) == stripes and len({(one.fragment.record, one.step) for one in found}) == 1 else []
-
-    def _fragment(self, expected: int, expected_stripes: int) -> Found | None:
-        cell = self._cell(expected)
-        stripes, record, step, stripe, length, nbytes, checksum, digest = _STAMP.unpack_from(cell)
-        if (stripes, stripe) != (expected_stripes, expected) or nbytes > self._unit:
-            return None
-        told = self._window
-        fragment = Fragment(
-            told.generation, told.owner, record, stripe, stripes, told.piece, told.data, told.tolerate, length,
-            checksum, digest,
-        )  # fmt: skip
-        return Found(fragment, step, cell[_STAMP_BYTES : _STAMP_BYTES + nbytes])
 
 
 class _KeptRecord:
@@ -306,19 +232,19 @@ class KeptWindow:
 
     @property
     def _cell_bytes(self) -> int:
-        return _STAMP_BYTES + self._unit
+        return STAMP_BYTES + self._unit
 
     def _in_slot(self, slot: int) -> int:
         """Stripes for which there is room without more being reserved."""
         return 0 if slot == _STATIC_SLOT else self._sizes.stripes
 
-    def _cells(self, slot: int) -> _Cells:
+    def _cells(self, slot: int) -> Cells:
         parts = []
         if slot != _STATIC_SLOT:
             parts.append(self._rooms[SLOTS].view[slot * self._slot_bytes : (slot + 1) * self._slot_bytes])
         if slot in self._rooms:
             parts.append(self._rooms[slot].view)
-        return _Cells(self.window, self._unit, parts)
+        return Cells(self.window, self._unit, parts)
 
     def _add_room(self, slot: int, nbytes: int) -> None:
         room = self._rooms[slot] = self._reserve(nbytes)
