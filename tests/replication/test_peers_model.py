@@ -21,8 +21,7 @@ from memckpt.replication.keeping import fragment_store as holder
 from memckpt.replication.keeping import windows
 from memckpt.replication.keeping.kept_window import BeingReservedError
 from memckpt.replication.pacing.cadence import NONE_CAN_BE_HAD
-from memckpt.replication.process import cuts
-from memckpt.replication.process import node as replication_node
+from memckpt.replication.process import cuts, pump
 from memckpt.replication.transport.wire import Put
 from tests.support.cluster.peers_model import Memory, Node, Setting, Taken, Unit
 from tests.support.cluster.peers_model_job import Job
@@ -63,7 +62,7 @@ def _short_stripes() -> Iterator[None]:
         for module in (blob, fragments, holder, windows):
             patch.setattr(module, "STRIPE_BYTES", 128)
         patch.setattr(windows, "_TAIL_BYTES", 64)
-        patch.setattr(replication_node, "_PUMP_BYTES", 200)
+        patch.setattr(pump, "PUMP_BYTES", 200)
         patch.setattr(cuts, "_Taken", Taken)
         yield
 

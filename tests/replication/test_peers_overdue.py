@@ -12,6 +12,7 @@ from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
+from memckpt.replication.process.node_status import describe
 from memckpt.replication.transport.wire import Acknowledged, NotStored, Stored, Watermark
 from tests.support.cluster.replicator_node import Node
 
@@ -92,7 +93,7 @@ def test_training_does_not_wait_for_a_holder_that_acknowledges_nothing(node: Nod
     store(node, other, STATIC, *records)
     assert not works(node, limit).lost
     assert works(node, 2).lost
-    assert f"does not wait for {one}" in node.member.status("plain", "").problem
+    assert f"does not wait for {one}" in describe(node.member, "plain", "").problem
     store(node, one, STATIC, *records[:1])
     assert not works(node).lost, "it makes progress"
     assert works(node, limit + 1).lost
@@ -173,8 +174,8 @@ def test_an_agent_that_stands_still_is_noticed_by_its_replicator() -> None:
 def test_whoever_takes_part_again_has_strayed_as_far_as_it_knows() -> None:
     with closing(Node()) as node:
         node.replicator._join(Join(msgspec.structs.replace(node.job, record=None), rejoin=True))
-        assert node.member._out_of_reach
+        assert node.member._run_ahead.beyond
         assert works(node).lost
         node.says("a", Watermark(0, False))
         works(node)
-        assert not node.member._out_of_reach, "nothing is committed yet"
+        assert not node.member._run_ahead.beyond, "nothing is committed yet"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -26,8 +25,9 @@ from memckpt.protocol.replication import (
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
+from memckpt.replication.pacing.pace import Pacer
 from memckpt.replication.process import replicator
-from memckpt.replication.process.node import _PUMP_BYTES
+from memckpt.replication.process.pump import PUMP_BYTES, Pump
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.transport.transport import Delivery, Met
 from memckpt.replication.transport.wire import (
@@ -313,7 +313,7 @@ def test_a_leader_that_rejoins_tells_its_own_trainers_not_to_wait() -> None:
         assert [one.waits_suspended for one in node.wire.told if isinstance(one, WatermarkAdvanced)] == [True]
 
 
-def test_owners_send_in_turns(node: Node) -> None:
+def test_owners_send_in_turns() -> None:
     turns: list[str] = []
 
     class Sender:
@@ -324,8 +324,8 @@ def test_owners_send_in_turns(node: Node) -> None:
             turns.append(self.name)
             return limit
 
-    node.member._turns = deque([Sender("first"), Sender("second")])  # type: ignore[list-item]
-    assert [node.member._pump(_PUMP_BYTES) for _ in range(3)] == [_PUMP_BYTES] * 3
+    pump = Pump([Sender("first"), Sender("second")], Pacer())  # type: ignore[list-item]
+    assert [pump.send(PUMP_BYTES) for _ in range(3)] == [PUMP_BYTES] * 3
     assert turns == ["first", "second", "first"]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from memckpt.replication.coding.blob import STATIC, Blob, BlobReader, Extent, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import check
-from memckpt.replication.keeping.sender import Outgoing, Sender
+from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 
 CODE = Code(1, 3)

@@ -6,7 +6,8 @@ import pytest
 
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
-from memckpt.replication.keeping.sender import Outgoing, Sender
+from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.transport.wire import Abandon, Put, Stored, Window, WireMessage
 
 RANKS = (0,)

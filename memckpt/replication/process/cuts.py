@@ -21,10 +21,11 @@ from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow
-from memckpt.replication.keeping.sender import Outgoing, Sender
-from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.sender import Sender
+from memckpt.replication.process.node_plan import NodePlan
 from memckpt.replication.process.source import replica_parts
-from memckpt.replication.transport.wire import Window, WireMessage
+from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 
@@ -117,10 +118,8 @@ class Cuts:
     """Belongs to a member.
 
     Args:
-        node: this one's name.
-        attempt: its nonce.
-        code: of the pieces.
-        tolerate: m.
+        plan: the node's part in the job's plan.
+        code: the code of the pieces.
         fragment_store: keeps this node's own copies; the caller's.
         senders: by their ranks, who sends the states of this node; :meth:`close` closes them.
         ask: has the agent copy a state.
@@ -133,16 +132,14 @@ class Cuts:
 
     def __init__(
         self,
-        node: str,
-        attempt: str,
+        plan: NodePlan,
         code: Code,
-        tolerate: int,
         fragment_store: FragmentStore,
         senders: Mapping[tuple[int, ...], Sender],
         ask: Callable[[TakeState], None],
     ) -> None:
-        self._node, self._attempt, self._code = node, attempt, code
-        self._own_code = Code(1, tolerate)
+        self._plan = plan
+        self._own_code = Code(1, code.tolerate)
         self._fragment_store = fragment_store
         self._senders = senders
         self._ask = ask
@@ -225,7 +222,7 @@ class Cuts:
         """Begin to keep copies for which there is room."""
         for taken in list(self._arrived):
             told = taken.message
-            window = self._window(told)
+            window = self._plan.window(told)
             own = msgspec.structs.replace(window, generation=window.generation + _OWN, data=1, piece=0)
             try:
                 kept = self._fragment_store.keep_own(own, self._own_code)
@@ -239,30 +236,6 @@ class Cuts:
             self._arrived.remove(taken)
             self._kept[told.ranks][told.record] = own.generation
             self._copying.append((taken, self._copy(taken, window, kept, self._senders[told.ranks])))
-
-    def _window(self, message: StateTaken) -> Window:
-        spec = message.spec
-        sizes = sizes_of(spec, private=False, cut=True)
-        return Window(
-            owner=message.ranks,
-            node=self._node,
-            generation=message.generation,
-            attempt=self._attempt,
-            piece=0,
-            data=self._code.data,
-            tolerate=self._code.tolerate,
-            base=message.record,
-            period=sizes.period,
-            kept=sizes.kept,
-            every=sizes.every,
-            private=False,
-            replicas=spec.serves,
-            record_bytes=sizes.record_bytes,
-            static=sizes.static,
-            history=message.history,
-            spec=msgspec.msgpack.encode(spec),
-            cut=True,
-        )
 
     def _copy(self, taken: _Taken, window: Window, kept: KeptWindow, sender: Sender) -> Iterator[int]:
         """Keep a state, and have it sent from there; yields the bytes of each step, 0 while there is no room yet."""
@@ -313,19 +286,3 @@ class Cuts:
             else:
                 left -= copied
                 self._waits = not copied
-
-
-def cuts_for(
-    node: str,
-    attempt: str,
-    code: Code,
-    fragment_store: FragmentStore,
-    units: Collection[tuple[int, ...]],
-    holders: Sequence[str],
-    send: Callable[[str, WireMessage, memoryview | bytes], None],
-    room: Callable[[str], int],
-    ask: Callable[[TakeState], None],
-) -> Cuts:
-    """The states of a node's units on their way to its holders."""
-    senders = {ranks: Sender(ranks, code, holders, send, room, 0) for ranks in units}
-    return Cuts(node, attempt, code, code.tolerate, fragment_store, senders, ask)

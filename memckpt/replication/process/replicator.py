@@ -54,6 +54,7 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, KeptWindow, Place, Room
 from memckpt.replication.process.asking import Asking
 from memckpt.replication.process.node import ReplicationNode
+from memckpt.replication.process.node_status import describe
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.process.serving import Question, Serving
 from memckpt.replication.process.standby_feed import StandbyFeed
@@ -314,7 +315,8 @@ class Replicator:
                     self._feed.answered(message, regions)
             case StandbyApplied() | StandbyFailed():
                 if self._member is not None and self._feed is not None:
-                    self._member.answer(self._feed.heard(message))
+                    for node, answer in self._feed.heard(message):
+                        self._member.mail.send(node, answer)
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
@@ -396,7 +398,7 @@ class Replicator:
         # Not before: nothing is taken without a plan, and what waits would keep the loop awake.
         self._transport.register(self._poller)
         for peer, state in self._transport.peers().items():
-            if state.incarnation and self._member.knows(peer):  # met before the plan was made once more
+            if state.incarnation and peer in self._member.plan.addresses:  # met before the plan was made once more
                 self._member.met(peer)
 
     def _tell_watermark(self, advanced: WatermarkAdvanced) -> None:
@@ -414,7 +416,7 @@ class Replicator:
         if self._member is None or self._transport is None or now - self._reported < _REPORT_SECONDS:
             return
         self._reported = now
-        self._channel.send(PeersReport(self._member.status(self._security, self._recovering())))
+        self._channel.send(PeersReport(describe(self._member, self._security, self._recovering())))
 
     def _recovering(self) -> str:
         """What is being fetched, and how far that is, in words."""
@@ -464,7 +466,7 @@ class Replicator:
 
     def _send(self, peer: str, message: wire.WireMessage) -> None:
         assert self._member is not None
-        self._member.send(peer, message, b"")
+        self._member.mail.send(peer, message, b"")
 
     def _read_for(self, recovery: int) -> None:
         if recovery != self._recovery:
@@ -505,11 +507,11 @@ class Replicator:
             return  # before the attempt has its plan nothing is taken; it waits where it is
         now = time.monotonic()
         for _ in range(_MOST_DELIVERIES):
-            loopback = self._member.loopback
+            loopback = self._member.mail.loopback
             event = loopback.popleft() if loopback else self._transport.receive()
             if event is None:
                 return
-            if not self._member.knows(event.peer):
+            if event.peer not in self._member.plan.addresses:
                 self._member.refuse(f"{event.peer}: no node of this job")
                 self._transport.forget(event.peer)
             elif isinstance(event, Met):
@@ -548,12 +550,12 @@ class Replicator:
         assert self._member is not None
         assert self._feed is not None
         waiting = self._questions_of[peer]
-        while waiting and self._member.room(peer) > 0:
+        while waiting and self._member.mail.room(peer) > 0:
             question = waiting.popleft()
             answer, payload = self._serving.answer(question)
             if answer is None:
                 answer, payload = self._serving.answer_from(self._feed.fragment_store, question)
-            self._member.send(peer, answer, payload)
+            self._member.mail.send(peer, answer, payload)
         if not waiting:
             del self._questions_of[peer]
 

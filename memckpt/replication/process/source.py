@@ -130,6 +130,30 @@ class RegionSource:
             region.close()
 
 
+class PartSource:
+    """The part of a generation's records that a unit's holders get. Closes the source.
+
+    Args:
+        source: of the records.
+        part: which bytes of each.
+    """
+
+    def __init__(self, source: RegionSource, part: Part) -> None:
+        self._source, self._part = source, part
+
+    def open(self, record: int) -> Blob | None:
+        return self._source.open(record, self._part)
+
+    def intact(self, record: int) -> bool:
+        return self._source.intact(record)
+
+    def step(self, record: int) -> int:
+        return self._source.step(record)
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
     """Where the bytes of a record belong that comes from elsewhere: in its slot, and in that of by-value tensors."""
     whole = memoryview(slots)

@@ -15,7 +15,7 @@ from memckpt.replication.coding.blob import BlobReader, Room
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import decode_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.sender import Outgoing
+from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.node import ReplicationNode
 from memckpt.replication.process.standby_feed import StandbyFeed
@@ -361,8 +361,7 @@ class Job:
         """A unit's links do not carry its records any more."""
         owner = self._owner(self.places[unit], unit)
         if owner.spaces and not owner.paused:
-            owner.too_slow = True
-            owner.pause()
+            owner.slow_down()
 
     def may_start(self, unit: Unit) -> bool:
         """Whether a unit's trainers, which have found a new agent, can write their state as it is."""
@@ -408,9 +407,8 @@ class Job:
             spec=msgspec.msgpack.encode(spec),
         )
         member = self.members[node.name]
-        member._sources[unit] = generation
-        member._ahead[unit] = sizes.kept - sizes.period - setting.standing
-        member._reach[unit] = member._ahead[unit] * sizes.every
+        member._generations._sources[unit] = generation
+        member._run_ahead.begin(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
         self._owner(node, unit).spaces = setting.cadence
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
@@ -459,8 +457,8 @@ class Job:
         self.now += 1.0
         member = self.members[name]
         member.work(self.now)
-        while member.loopback:
-            self._handle(name, *member.loopback.popleft())
+        while member.mail.loopback:
+            self._handle(name, *member.mail.loopback.popleft())
 
     def settle(self, without: str | None = None) -> None:
         """All that can be sent is sent and delivered, but to and from one node that is very slow."""
@@ -489,7 +487,7 @@ class Job:
         whole = all(
             owner.whole and owner.since <= everywhere and self.bases_of(owner)[-1] <= everywhere for owner in owners
         )
-        leader = next(member._leader for member in self.members.values() if member._leader is not None)
+        leader = next(member.leader for member in self.members.values() if member.leader is not None)
         if noticed and whole and leader.watermark.whole:
             self.whole, self.emptied = True, set()
 
@@ -504,14 +502,14 @@ class Job:
             return self._promised_state(len(lost))
         gone = set(lost) | self.emptied
         borne = self.setting.tolerate if self.whole else 0
-        groups = next(iter(self.members.values())).placement.groups
+        groups = next(iter(self.members.values())).plan.placement.groups
         if not self.setting.wait or any(len(gone & {names[one] for one in group.nodes}) > borne for group in groups):
             return 0
         return max(seen for name, seen in self.seen.items() if name not in lost)
 
     def _promised_state(self, lost: int) -> int:
         """The record whose state every node and its holders have by value; 0: none."""
-        leader = next((one._leader for one in self.members.values() if one._leader is not None), None)
+        leader = next((one.leader for one in self.members.values() if one.leader is not None), None)
         if leader is None or leader._cadence is None or lost > self.setting.tolerate:
             return 0
         state = leader._cadence.reached

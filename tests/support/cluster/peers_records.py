@@ -17,7 +17,8 @@ from memckpt.protocol.replication import Filled, SendGeneration, UnitSource
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.sender import Outgoing, Sender
+from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
 from memckpt.replication.process.serving import Serving

@@ -155,12 +155,12 @@ class Node:
         before = len(self.line.sent[peer])
         for message in messages:
             self.line.come.append(Delivery(peer, encode(message), payload))
-        while self.line.come or self.member.loopback:
+        while self.line.come or self.member.mail.loopback:
             self.replicator._take_deliveries()
         return self.line.sent[peer][before:]
 
     def piece(self, owner: str) -> int:
-        kept = dict(self.member.placement.kept_by(NODES.index(self.name)))
+        kept = dict(self.member.plan.placement.kept_by(NODES.index(self.name)))
         return kept[NODES.index(owner)]
 
     def window(self, owner: str, /, **other: Any) -> Any:

@@ -34,7 +34,8 @@ from memckpt.protocol.standby import (
 from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.keeping.sender import Outgoing, Sender
+from memckpt.replication.keeping.outgoing import Outgoing
+from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.source import RegionSource
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage

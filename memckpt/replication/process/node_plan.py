@@ -1,0 +1,123 @@
+"""One node's part in a job's plan: what it sends to whom, what it keeps for whom, and who leads."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memckpt.protocol.replication import PeerJob, SendGeneration, StateTaken
+from memckpt.replication.coding.placement import place
+from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.transport.wire import (
+    Abandon,
+    Acknowledged,
+    NotStored,
+    Open,
+    Put,
+    Stored,
+    Watermark,
+    Window,
+    WireMessage,
+)
+
+
+class NodePlan:
+    """One node's part in a job's plan. It does not change.
+
+    Args:
+        node: name of this node.
+        job: the plan of the attempt.
+
+    Attributes:
+        addresses: all nodes of the job, by name.
+        leader: name of the node that puts together what all have acknowledged.
+        placement: who keeps whose pieces.
+        holders: nodes that keep a piece of this node's records, by the number of the piece.
+        own: units of this node, by their ranks.
+        private: units of which only their ranks' own bytes are sent.
+    """
+
+    def __init__(self, node: str, job: PeerJob) -> None:
+        self.node = node
+        self.job = job
+        self.addresses = {one.name: one.address for one in job.nodes}
+        names = list(self.addresses)
+        index = names.index(node)
+        self.leader = names[0]
+        self.placement = place([one.domain for one in job.nodes], job.data, job.tolerate)
+        self.holders = tuple(names[other] for other in self.placement.holders(index))
+        self.own = tuple(unit.ranks for unit in job.units if unit.node == index)
+        self.private = frozenset(unit.ranks for unit in job.units if unit.private)
+        pieces = {names[owner]: piece for owner, piece in self.placement.kept_by(index)}
+        self._owners = frozenset(pieces)
+        #: By unit, its node and which of the node's pieces is kept here.
+        self._kept = {
+            unit.ranks: (names[unit.node], pieces[names[unit.node]]) for unit in job.units if names[unit.node] in pieces
+        }
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node is the leader."""
+        return self.node == self.leader
+
+    @property
+    def partners(self) -> frozenset[str]:
+        """Nodes with which this one exchanges messages all the time; it may be among them."""
+        return frozenset(self.addresses) if self.leads else frozenset({*self.holders, *self._owners, self.leader})
+
+    def window(self, message: SendGeneration | StateTaken) -> Window:
+        """A generation of this node's records, or one of its states by value, as holders are told; for piece 0."""
+        spec, cut = message.spec, isinstance(message, StateTaken)
+        private = message.ranks in self.private and not cut
+        sizes = sizes_of(spec, private, cut)
+        return Window(
+            owner=message.ranks,
+            node=self.node,
+            generation=message.generation,
+            attempt=self.job.attempt,
+            piece=0,
+            data=self.job.data,
+            tolerate=self.job.tolerate,
+            base=message.record if isinstance(message, StateTaken) else message.base,
+            period=sizes.period,
+            kept=sizes.kept,
+            every=sizes.every,
+            private=private,
+            replicas=spec.serves,
+            record_bytes=sizes.record_bytes,
+            static=sizes.static,
+            history=message.history,
+            spec=msgspec.msgpack.encode(spec),
+            standby=self.job.scheme == "mirror" and not (private or cut) and spec.mode != "capture",
+            cut=cut,
+        )
+
+    def unfit(self, peer: str, message: WireMessage) -> str:
+        """Why a peer may not say something, in words; empty if it may."""
+        job = self.job
+        match message:
+            case Open(window):
+                expected = (*self._kept.get(window.owner, ("", 0)), job.data, job.tolerate)
+                if (peer, window.piece, window.data, window.tolerate) != expected or window.node != peer:
+                    return f"piece {window.piece} of ranks {list(window.owner)} on {window.node} is not to be kept"
+                if window.private != (window.owner in self.private):
+                    return f"private={window.private} is not as planned"
+                if window.cut and (window.private or not job.cadence):
+                    return "no state by value of it is planned"
+                if window.standby and (window.private or job.scheme != "mirror"):
+                    return "no standby replica of it is planned"
+            case Put() | Abandon():
+                owner = message.fragment.owner if isinstance(message, Put) else message.owner
+                if self._kept.get(owner, ("", 0))[0] != peer:
+                    return f"ranks {list(owner)} are not on it"
+            case Stored() | NotStored():
+                if message.owner not in self.own or peer not in self.holders:
+                    return f"it keeps nothing of ranks {list(message.owner)} for this node"
+            case Acknowledged():
+                if not self.leads or message.node != peer:
+                    return f"it speaks for {message.node}"
+            case Watermark():
+                if peer != self.leader or self.leads:
+                    return "it does not lead"
+            case _:
+                return "unexpected"
+        return ""
