@@ -1,4 +1,4 @@
-"""Shares and draws of the tests, for machines that have no time for all of them at once."""
+"""Shares and draws of the tests, for machines without time for all of them at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Share and number of shares, of "K/N". Raises ValueError."""
+    """Share and number of shares, from "K/N". Raises ValueError."""
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
     if match is None or int(match[1]) > int(match[2]):
         raise ValueError(f"expected K/N with K from 1 to N, found {text!r}")
@@ -17,32 +17,32 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def taken(tests: Sequence[str], share: int, shares: int) -> list[bool]:
-    """Which tests belong to a share: every N-th case of each test function.
+    """Membership of each test in a share: every N-th case of each test function.
 
     Args:
-        tests: ids of the tests, cases of a function in their order.
-        share: from 1 to `shares`.
-        shares: that are all tests together.
+        tests: ids of the tests, cases of a function in order.
+        share: number of the share, from 1 to `shares`.
+        shares: number of shares.
     """
     cases: dict[str, int] = {}
     found: list[bool] = []
     for test in tests:
         function = test.partition("[")[0]
-        # Where a function's first case goes is a hash of its name, so that functions with one case are spread.
+        # The share of a function's first case is a hash of its name, to spread functions with one case.
         case = cases[function] = cases.get(function, zlib.crc32(function.encode())) + 1
         found.append(case % shares == share - 1)
     return found
 
 
 def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
-    """Which tests are run where at most so many cases of each test function are.
+    """Membership of each test in a draw of at most so many cases of each test function.
 
-    They are spread over the function's cases. The next draw takes others, until all of them had their turn.
+    They are spread over the function's cases. The next draw takes others, until all had their turn.
 
     Args:
-        tests: ids of the tests, cases of a function in their order.
-        cases: of each function, at least 1.
-        draw: which ones.
+        tests: ids of the tests, cases of a function in order.
+        cases: cases of each function, at least 1.
+        draw: number of the draw.
     """
     counts = Counter(test.partition("[")[0] for test in tests)
     seen: Counter[str] = Counter()
@@ -56,10 +56,10 @@ def drawn(tests: Sequence[str], cases: int, draw: int) -> list[bool]:
 
 
 def thinned(tests: Sequence[tuple[str, int]]) -> list[bool]:
-    """Which tests are among the slow ones since only every N-th case of their function belongs to every run.
+    """Whether each test is slow only because every N-th case of its function runs by default.
 
     Args:
-        tests: id and N of each, cases of a function in their order.
+        tests: id and N of each, cases of a function in order.
     """
     seen: Counter[str] = Counter()
     found: list[bool] = []

@@ -1,4 +1,4 @@
-"""Trainings that a launcher starts on machines of namespaces: what they say, who runs there, where they went on."""
+"""Trainings that a launcher starts on machines made of namespaces: their output, processes and resumes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.support.cluster import netns
 from tests.support.cluster.machines import Machines, wait_until
 from tests.support.trainings.script_runs import ROOT, last_words
 
-#: So long a launcher may take for a start, or a restart, beside other tests.
+#: Longest time, in seconds, for a launcher's start or restart beside other tests.
 PATIENCE_SECONDS = 240.0
-#: What is trained, with pauses in which it is disturbed.
+#: Command of the training, with pauses in which it is disturbed.
 TRAINING = [str(ROOT / "examples/many_nodes.py"), "--size", "tiny", "--steps", "30", "--pause", "0.2"]
 BIN = Path(sys.executable).parent
 
 
 def needs_machines() -> None:
-    """Skip the test where there can be none."""
+    """Skip the test if machines cannot be made here."""
     if os.geteuid() != 0 or netns.problem():
-        pytest.skip("machines of namespaces take root, and the tools for networks")
+        pytest.skip("machines made of namespaces require root and network tools")
 
 
 def environment(directory: Path, data: int, **more: str) -> dict[str, str]:
-    """Of a node, with peers of data + 1 nodes."""
+    """Environment of a node, with peers of data + 1 nodes."""
     return {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -49,7 +49,7 @@ def environment(directory: Path, data: int, **more: str) -> dict[str, str]:
 
 
 class Launched:
-    """A training on machines, whose processes write to files of a directory."""
+    """A training on machines, whose processes write to files in a directory."""
 
     def __init__(self, machines: Machines, directory: Path, variables: dict[str, str]) -> None:
         self.machines = machines
@@ -65,7 +65,7 @@ class Launched:
 
     @property
     def said(self) -> str:
-        """All that was written, of one training."""
+        """All output of one training."""
         return "".join(path.read_text() for path in sorted(self.directory.glob("*.log")))
 
     def wait_for(self, text: str) -> None:
@@ -78,23 +78,23 @@ class Launched:
         return self.pids(node, r"^\S*python\S* (-m memckpt\.agent|\S*/memckpt agent) ")
 
     def rank(self, node: int) -> int:
-        """The rank's process."""
+        """Process id of the rank."""
         (pid,) = self.pids(node, r"^\S*python\S* (-u )?\S*many_nodes\.py")
         return pid
 
     def resumed(self, tier: str) -> None:
-        """Wait until training has gone on, and check where, and from which tier: a regular expression."""
+        """Wait for the resume, and check its step and its tier, a regular expression."""
         self.wait_for("RestoreReport")
         before, _, after = self.said.partition("RestoreReport")
         report = re.search(r"\(step=(\d+), .*tier='([a-z ]+)'.*exact=True", after)
         assert report is not None, after[:300]
         last = max(int(step) for step in re.findall(r"step (\d+): loss", before))
         print(f"resumed at step {report[1]} from {report[2]}; the last that was shown was {last}")
-        # At most as many records as are in flight have not been acknowledged; one may be committed and not shown.
+        # The records in flight have not been acknowledged; one more may be committed and not shown.
         assert last - 3 <= int(report[1]) <= last + 1
         assert re.fullmatch(tier, report[2])
 
     def digest(self) -> str:
-        """Of the weights, when training has ended."""
+        """Digest of the weights, once training has ended."""
         self.wait_for("done at step")
         return last_words(self.said)

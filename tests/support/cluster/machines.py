@@ -1,7 +1,8 @@
-"""Machines for a test: each with a network address, a host name and processes of its own, to be lost all at once.
+"""Machines for a test, each with its own network address, host name and processes, which can be lost as a whole.
 
 A machine is a set of namespaces (network, UTS, PID, mount) whose first process is ours. The kernel ends every process
-of a PID namespace with the first one. It takes root.
+of
+a PID namespace with its first one. Requires root.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from tests.support.cluster.netns import Network
 
-#: The first process: sets the host's name, then takes what orphans leave, until its input ends.
+#: The first process: sets the host name, then reaps orphans until its input ends.
 _INIT = """
 import os, signal, socket, sys
 def reap(*_):
@@ -33,11 +34,11 @@ while sys.stdin.read(1):
 
 
 class Machines(Network):
-    """Machines 0 to n - 1; use it as a context manager, whose end ends them.
+    """Machines 0 to n - 1; a context manager, whose end ends them.
 
     Args:
-        names: the host names.
-        mounts: by path, a directory that takes its place on a machine; `%h` in it is the host's name.
+        names: host names.
+        mounts: by path, a directory to mount there on a machine; `%h` in it is the host name.
     """
 
     def __init__(self, names: Sequence[str], mounts: dict[str, str] | None = None) -> None:
@@ -52,7 +53,7 @@ class Machines(Network):
             self.boot(node)
 
     def boot(self, node: int) -> None:
-        """Start a machine that is not there; nothing runs on it."""
+        """Start a machine that is down; nothing runs on it."""
         name = self.names[node]
         binds = []
         for place, directory in self._mounts.items():
@@ -71,19 +72,19 @@ class Machines(Network):
             raise OSError(f"machine {name} does not start")
 
     def know_each_other(self, hosts: Path) -> None:
-        """Give the machines that are there an /etc/hosts with all names; `hosts` is where the file is made."""
+        """Give the running machines an /etc/hosts with all names, made at `hosts`."""
         lines = [f"{address} {name}" for address, name in zip(self.addresses, self.names, strict=True)]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         for node in self._inits:
             self.run(node, ["mount", "--bind", str(hosts), "/etc/hosts"]).check_returncode()
 
     def init(self, node: int) -> int:
-        """The process id, outside, of the machine's first process."""
+        """Process id, outside, of the machine's first process."""
         pid = self._inits[node].pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
     def lose(self, node: int) -> None:
-        """End all its processes at once, and with them what its memory held."""
+        """End all its processes, and with them its memory, at once."""
         init = self._inits.pop(node)
         with init:
             subprocess.run(["kill", "-KILL", Path(f"/proc/{init.pid}/task/{init.pid}/children").read_text().split()[0]])
@@ -94,12 +95,12 @@ class Machines(Network):
         return ["nsenter", "--target", str(self.init(node)), *where, *arguments]
 
     def run(self, node: int, arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a program on a machine, to its end."""
+        """Run a program on a machine to its end."""
         options.setdefault("timeout", 60)
         return subprocess.run(self.command(node, arguments), capture_output=True, text=True, **options)
 
     def processes(self, node: int) -> dict[int, str]:
-        """The command lines of all processes of a machine, by their ids outside."""
+        """Command lines of all processes of a machine, by their ids outside."""
         inside = Path(f"/proc/{self.init(node)}/ns/pid").readlink()
         found = {}
         for each in Path("/proc").iterdir():
@@ -117,7 +118,7 @@ class Machines(Network):
 
 
 def wait_until(condition: Any, what: str, limit: float = 120.0) -> Any:
-    """The first true value of `condition`; an error that names `what` where there is none in so many seconds."""
+    """The first true value of `condition`; raises, naming `what`, after `limit` seconds."""
     deadline = time.monotonic() + limit
     while not (found := condition()):
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Any rank of any device mesh, in this process: what it holds of a tensor, without the other ranks."""
+"""Any rank of any device mesh, in this process: its part of tensors, without the other ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _count = itertools.count()
 
 @contextmanager
 def mesh_of(shape: Sequence[int], rank: int) -> Iterator[DeviceMesh]:
-    """A mesh as one of its ranks sees it."""
+    """A mesh as seen by one of its ranks."""
     world_size = 1
     for size in shape:
         world_size *= size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        # DTensor remembers results by mesh, and one mesh is like the other unless its dimensions have other names.
+        # DTensor caches results by mesh, and meshes count as equal unless their dimension names differ.
         names = tuple(f"d{next(_count)}" for _ in shape)
         yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
     finally:
@@ -32,7 +32,7 @@ def mesh_of(shape: Sequence[int], rank: int) -> Iterator[DeviceMesh]:
 
 
 def empty(shape: Sequence[int], mesh: DeviceMesh, cuts: Sequence[int | None]) -> DTensor:
-    """A DTensor full of NaN, cut along one of its dimensions for each of the mesh's; None: not cut."""
+    """A DTensor full of NaN, sharded along one dimension per mesh dimension; None: not sharded."""
     placements: list[Placement] = [Shard(cut) if cut is not None and cut < len(shape) else Replicate() for cut in cuts]
     size = torch.Size(shape)
     held, _ = compute_local_shape_and_global_offset(size, mesh, placements)

@@ -1,6 +1,6 @@
-"""A network for a test: nodes in network namespaces, joined by a bridge, with cables to cut and to slow down.
+"""A network for a test: nodes in network namespaces, joined by a bridge, with cables that can be cut or slowed down.
 
-It is made as root, or else inside a user namespace; where neither is permitted, :func:`problem` says why.
+It is made as root, or else inside a user namespace; if neither is permitted, :func:`problem` says why.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Network:
-    """Nodes 0 to n - 1, each in a network namespace; use it as a context manager.
+    """Nodes 0 to n - 1, each in a network namespace; a context manager.
 
     Attributes:
-        addresses: of the nodes.
+        addresses: addresses of the nodes.
     """
 
     def __init__(self, nodes: int) -> None:
@@ -34,7 +34,7 @@ class Network:
     def __enter__(self) -> Network:
         try:
             self._build()
-        except BaseException:  # closes what nobody else owns
+        except BaseException:  # nobody else owns these processes
             self.close()
             raise
         return self
@@ -57,7 +57,7 @@ class Network:
             self._in(keeper, "ip link set eth0 up")
 
     def _keep(self, command: Sequence[str]) -> int:
-        """Start a process that keeps a namespace while it waits for its input to end; its id."""
+        """Start a process that keeps a namespace until its input ends; returns its id."""
         keeper = subprocess.Popen(
             [*command, "sh", "-c", "echo $$; exec cat"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -93,7 +93,7 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, node: int) -> Iterator[None]:
-        """This thread is on a node: sockets, processes and threads that it makes stay there. As root only."""
+        """Move this thread to a node: sockets, processes and threads that it makes stay there. Requires root."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
             there = os.open(f"/proc/{self._nodes[node]}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -111,17 +111,17 @@ class Network:
     # Cables
 
     def cut(self, *nodes: int) -> None:
-        """What is sent to and from these nodes is lost from now on; nobody is told."""
+        """Silently drop traffic to and from these nodes."""
         for node in nodes:
             self._in(self._hub, f"ip link set cable{node} nomaster")
 
     def mend(self, *nodes: int) -> None:
-        """Their cables carry again."""
+        """Carry their traffic again."""
         for node in nodes:
             self._in(self._hub, f"ip link set cable{node} master hub")
 
     def unplug(self, *nodes: int) -> None:
-        """Take the cables out: these nodes see that there is none."""
+        """Unplug the cables: the nodes see that there is no link."""
         for node in nodes:
             self._in(self._hub, f"ip link set cable{node} down")
 
@@ -130,7 +130,7 @@ class Network:
             self._in(self._hub, f"ip link set cable{node} up")
 
     def limit(self, node: int, bits_per_second: int) -> None:
-        """Slow a node's cable down, in both directions."""
+        """Limit a node's bandwidth in both directions."""
         # A bucket of 10 ms, and a queue of 50 ms.
         burst = max(bits_per_second // 800, 16 << 10)
         shape = f"root tbf rate {bits_per_second}bit burst {burst} latency 50ms"
@@ -142,7 +142,7 @@ class Network:
         self._in(self._hub, f"tc qdisc del dev cable{node} root")
 
     def close(self) -> None:
-        """End the namespaces; a program that still runs in one keeps that one."""
+        """End the namespaces, except those in which a program still runs."""
         for keeper in reversed(self._keepers):
             with keeper:
                 keeper.kill()
@@ -157,12 +157,12 @@ def _set_namespace(file: int) -> None:
 
 @functools.cache
 def problem(as_root: bool = False) -> str | None:
-    """Why there can be no such network here, or None; `as_root`: with :meth:`Network.inside`."""
+    """Reason why there can be no such network here, or None; `as_root`: with :meth:`Network.inside`."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"no {', '.join(missing)} here"
     if as_root and os.geteuid() != 0:
-        return "moving a thread into a network namespace takes root"
+        return "moving a thread into a network namespace requires root"
     try:
         with Network(1) as network:
             network.limit(0, 10**9)

@@ -1,6 +1,4 @@
-"""Replicators' transports driven by one loop, and a TCP proxy between them that cuts connections and keeps what it
-saw.
-"""
+"""Replicators' transports driven by one loop, and a TCP proxy between them that cuts connections and logs traffic."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ PATIENCE_SECONDS = 60.0
 
 
 class Node:
-    """A transport and what it has received. It reads only while `reads`; its clock is `ahead` seconds ahead."""
+    """A transport and its received messages. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
     def __init__(self, name: str, keys: Keys | Password | None, **options: Any) -> None:
         options.setdefault("host", "127.0.0.1")
@@ -37,7 +35,7 @@ class Node:
 
     @property
     def port(self) -> int:
-        """On which it listens, whatever it tells others."""
+        """The port that it listens on, whatever it tells others."""
         return int(self.transport._router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0").rpartition(":")[2])
 
     def bodies(self, peer: str | None = None) -> list[bytes]:
@@ -55,7 +53,7 @@ class Node:
 
 
 def drive(*nodes: Node, until: Callable[[], bool]) -> None:
-    """Run the nodes' loops until something is so."""
+    """Run the nodes' loops until a condition holds."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     poller = zmq.Poller()
     reading = [node for node in nodes if node.reads]
@@ -92,7 +90,7 @@ def nodes_of(*nodes: Node) -> Iterator[tuple[Node, ...]]:
 
 
 def acquaint(*nodes: Node) -> None:
-    """Have all nodes meet each other."""
+    """Introduce all nodes to each other."""
     for node in nodes:
         for other in nodes:
             if other is not node:
@@ -110,16 +108,16 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(what)
-        time.sleep(0.005)  # what sockets and threads of the library, and the kernel, do can only be looked at
+        time.sleep(0.005)  # nothing signals the work of the library's threads and the kernel
 
 
 def open_things() -> tuple[int, int]:
-    """How many threads and descriptors this process has."""
+    """Number of this process's threads and of its descriptors."""
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def assert_nothing_is_left_beyond(before: tuple[int, int]) -> None:
-    """There are no more threads and descriptors than before. A thread that was joined stays listed for an instant."""
+    """Check for leaked threads and descriptors. A joined thread stays listed for an instant."""
     wait_for(
         lambda: all(now <= then for now, then in zip(open_things(), before, strict=True)),
         f"threads and descriptors as before: {before}",
@@ -130,10 +128,10 @@ class Proxy:
     """Forwards TCP connections to a port of this host.
 
     Attributes:
-        address: on which it listens.
-        captured: what clients sent, a string of bytes for each connection.
-        cuts: connections that it has cut.
-        stopped: it forwards nothing, and accepts nothing.
+        address: address that it listens on.
+        captured: bytes that clients sent, for each connection.
+        cuts: number of connections cut.
+        stopped: whether it forwards and accepts nothing.
     """
 
     def __init__(self, port: int, target: int) -> None:
@@ -153,7 +151,7 @@ class Proxy:
         self._thread.start()
 
     def cut(self) -> None:
-        """End all connections at once; what they had not delivered is lost."""
+        """End all connections at once; undelivered data is lost."""
         self._orders.append("cut")
         self._waker.send(b".")
 
@@ -196,7 +194,7 @@ class Proxy:
         self._other[client] = (server, capture)
         self._other[server] = (client, None)
         for sock in (client, server):
-            # Little is buffered, and whoever does not read does not block the proxy for ever.
+            # Little is buffered, and a client that does not read must not block the proxy for ever.
             sock.settimeout(5.0)
             self._selector.register(sock, selectors.EVENT_READ)
 
@@ -223,6 +221,6 @@ class Proxy:
         self._other.pop(other, None)
         for each in (sock, other):
             self._selector.unregister(each)
-            # A reset, so that nothing that is buffered gets through.
+            # A reset: buffered data is not delivered.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             each.close()

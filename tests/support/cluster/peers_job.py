@@ -1,7 +1,7 @@
-"""A sharded training for torchrun with every rank on a node of its own; nodes die where they are told to, as a whole.
+"""A sharded training for torchrun with every rank on its own node; whole nodes die where they are told to.
 
-Arguments: directory, kind ("fsdp" or "ddp"), then deaths as rank:step, one for each attempt. A node that has died comes
-back under another name, with an agent that has nothing.
+Arguments: directory, kind ("fsdp" or "ddp"), then deaths as rank:step, one per attempt. A node that has died comes back
+under another name, with an empty agent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     (Path(directory) / f"result-{rank}").write_bytes(pickle.dumps(found))
     session.close()
     sys.stdout.flush()
-    os._exit(0)  # taking gloo's groups down has been seen to hang, with and without memckpt
+    os._exit(0)  # gloo's shutdown sometimes hangs, with and without memckpt
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Attempts of trainings whose nodes keep each other's records, and what happens to nodes, agents and replicators."""
+"""Attempts of trainings whose nodes keep each other's records, and faults of nodes, agents and replicators."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from tests.support.cluster.sharded_lab import (
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab
 
-#: On which replicators listen that have a network namespace to themselves.
+#: Port of replicators that have a network namespace to themselves.
 _PORT = 4077
-#: How long a rank may live whose node is on a network of its own.
+#: Longest life, in seconds, of a rank whose node is on a network of its own.
 _NETWORK_SECONDS = 150
 
 
 @dataclass(frozen=True)
 class Act:
-    """What a rank does when its training reaches a place for the first time."""
+    """A rank's action when its training first reaches a place."""
 
     rank: int
     step: int
@@ -64,10 +64,10 @@ class PeersJob(Job):
     """One attempt.
 
     Attributes:
-        names: of the nodes, in the order of the ranks on them; empty: node0, node1, ...
-        acts: what ranks do where.
+        names: names of the nodes, in the order of the ranks on them; empty: node0, node1, ...
+        acts: the ranks' actions, by place.
         protected_at: steps after whose commit all ranks wait until every node's records up to it are with its peers.
-        network: over which agents and replicators of node0, node1, ... speak; ranks share the loopback. None: all do.
+        network: network of the agents and replicators of node0, node1, ...; ranks share the loopback. None: all do.
     """
 
     names: tuple[str, ...] = ()
@@ -81,13 +81,13 @@ class PeersJob(Job):
 
     @property
     def node_names(self) -> list[str]:
-        """Each once, in the order of the ranks."""
+        """The nodes, each once, in the order of the ranks."""
         return list(dict.fromkeys(self.node(rank) for rank in range(self.world_size)))
 
     def again(self, lab: Lab, **changes: Any) -> PeersJob:
-        """The next attempt: nothing is planned for it but these.
+        """The next attempt, without faults, with these changes.
 
-        One that starts over has number 0: its training begins with the same numbers as the undisturbed one.
+        An attempt that starts over has number 0: its training begins with the undisturbed one's random numbers.
         """
         planned: dict[str, Any] = {"deaths": (), "acts": (), "protected_at": (), "prepare": None, "wait_at": None}
         planned |= {"directory": fresh_directory(lab), "number": self.number + 1, **changes}
@@ -108,7 +108,7 @@ def standby_config(copies: int, redo: str = "lazy", **settings: Any) -> MemckptC
 
 
 def peers_job(lab: Lab, setup: Setup, config: MemckptConfig, **settings: Any) -> PeersJob:
-    """The first attempt, one rank to a node; the launcher ends all ranks when one has died."""
+    """The first attempt, one rank per node; the launcher ends all ranks when one has died."""
     settings.setdefault("nodes", setup.world_size)
     settings.setdefault("launcher", True)
     return PeersJob(setup, fresh_directory(lab), lab.run_dir, config, **settings)
@@ -154,7 +154,7 @@ class PeersRank(Rank):
             self.await_protection()
 
     def await_protection(self) -> None:
-        """Wait until all that was committed is with the peers of every node."""
+        """Wait until all committed records are with the peers of every node."""
         assert self.session is not None
         client = self.session._link.client
         while not client.whole or client.watermark < self.step + 1:
@@ -162,7 +162,7 @@ class PeersRank(Rank):
         self.journal.note("protected", step=self.step, acknowledged=client.watermark)
 
     def listen(self, seconds: float) -> bool:
-        """Wait until the agent says something, and hear it; whether it has."""
+        """Wait for a message of the agent, and handle it; False if there was none."""
         assert self.session is not None
         said = bool(select.select([self.session._link.client.channel], [], [], seconds)[0])
         self.session._listen()
@@ -172,7 +172,7 @@ class PeersRank(Rank):
 def recovers_with(
     ranks: Collection[int], before: Callable[[int], None], after: Callable[[int], None] = lambda rank: None
 ) -> Callable[[int], None]:
-    """For `Job.prepare`: what these ranks do before their nodes fetch or hand out, and what all others do after it.
+    """A `Job.prepare` with actions of these ranks before their nodes fetch or hand out, and of all others after it.
 
     Only the first rank of each node does anything.
     """
@@ -196,28 +196,28 @@ def recovers_with(
 def train(job: Job, rank: int) -> None:
     """The body of one rank of the attempt; never returns."""
     assert isinstance(job, PeersJob)
-    if job.network is not None:  # what goes on there takes its time
+    if job.network is not None:  # a network of its own is slower
         faulthandler.dump_traceback_later(_NETWORK_SECONDS, exit=True, file=sys.stderr)
     PeersRank(_on_network(job, rank), rank).train()
 
 
 def _on_network(job: PeersJob, rank: int) -> PeersJob:
-    """The attempt as a rank's node is configured: with its own address."""
+    """The attempt with a rank's node configured for its own address."""
     if job.network is None or job.config is None:
         return job
     assert job.config.peers is not None
-    # The port is the same in each attempt, so that who comes late knocks at the right door; nobody else is there.
+    # Each attempt has the same port, so that latecomers reach the right peer; the namespace has no other users.
     host = job.network.addresses[place_of(job.node(rank))]
     return replace(job, config=replace(job.config, peers=replace(job.config.peers, host=host, port=_PORT)))
 
 
 def place_of(name: str) -> int:
-    """The number of a node on the network."""
+    """The index of a node on the network."""
     return int(name.removeprefix("node"))
 
 
 def stop_here(rank: PeersRank) -> None:
-    """This rank goes no further; the launcher ends it."""
+    """Stop this rank here; the launcher ends it."""
     signal.pause()
 
 
@@ -257,7 +257,7 @@ def ranks_of(job: PeersJob, names: Iterable[str]) -> Iterator[int]:
 
 
 def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> None:
-    """All processes of these nodes at once, but for the caller, if not `itself`; replicators go with their agents."""
+    """Kill all processes of these nodes at once; the caller only if `itself`. Replicators end with their agents."""
     agents = [pid for name in names if (pid := agent_of(job, name)) is not None]
     for pid in [*ranks_of(job, names), *agents]:
         if pid != os.getpid():
@@ -269,19 +269,19 @@ def kill_nodes(job: PeersJob, names: Sequence[str], *, itself: bool = False) -> 
 
 
 def kill_agent(rank: PeersRank) -> None:
-    """That of the rank's node, and with it its replicator; the ranks live on."""
+    """Kill the agent of the rank's node, and with it its replicator; the ranks live on."""
     assert rank.session is not None
     assert rank.session.agent_pid is not None
     kill_and_wait(rank.session.agent_pid)
 
 
 def kill_replicator(rank: PeersRank) -> None:
-    """That of the rank's node."""
+    """Kill the replicator of the rank's node."""
     kill_and_wait(replicator_of(rank.job, rank.job.node(rank.rank)))
 
 
 def kill_replicators(rank: PeersRank) -> None:
-    """That of the rank's node, and three that take its place, each as soon as it is there."""
+    """Kill the replicator of the rank's node, and three successors, each as soon as it runs."""
     name = rank.job.node(rank.rank)
     for _ in range(4):
         wait_for(lambda: bool(replicators_of(rank.job, name)), "a replicator")
@@ -289,7 +289,7 @@ def kill_replicators(rank: PeersRank) -> None:
 
 
 def kill_once(job: PeersJob, name: str) -> None:
-    """A node's replicator, the first time that this process is asked to."""
+    """Kill a node's replicator, the first time that this process is asked to."""
     if name not in _killed_once:
         _killed_once.add(name)
         kill_and_wait(replicator_of(job, name))
@@ -299,27 +299,27 @@ _killed_once: set[str] = set()
 
 
 def stop_replicator(rank: PeersRank) -> None:
-    """That of the rank's node does nothing from now on."""
+    """Stop (SIGSTOP) the replicator of the rank's node."""
     os.kill(replicator_of(rank.job, rank.job.node(rank.rank)), signal.SIGSTOP)
 
 
 def stop_agent(rank: PeersRank) -> None:
-    """That of the rank's node does nothing from now on; its replicator goes on."""
+    """Stop (SIGSTOP) the agent of the rank's node; its replicator continues."""
     agent = agent_of(rank.job, rank.job.node(rank.rank))
     assert agent is not None
     os.kill(agent, signal.SIGSTOP)
 
 
 def stop_both(rank: PeersRank) -> None:
-    """Agent and replicator of the rank's node do nothing from now on."""
+    """Stop (SIGSTOP) agent and replicator of the rank's node."""
     stop_replicator(rank)
     stop_agent(rank)
 
 
 def continue_both(rank: PeersRank) -> None:
-    """They go on, and the agent has heard what was said to it meanwhile."""
+    """Continue both, and wait until the agent has handled its pending messages."""
     assert rank.session is not None
-    assert rank.session.agent_pid is None, "training waits for it no more"
+    assert rank.session.agent_pid is None, "training no longer waits for it"
     name = rank.job.node(rank.rank)
     continue_replicator(rank)
     agent = agent_of(rank.job, name)
@@ -345,7 +345,7 @@ def revive_agents(lab: Lab, job: PeersJob) -> None:
 
 
 def damage(pid: int, every: int = 1) -> int:
-    """Flip bits in each byte, or in each so many bytes one, of all pieces that a replicator keeps; in how many."""
+    """Flip bits in one byte of `every` of all pieces that a replicator keeps; returns the number changed."""
     fds = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if "memfd:memckpt:pieces" in os.readlink(fd)]
     damaged = 0
     for fd in {fd.stat().st_ino: fd for fd in fds}.values():  # a mapping keeps a descriptor of its own
@@ -362,7 +362,7 @@ def damage(pid: int, every: int = 1) -> int:
 
 
 def start(lab: Lab, job: PeersJob) -> list[int]:
-    """Run the attempt; the exit codes of its ranks."""
+    """Run the attempt; returns the exit codes of its ranks."""
     standbys = job.config is not None and isinstance(job.config.peers, MirrorConfig)
     if job.config is not None and (job.config.redo == "eager" or standbys or job.network is not None):
         revive_agents(lab, job)
@@ -370,10 +370,10 @@ def start(lab: Lab, job: PeersJob) -> list[int]:
 
 
 def bounds(attempt: PeersJob) -> tuple[int, int]:
-    """What the next attempt must go on from, at least and at most, for all that is known of one that was killed.
+    """Lowest and highest record that the next attempt may continue from, judged by the notes of one that was killed.
 
-    At least: the newest record that any rank knew to be acknowledged. At most: the newest that all have committed; a
-    rank that is killed may not have noted its last one.
+    Lowest: the newest record that any rank knew to be acknowledged. Highest: the newest that all have committed; a
+    killed rank may not have noted its last one.
     """
     committed = noted(attempt, "committed")
     restored = [rank[0]["step"] if rank else 0 for rank in noted(attempt, "restored")]
@@ -383,7 +383,7 @@ def bounds(attempt: PeersJob) -> tuple[int, int]:
 
 
 def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
-    """An attempt in which these die, each for real."""
+    """Run an attempt in which these die, each for real."""
     attempt = replace(job, deaths=deaths)
     codes = start(lab, attempt)
     assert -signal.SIGKILL in codes, codes
@@ -392,7 +392,7 @@ def fail(lab: Lab, job: PeersJob, *deaths: Death) -> PeersJob:
 
 
 def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") -> int:
-    """Check that all ranks went on at the same step within the bounds, from this tier; the step."""
+    """Check that all ranks resumed at the same step within the bounds, from this tier; returns the step."""
     restored = noted(attempt, "restored")
     starts = {rank[0]["step"] if rank else 0 for rank in restored}
     assert len(starts) == 1, f"ranks went on at {sorted(starts)}"
@@ -405,25 +405,25 @@ def goes_on(attempt: PeersJob, low: int, high: int, tier: str | None = "peers") 
 
 
 def finishes(lab: Lab, attempt: PeersJob, expected: Sequence[Any]) -> None:
-    """Run an attempt to its end, which is that of the undisturbed training."""
+    """Run an attempt to its end, which must equal that of the undisturbed training."""
     assert start(lab, attempt) == [0] * attempt.world_size, told(lab)
     check_same(results(attempt), expected)
 
 
 def check_losses(attempt: PeersJob, expected: Sequence[Any]) -> None:
-    """All that the attempt has trained is as in the undisturbed training."""
+    """Check that the attempt's losses equal those of the undisturbed training."""
     for rank, (steps, theirs) in enumerate(zip(noted(attempt, "committed"), expected, strict=True)):
         wrong = [each["step"] for each in steps if each["loss"] != theirs["losses"][each["step"]]]
         assert not wrong, f"attempt {attempt.number}, rank {rank}: losses differ at steps {wrong}"
 
 
 def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_before: int | None = None) -> PeersJob:
-    """Nodes are lost one after the other; each time all go on with what is acknowledged at least.
+    """Lose nodes one after another; each attempt resumes at the acknowledged step or later.
 
     Args:
-        deaths: in an attempt each.
-        protected_before: so many steps before each death ranks wait until they are protected; None: they do not. What
-            is lost with a node before all is protected again counts beside what was lost before.
+        deaths: the deaths, one per attempt.
+        protected_before: steps before each death at which ranks wait until they are protected; None: they do not. A
+            node lost before all is protected again counts together with earlier ones.
 
     Returns:
         The last attempt.
@@ -445,7 +445,7 @@ def survives(lab: Lab, job: PeersJob, deaths: Sequence[Death], *, protected_befo
 
 
 def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
-    """More nodes are lost than can be borne, and all ranks go on with step 4, which is in storage."""
+    """Lose more nodes than tolerated, and check that all ranks resume at step 4, which is in storage."""
     expected = reference(lab, job)
     died = fail(lab, job, Death(lost, 7, "backward"))
     last = died.again(lab)
@@ -455,6 +455,6 @@ def falls_to_storage(lab: Lab, job: PeersJob, lost: str) -> None:
 
 
 def told(lab: Lab) -> str:
-    """What went on, for a test that has failed."""
+    """Logs, for a failed test."""
     agents = "".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(lab.run_dir.glob("agent-*.log")))
     return logs(lab)[-6000:] + agents

@@ -1,9 +1,10 @@
-"""Several nodes in one process: what replicators say to each other is delivered when a test says so, and nodes are
-lost.
+"""Model of several nodes in one process: a test delivers replicators' messages, and loses nodes.
 
-Owners, holders, leaders and the code are real. What an agent would hold is a ring of slots with made-up bytes, and by
-record the attempts that made the records up to it. With eager redo there is a replica, too, which is advanced when a
-test says so and no further than it may be; what it was before is lost with that.
+Owners, holders, leaders and the code are real. In place of an agent's state there is a ring of slots with made-up
+bytes,
+and by record the attempts that made the records up to it. With eager redo there is also a replica, which advances when
+a
+test says so and no further than it may; its earlier states are lost.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from memckpt.state.records import Branch, HeldRecords
 from tests.support.cluster.storage_node import spec_of
 
 Unit = tuple[int, ...]
-#: By record from 0 on, the attempts that made them; the first one is that which started over.
+#: By record from 0 on, the attempts that made them; the first one started over.
 Chain = tuple[str, ...]
-#: Of a record.
+#: Most bytes of a record.
 MOST_BYTES = 400
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a job is protected."""
+    """Protection of a job."""
 
     data: int
     tolerate: int
@@ -57,7 +58,7 @@ class Setting:
 
     @property
     def standing(self) -> int:
-        """By how many slots a replica makes training wait sooner for what is acknowledged."""
+        """Slots that a replica occupies, so that training waits earlier for acknowledgements."""
         return 1 + self.trails if self.eager else 0
 
     @property
@@ -65,7 +66,7 @@ class Setting:
         return [(rank,) for rank in range(self.nodes)]
 
     def spec(self, unit: Unit) -> StateSpec:
-        """Of a layout that is as these say; the bytes of its records are others."""
+        """A layout with these parameters; the bytes of its records are made up."""
         spec = spec_of(unit, self.nodes)
         replicas = () if self.private else unit
         mode = "eager" if self.eager else spec.mode
@@ -75,13 +76,13 @@ class Setting:
 
 
 def bytes_of(unit: Unit, record: int, chain: Chain, virtual: bool) -> bytes:
-    """What a record has: of each unit, number, past and kind something else, and not always as much."""
+    """A record's bytes: different for each unit, number, past and kind, and of varying length."""
     drawn = random.Random(repr((unit, record, chain, virtual)))
     return drawn.randbytes(drawn.randint(1, MOST_BYTES))
 
 
 class Slots:
-    """The ring of one generation. Staging a record spoils what its slot had."""
+    """The ring of one generation. Staging a record destroys the previous content of its slot."""
 
     def __init__(self, ring: int) -> None:
         self._stamps: list[int | None] = [None] * ring
@@ -102,7 +103,7 @@ class Slots:
 
 
 class Generation:
-    """Base and log of a unit on its node; the source of what its owner sends, too."""
+    """Base and log of a unit on its node, also the source of its owner's records."""
 
     def __init__(self, name: str, unit: Unit, setting: Setting, base: int, past: Chain) -> None:
         self.name, self.unit, self.setting, self.base = name, unit, setting, base
@@ -113,7 +114,7 @@ class Generation:
         self.given_up = False
         virtual = range(base - setting.period + 1, base + 1)
         made = {record: bytes_of(unit, record, past, virtual=True) for record in virtual}
-        #: The virtual records as they are cut out of the replica.
+        #: The virtual records as cut out of the replica.
         self.replica = {record: bytearray(data) for record, data in made.items()} if setting.eager else {}
         for record in range(base, base + 1) if setting.eager else virtual:
             self.slots.seal(record, made[record])
@@ -123,7 +124,7 @@ class Generation:
         self.slots.seal(record, bytes_of(self.unit, record, past, virtual=False))
 
     def redo(self) -> bool:
-        """Have the replica apply the next record, if it may; whether it has."""
+        """Let the replica apply the next record, if it may; returns whether it has."""
         if self.applied >= min(self.limit, self.newest):
             return False
         self.applied += 1
@@ -133,7 +134,7 @@ class Generation:
         return True
 
     def reach(self) -> list[int]:
-        """Records whose window is whole; or to which the replica can go on, with what is by value in their slots."""
+        """Records whose window is complete; or which the replica can reach with by-value tensors in their slots."""
         if self.setting.eager:
             rest = range(self.applied + 1, self.newest + 1)
             broken = next((one for one in rest if not self.slots.intact(one)), self.newest + 1)
@@ -173,7 +174,7 @@ class Generation:
 
 
 class Taken:
-    """A copy of a unit's state, as a replicator reads it; `plain` of the message says who made it."""
+    """A copy of a unit's state, as a replicator reads it; the message's `plain` names its makers."""
 
     def __init__(self, message: StateTaken, regions: list[Any]) -> None:
         self.message = message
@@ -190,7 +191,7 @@ class Taken:
 
 @dataclass
 class Live:
-    """What a node's agent holds of a unit."""
+    """A node's live state of a unit, as an agent holds it."""
 
     unit: Unit
     history: tuple[Branch, ...]
@@ -204,16 +205,16 @@ class Live:
         return {record: one.chains[record] for one in self.generations for record in one.reach()}
 
     def begins_with(self, record: int) -> bool:
-        """Whether what can produce a record began with it, so that nothing was there before."""
+        """Whether the holder of a record began with it, so that nothing earlier exists."""
         return [one.base for one in self.generations if record in one.reach()][-1:] == [record]
 
     def repeats(self, record: int) -> bool:
-        """Whether the state before a record can be produced, too, by what produces the record."""
+        """Whether the holder of a record can produce the previous state, too."""
         there = [one for one in self.generations if record in one.reach()]
         return bool(there) and record - 1 in there[-1].reach()
 
     def let_go(self, watermark: int) -> None:
-        """As an agent's holding does."""
+        """Drop old generations as an agent does."""
         while len(self.generations) > 1:
             base = self.generations[1].base
             if self.newest <= base + 1 or watermark < base:
@@ -239,7 +240,7 @@ class Live:
 
 
 class Memory:
-    """Room for pieces."""
+    """Memory for pieces."""
 
     def __init__(self, nbytes: int) -> None:
         self.view = memoryview(bytearray(nbytes))
@@ -249,7 +250,7 @@ class Memory:
 
 
 class Node:
-    """What outlives attempts: pieces, and what the agent holds."""
+    """State that outlives attempts: pieces, and the agent's."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -258,9 +259,9 @@ class Node:
 
 
 class Network:
-    """A queue for each direction of each pair of nodes. The first message is that a peer is there.
+    """A queue for each direction of each pair of nodes. The first message announces a peer.
 
-    Whoever comes back empty has lost what was on its way to it, and gets nothing from a peer until that has noticed.
+    A node that comes back empty has lost messages in flight to it, and gets none from a peer until that has noticed.
     """
 
     def __init__(self, nodes: Collection[str]) -> None:
@@ -282,14 +283,14 @@ class Network:
                 self._unnoticed.add((sender, receiver))
 
     def pop(self, pair: tuple[str, str]) -> Any:
-        """The next message of a pair; None: the sender is there."""
+        """The next message of a pair; None: the sender's announcement."""
         message = self.queues[pair].popleft()
         if message is None:
             self._unnoticed.discard((pair[1], pair[0]))
         return message
 
     def unnoticed(self) -> bool:
-        """Whether somebody still sends to who is not there any more."""
+        """Whether some node still sends to one that is gone."""
         return bool(self._unnoticed)
 
     def ready(self) -> list[tuple[str, str]]:
@@ -297,7 +298,7 @@ class Network:
 
 
 class Port:
-    """A node's end of the network, as its member sees it."""
+    """A node's end of the network, as seen by its member."""
 
     def __init__(self, network: Network, node: str, room: int) -> None:
         self._network, self._node, self._room = network, node, room

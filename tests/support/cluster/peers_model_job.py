@@ -1,4 +1,4 @@
-"""A job on several nodes in one process: its attempts, what happens in them, and what may be lost at each moment."""
+"""A job on several nodes in one process: its attempts, their events, and the losses that must be tolerated."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tests.support.cluster.peers_model import (
 
 
 class Job:
-    """Attempts of a job, and what happens in them.
+    """Attempts of a job, and their events.
 
     Args:
-        room: messages that may be on their way from one node to another.
+        room: most messages in flight from one node to another.
 
     Attributes:
         seen: the newest watermark that the trainers of each node know of.
@@ -49,8 +49,8 @@ class Job:
         anew: units that begin a generation with it.
         ordered: by node, the record whose state is to be copied.
         whole: whether any m nodes could be lost at some time in this attempt.
-        emptied: those that have lost their memory since.
-        strayed: whether nobody had to wait at some time in this attempt.
+        emptied: nodes that have lost their memory since.
+        strayed: whether waiting was suspended at some time in this attempt.
     """
 
     network: Network
@@ -105,16 +105,16 @@ class Job:
         return [piece for node in nodes for piece in node.fragment_store.held(lambda window: None)]
 
     def right(self, history: tuple[Branch, ...], record: int) -> Chain:
-        """Who made the records up to one, in the latest attempt of a history."""
+        """The makers of the records up to one, in the latest attempt of a history."""
         nonce = history[-1].timeline.nonce
         start = self.attempts[nonce][1]
         return start[: record + 1] + (nonce,) * (record + 1 - len(start))
 
     def check_plan(self, found: RestoreRecord, places: dict[Unit, Node], promised: int = 0) -> None:
-        """Every unit gets what the record was when it was made, and the one before where its step is repeated.
+        """Check that every unit gets the record as it was made, and the previous one if its step is repeated.
 
         Args:
-            promised: the record that had to be there; 0: none.
+            promised: the record that had to be available; 0: none.
         """
         right = self.right(found.history, found.record)
         fetched = {fetch.ranks for fetch in found.fetches}
@@ -151,7 +151,7 @@ class Job:
             assert self._decode(fetch, record, nodes) == expected, (fetch, record)
 
     def repeats(self, found: RestoreRecord, places: dict[Unit, Node]) -> bool:
-        """Whether all units have the state before the record as well, so that its step is taken once more."""
+        """Whether all units have the previous state as well, so that the step is repeated."""
         fetches = {fetch.ranks: fetch for fetch in found.fetches}
         nodes = {node.name: node for node in places.values()}
 
@@ -195,7 +195,7 @@ class Job:
     # An attempt
 
     def begin(self, found: Any, places: dict[Unit, Node], nonce: str, hear: Collection[str]) -> None:
-        """Do what the plan says, on those nodes that hear of it."""
+        """Carry out the plan on the nodes that hear of it."""
         going_on = isinstance(found, RestoreRecord)
         start = self.right(found.history, found.record) if going_on else (nonce,)
         self.whole = False
@@ -210,7 +210,7 @@ class Job:
         names = [node.name for node in places.values()]
         self.emptied = set()
         self.seen = dict.fromkeys(names, record or 0)
-        #: By node: whether nobody is to wait there.
+        #: By node: whether waiting is suspended there.
         self.waits_suspended: dict[str, bool] = {}
         self.made = dict.fromkeys(places, record or 0)
         self.staging, self.anew = set(), set(places)
@@ -253,7 +253,7 @@ class Job:
         def passed(message: Any) -> None:
             self.seen[node.name] = max(self.seen[node.name], message.record)
             self.waits_suspended[node.name] = message.waits_suspended
-            # Nobody waits for what a node has lost, so that others may get too far ahead of it.
+            # Nobody waits for records that a node has lost, so others may get too far ahead of it.
             if message.waits_suspended:
                 self.whole, self.strayed = False, True
             for live in node.live.values():
@@ -263,7 +263,7 @@ class Job:
                     self._allow(unit)
 
         job = msgspec.structs.replace(self.job, record=record)
-        unused: Any = None  # nothing is kept as standby replicas
+        unused: Any = None  # there are no standby replicas
         feed = StandbyFeed(node.fragment_store, unused, unused)
         self.ordered.pop(node.name, None)
 
@@ -277,7 +277,7 @@ class Job:
             member.close()
         self.members.clear()
 
-    # What happens in it
+    # Events
 
     def may_stage(self, unit: Unit) -> bool:
         """Whether a unit's trainers may begin to fill the slot of their next record."""
@@ -289,12 +289,12 @@ class Job:
         return unit not in self.staging and applied and (acknowledged or waits_suspended or not self.setting.wait)
 
     def _written(self, unit: Unit) -> Generation | None:
-        """The generation whose slots a unit fills; None where another one begins."""
+        """The generation whose slots a unit fills; None if another one begins."""
         generations = self.places[unit].live[unit].generations
         return generations[-1] if generations and unit not in self.anew else None
 
     def _allow(self, unit: Unit) -> None:
-        """As an agent lets redo go on."""
+        """Raise the redo limit as an agent does."""
         generation = self._written(unit)
         if not self.setting.eager or generation is None or generation.name == "resumed":
             return
@@ -310,7 +310,7 @@ class Job:
         generation.limit = max(generation.limit, limit)
 
     def redo(self, unit: Unit) -> bool:
-        """A unit's replica goes on by a record, if it may; whether it has."""
+        """Let a unit's replica apply one record, if it may; returns whether it has."""
         generation = self._written(unit)
         return self.setting.eager and generation is not None and generation.redo()
 
@@ -320,7 +320,7 @@ class Job:
             self.places[unit].live[unit].generations[-1].slots.open(self.made[unit] + 1)
 
     def may_commit(self, unit: Unit) -> bool:
-        """Its backward needs all ranks in it, and so their commits of the record before."""
+        """Whether a commit is possible: its backward needs all ranks, and so their commits of the previous record."""
         made = self.made[unit]
         reached = [one > made or (one == made and other in self.staging) for other, one in self.made.items()]
         return unit in self.staging and all(reached)
@@ -341,7 +341,7 @@ class Job:
         self._copy_state(node, unit, past)
 
     def _copy_state(self, node: Node, unit: Unit, past: Chain) -> None:
-        """Copy the state of a unit, if that after its newest record is to be copied."""
+        """Copy the state of a unit if an order names its newest record."""
         record, ordered = self.made[unit], self.ordered.get(node.name, 0)
         cuts = self.members[node.name].cuts
         if not ordered or cuts is None or record < ordered:
@@ -358,13 +358,13 @@ class Job:
         cuts.take(StateTaken(unit, record, name, spec, 10 * record, {}, (), plain, self.history), [])
 
     def slow_down(self, unit: Unit) -> None:
-        """A unit's links do not carry its records any more."""
+        """Make a unit's links too slow for its records."""
         owner = self._owner(self.places[unit], unit)
         if owner.spaces and not owner.paused:
             owner.slow_down()
 
     def may_start(self, unit: Unit) -> bool:
-        """Whether a unit's trainers, which have found a new agent, can write their state as it is."""
+        """Whether a unit's trainers, which have found a new agent, can write their current state."""
         return not self.places[unit].live[unit].generations and self.made[unit] > 0 and unit not in self.staging
 
     def start(self, unit: Unit) -> None:
@@ -413,19 +413,19 @@ class Job:
         self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
 
     def begin_anew(self, unit: Unit) -> None:
-        """With the next record a generation begins: its layout has changed."""
+        """Begin a generation with the next record: its layout has changed."""
         if unit not in self.staging:
             self.anew.add(unit)
 
     def lose_replicator(self, node: Node) -> None:
-        """What it keeps for others stays with its agent, which starts another one."""
+        """Lose the replicator. Pieces that it kept stay with its agent, which starts another one."""
         self._restart(node)
         for unit, live in node.live.items():
             if self.places.get(unit) is node and live.generations and live.generations[-1].name != "resumed":
                 self._send_generation(node, unit)
 
     def lose_agent(self, node: Node) -> None:
-        """Its replicator goes with it, and what that kept. Trainers find another one, and begin generations."""
+        """Lose the agent, its replicator and the pieces. Trainers find another agent, and begin generations."""
         self.emptied.add(node.name)
         node.fragment_store.close()
         node.fragment_store = FragmentStore(node.name, Memory)
@@ -440,7 +440,7 @@ class Job:
         self._join(node, None, rejoined=True)
 
     def deliver(self, pair: tuple[str, str]) -> Any:
-        """The next message from the first to the second; returns it, or None if they have met."""
+        """Deliver the next message from the first to the second; returns it, or None if they have met."""
         sender, receiver = pair
         message = self.network.pop(pair)
         if message is None:
@@ -453,7 +453,7 @@ class Job:
         self.members[receiver].handle(sender, decode(body), payload, self.now)
 
     def work(self, name: str) -> None:
-        """A turn of a replicator's loop."""
+        """Run one turn of a replicator's loop."""
         self.now += 1.0
         member = self.members[name]
         member.work(self.now)
@@ -461,7 +461,7 @@ class Job:
             self._handle(name, *member.mail.loopback.popleft())
 
     def settle(self, without: str | None = None) -> None:
-        """All that can be sent is sent and delivered, but to and from one node that is very slow."""
+        """Send and deliver everything, except to and from one node that is very slow."""
         for _ in range(1000):
             for name in self.members:
                 if name != without:
@@ -477,10 +477,10 @@ class Job:
                     pass
         raise AssertionError("replicators do not come to rest")
 
-    # What is promised
+    # Promises
 
     def look(self) -> None:
-        """Note whether the loss of any m nodes can be borne."""
+        """Note whether the loss of any m nodes can be tolerated."""
         owners = [owner for member in self.members.values() for owner in member.senders]
         everywhere = min(owner.acknowledged for owner in owners)
         noticed = all(None not in queue for queue in self.network.queues.values())

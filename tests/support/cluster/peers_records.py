@@ -1,4 +1,4 @@
-"""A unit's records in real regions, its pieces at real holders, and a network that a test can bend."""
+"""A unit's records in real regions, its pieces at real holders, and a network that a test can tamper with."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from memckpt.state.layout import Layout, OptimizerSpec, OwnerSpec, ParamSpec, St
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
 
 Bytes = bytes | memoryview
-#: What a node says to a question; a test may say something else.
+#: A node's answers to a question; a test may change them.
 Answers = list[tuple[str, WireMessage, Bytes]]
 T1 = Timeline(1, "a")
 RANKS = (0, 1)
@@ -51,7 +51,7 @@ STRIPED = 36_000
 
 
 def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other: object) -> StateSpec:
-    """Records of several stripes, or with few elements of one: gradients, anchors, what is by value, and static."""
+    """Records of several stripes, or of one with few elements: gradients, anchors, by-value and static tensors."""
     momentum = StateTensorSpec("momentum", (elements,), "float32", True, False)
     spec = StateSpec(
         params=(
@@ -71,7 +71,7 @@ def layout_spec(ranks: tuple[int, ...] = RANKS, elements: int = STRIPED, **other
 
 
 class MemoryRoom:
-    """Memory for pieces, of this process."""
+    """Memory for pieces, in this process."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = bytearray(nbytes)
@@ -93,7 +93,7 @@ class MemoryRoom:
 
 
 class Records:
-    """What a unit has in memory after some steps: random bytes, each record with other ones. :meth:`close` it."""
+    """A unit's memory after some steps: random bytes, different in each record. :meth:`close` it."""
 
     def __init__(self, spec: StateSpec, base: int = 2, newest: int = 5, seed: int = 0) -> None:
         self.spec, self.layout = spec, Layout(spec)
@@ -118,7 +118,7 @@ class Records:
         self.held[record] = (100 + record, meta, states if record >= self.base else {})
 
     def source(self) -> RegionSource:
-        """As a replicator reads them: regions of its own on the same memory."""
+        """The records as a replicator reads them: through regions of its own on the same memory."""
         spec = self.spec
         source = RegionSource(spec, 1, self.base, self.duplicates(), (), b"")
         for record, each in self.held.items():
@@ -130,7 +130,7 @@ class Records:
         return [Region.open(os.dup(region.fd)) for region in self.regions]
 
     def serve(self, record: int, before: bool = False) -> SendGeneration:
-        """What the agent says where a state is to be handed out, and with `before` the one before it."""
+        """The agent's message that hands out a state, and with `before` the previous one."""
         oldest = record - before
         window = range(oldest - self.spec.period + 1, record + 1)
         records = {one: self.held[one] if one >= oldest else (*self.held[one][:2], {}) for one in window}
@@ -159,14 +159,14 @@ class Records:
         )
 
     def shared_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
-        """Of a record's slot, what every replica has, as it lies in some regions."""
+        """The bytes of a record's slot that every replica has, as they lie in some regions."""
         areas = [self.layout.anchor_area(record)]
         if record > self.base:
             areas += [self.layout.gradient_area(index, 0) for index in range(len(self.spec.optimizers))]
         return self._bytes(record, regions, areas)
 
     def own_bytes(self, record: int, regions: Sequence[Region]) -> bytes:
-        """Of a record's slot, what is its ranks' own."""
+        """The bytes of a record's slot that are private to its ranks."""
         start = self.layout.by_value_base(record)
         return regions[0].map[start : start + self.layout.by_value_area()[1]]
 
@@ -180,7 +180,7 @@ class Records:
 
 
 class PartSource:
-    """Of a unit's records, what its holders get."""
+    """The part of a unit's records that its holders get."""
 
     def __init__(self, source: RegionSource, part: Part) -> None:
         self._source, self._part = source, part
@@ -200,7 +200,7 @@ class PartSource:
 
 @dataclass
 class Node:
-    """A replicator, as far as it answers questions."""
+    """A replicator as far as it answers questions."""
 
     name: str
     fragment_store: FragmentStore = field(init=False)
@@ -210,7 +210,7 @@ class Node:
         self.fragment_store = FragmentStore(self.name, MemoryRoom)
 
     def take(self, message: WireMessage, payload: Bytes) -> Stored | NotStored | None:
-        """What an owner sends."""
+        """Store a message of an owner."""
         match message:
             case Open(window):
                 return self.fragment_store.open(window)
@@ -256,7 +256,7 @@ def spread(records: Records, code: Code, nodes: Sequence[Node], *, private: bool
     owner.close()
 
 
-#: Changes what a node answers: the node, the question, and what it would say.
+#: Changes a node's answer: the node, the question, its true answer and payload.
 Bend = Callable[[Node, WireMessage, WireMessage, Bytes], Answers]
 
 
@@ -265,7 +265,7 @@ def straight(node: Node, question: WireMessage, answer: WireMessage, payload: By
 
 
 class Network:
-    """Between a reader and nodes; what they say arrives in the order in which it was said, or in any other one."""
+    """Network between a reader and nodes; answers arrive in order, or in a random one."""
 
     def __init__(self, nodes: Sequence[Node], bend: Bend = straight, order: random.Random | None = None) -> None:
         self._nodes = {node.name: node for node in nodes}
@@ -275,7 +275,7 @@ class Network:
         self._numbers = itertools.count(1)
         self.now = 1000.0
         self.progress = 0
-        self.fetched: list[tuple[int, int]] = []  # bytes of the state, and those expected, as they arrived
+        self.fetched: list[tuple[int, int]] = []  # bytes of the state, and bytes expected, at each arrival
 
     def send(self, peer: str, message: WireMessage) -> None:
         self._questions.append((peer, encode(message)))
@@ -287,7 +287,7 @@ class Network:
         self.progress += nbytes
 
     def answers(self) -> Answers:
-        """To what was asked, and not looked at."""
+        """Answers to the pending questions."""
         said: Answers = []
         while self._questions:
             peer, body = self._questions.popleft()
@@ -299,7 +299,7 @@ class Network:
         return [(peer, decode(encode(answer)), bytes(payload)) for peer, answer, payload in said]
 
     def read(self, source: UnitSource, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
-        """Have a state read; the regions with it are the caller's."""
+        """Read a state; the caller owns the regions with it."""
         layout = Layout(spec)
         sizes = [layout.slots_bytes, *([layout.static_bytes] if spec.static else [])]
         regions = [Region.create("test", nbytes) for nbytes in sizes]
@@ -316,13 +316,13 @@ class Network:
             self.now += PATIENCE_SECONDS / 4
             reader.tend(self.now)
         reader.close()
-        assert reader.result is not None, "it waits for nobody, and is not through"
+        assert reader.result is not None, "it waits for nobody, and is not done"
         assert not [region for region in own if region.fd >= 0]
         return reader.result, regions
 
 
 def deliver(reader: Reader, peer: str, answer: WireMessage, payload: bytes, now: float) -> None:
-    """As a replicator does."""
+    """Deliver an answer as a replicator does."""
 
     assert isinstance(answer, Manifest | Got | GotNone)
     if answer.request not in reader.requests:

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-#: A child that takes longer hangs: it writes down where, and ends.
+#: Longest life of a child in seconds; then it hangs, dumps its stack, and ends.
 CHILD_SECONDS = 60
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def run_child(body: Callable[[], None], log: Path) -> None:
-    """Never returns."""
-    # Frameworks collect garbage explicitly, which would write to, and so copy, every page that came with the fork.
+    """Run the child's body and exit. Never returns."""
+    # Frameworks collect garbage explicitly, which would write to, and so copy, every page from before the fork.
     gc.freeze()
     code = 3
     try:
@@ -51,21 +51,21 @@ def run_child(body: Callable[[], None], log: Path) -> None:
 
 
 def die_after(seconds: float) -> None:
-    """Let the kernel end this process at that instant, in the middle of whatever it does then."""
+    """Make the kernel end this process after so many seconds, whatever it does then."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def live_on() -> None:
-    """Forget `die_after`."""
+    """Cancel `die_after`."""
     signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def children() -> set[int]:
-    """Process ids of this process's children, zombies too."""
+    """Process ids of this process's children, including zombies."""
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        # A thread that ends meanwhile leaves its children to another one; a process is seen at the next look.
+        # A thread that ends meanwhile passes its children to another one; they show at the next look.
         with suppress(FileNotFoundError, ProcessLookupError):
             found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
@@ -94,13 +94,13 @@ def reap(pid: int, limit: float) -> bool:
 
 
 def be_subreaper(on: bool) -> None:
-    """Orphans of our children become our children, so that they can be found."""
+    """Adopt our children's orphans, so that they can be found."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def kill_and_wait(pid: int, limit: float = 20.0) -> None:
-    """SIGKILL, and wait for the end of the process (its zombie may stay)."""
+    """Send SIGKILL, and wait for the end of the process (its zombie may stay)."""
     handle = os.pidfd_open(pid)
     try:
         os.kill(pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ def memory_of_ours(pid: int | str) -> list[str]:
         try:
             target = os.readlink(fd)
         except FileNotFoundError:
-            continue  # the descriptor of this very listing
+            continue  # the descriptor of this listing
         if "memfd:memckpt" in target:
             found.append(f"fd {fd.name} -> {target}")
     return found

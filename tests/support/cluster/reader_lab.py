@@ -1,4 +1,4 @@
-"""Records at the holders of their pieces, and every way in which what these answer can be wrong."""
+"""Records at the holders of their pieces, and all kinds of wrong answers from these."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Job:
         return UnitSource(RANKS, record, "g", None, pieces, False, None, 2, self.code.data)
 
     def read(self, bend: Bend, order: random.Random | None = None) -> Filled:
-        """What becomes of it; where it is said to be right, it is."""
+        """Read the state, and return the result; one that claims success is checked."""
         result, regions = Network(self.nodes, bend, order).read(self.source(), self.records.spec, self.code)
         with closing_all(regions):
             if not result.problem:
@@ -85,20 +85,20 @@ def flip(payload: Bytes, at: int = 0) -> bytes:
 
 
 def lie(got: Got, payload: Bytes, **other: object) -> Got:
-    """The same with another payload or fields, and a checksum that says that it is well."""
+    """The answer with another payload or fields, and a valid checksum."""
     assert got.fragment is not None
     bare = msgspec.structs.replace(got.fragment, **other)
     return msgspec.structs.replace(got, fragment=msgspec.structs.replace(bare, checksum=_checksum(bare, payload)))
 
 
 def claim(got: Got, **other: object) -> Got:
-    """The same with other fields of the fragment, which its checksum does not fit."""
+    """The answer with other fields, which its checksum does not match."""
     assert got.fragment is not None
     return msgspec.structs.replace(got, fragment=msgspec.structs.replace(got.fragment, **other))
 
 
 def instead(node: Node, got: Got, payload: Bytes, **other: object) -> tuple[WireMessage, Bytes]:
-    """What the node has of another record or stripe, said to be what was asked for."""
+    """The node's fragment of another record or stripe, claimed to be the one asked for."""
     question = msgspec.structs.replace(Get(got.request, RANKS, "g", got.record, None, got.stripe), **other)
     found, bytes_found = node.answer(question)
     if not isinstance(found, Got):
@@ -111,7 +111,7 @@ def false_stripe(node: Node, got: Got, payload: Bytes) -> tuple[WireMessage, Byt
     return lie(got, data, digest=xxhash.xxh3_128_digest(data)), data
 
 
-#: What becomes of a fragment on its way.
+#: Damage of a fragment in transit.
 Damage = Callable[[Node, Got, Bytes], tuple[WireMessage, Bytes]]
 FRAGMENT_DAMAGES: dict[str, Damage] = {
     "a bit of the payload": lambda _, got, payload: (got, flip(payload, len(payload) // 2)),
@@ -174,7 +174,7 @@ def without_a_record(node: Node, question: WireMessage, answer: WireMessage, pay
 
 
 def chatters_on(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
-    """Says over and over what a record consists of, and never has any of it."""
+    """Repeat a record's manifest over and over, without ever sending any of it."""
     said = node.answer(AskManifest(getattr(question, "request", 0), RANKS, "g", 5))
     return [(node.name, *said)] if isinstance(question, Get) else [(node.name, answer, payload)]
 
@@ -192,12 +192,12 @@ DAMAGES: dict[str, Bend] = {name: fragments(damage) for name, damage in FRAGMENT
     "no digests": manifest_of(lambda one: msgspec.structs.replace(one, digests=b"")),
     "other digests": manifest_of(lambda one: msgspec.structs.replace(one, digests=flip(one.digests))),
 }
-#: Where one that is alone cannot be told from one that is right, or several are in league.
+#: Cases in which a lone liar cannot be told from a correct node, or several are in league.
 LIES = {"another size", "other digests"}
 
 
 def at(nodes: Sequence[str], bend: Bend) -> Bend:
-    """What only some nodes do."""
+    """Wrong behaviour of some nodes only."""
 
     def some(node: Node, question: WireMessage, answer: WireMessage, payload: Bytes) -> Answers:
         if node.name in nodes:

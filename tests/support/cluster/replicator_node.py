@@ -1,4 +1,4 @@
-"""A replicator of one of three nodes, its transport and its agent replaced by what a test says."""
+"""A replicator of one of three nodes, with its transport and its agent replaced by the test."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAR = 1 << 62
 
 
 class Line:
-    """Stands for a transport: what has come, and what was sent to whom."""
+    """Stand-in for a transport: received messages, and messages sent by peer."""
 
     def __init__(self) -> None:
         self.come: deque[Delivery | Met] = deque()
@@ -55,7 +55,7 @@ class Line:
         return self.come.popleft() if self.come else None
 
     def send(self, peer: str, body: bytes, payload: bytes | memoryview = b"") -> None:
-        assert peer in NODES, "nobody knows how to reach it"
+        assert peer in NODES, "its address is unknown"
         self.sent[peer].append(decode(body))
 
     in_flight_bytes = 0
@@ -89,7 +89,7 @@ class Line:
 
 
 class Wire:
-    """Stands for the channel to the agent."""
+    """Stand-in for the channel to the agent."""
 
     def __init__(self) -> None:
         self._ends = os.pipe()
@@ -111,9 +111,7 @@ def refuse_standby(message: OpenStandby) -> StandbyRefused:
 
 
 class Node:
-    """The replicator of one of three nodes, one rank on each, with k = 2 and m = 1: each keeps a piece of both
-    others.
-    """
+    """The replicator of one of three nodes, one rank on each; k = 2 and m = 1: each keeps a piece of both others."""
 
     def __init__(self, name: str = "b") -> None:
         self.name = name
@@ -151,7 +149,7 @@ class Node:
         return sum(self.member.refused.values())
 
     def says(self, peer: str, *messages: WireMessage, payload: bytes = b"") -> list[WireMessage]:
-        """A peer says something; what it is told."""
+        """Receive a peer's messages; returns the replies to it."""
         before = len(self.line.sent[peer])
         for message in messages:
             self.line.come.append(Delivery(peer, encode(message), payload))
@@ -186,7 +184,7 @@ class Node:
         return self.says(owner, put, payload=payload)
 
     def send_own(self) -> None:
-        """This node's own rank writes a generation, and all of it goes out."""
+        """Write a generation of this node's own rank, and send all of it."""
         records = self.records[NODES.index(self.name)]
         message = SendGeneration(
             ranks=records.spec.local_ranks, generation="own", number=1, spec=records.spec, base=2,

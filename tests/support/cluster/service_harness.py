@@ -1,4 +1,4 @@
-"""Running units of ours as a service manager does: their commands, their environment, readiness, restarts."""
+"""Shipped units run as a service manager would: commands, environment, readiness, restarts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LIMIT_SECONDS = 60.0
 
 
 class NotifySocket:
-    """What a manager binds for a service of Type=notify. Its owner closes it."""
+    """The socket that a manager binds for a service of Type=notify. Its owner closes it."""
 
     def __init__(self, directory: Path, abstract: bool = False) -> None:
         name = f"notify-{secrets.token_hex(4)}"
-        #: As in NOTIFY_SOCKET.
+        #: Value of NOTIFY_SOCKET.
         self.address = f"@{name}" if abstract else str(directory / name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -39,7 +39,7 @@ class NotifySocket:
         return self._sock.fileno()
 
     def receive(self) -> tuple[str, int]:
-        """A datagram that is there, and the pid of its sender."""
+        """A pending datagram, and the pid of its sender."""
         text, ancillary, _, _ = self._sock.recvmsg(4096, socket.CMSG_SPACE(12), socket.MSG_DONTWAIT)
         (pid, _, _) = struct.unpack("3i", ancillary[0][2])
         return text.decode(), pid
@@ -52,7 +52,7 @@ class NotifySocket:
 
 @dataclass(frozen=True)
 class Home:
-    """The home and runtime directories of the user whose services run, with what the shipped units expect there."""
+    """Home and runtime directories of the services' user, with the files that the shipped units expect there."""
 
     path: Path
     runtime: Path
@@ -74,24 +74,24 @@ class Home:
         return self.path / "runs" / self.run
 
     def plan(self, *attempts: Sequence[tuple[str, str, int]]) -> None:
-        """What each attempt of the training does, at which point and step: see ``service_job``."""
+        """Set the actions of each attempt of the training, by point and step: see ``service_job``."""
         (self.path / "project" / "plan.json").write_text(json.dumps(attempts))
 
     def go(self, number: int) -> None:
-        """An attempt that waits goes on."""
+        """Let a waiting attempt continue."""
         (self.path / "project" / f"go-{number}").touch()
 
     def waits(self, number: int) -> bool:
-        """Whether an attempt has reached what it was told to do."""
+        """Whether an attempt has reached its action."""
         journal = self.path / "project" / f"report-{number}" / "journal"
         return journal.exists() and '"event": "action"' in journal.read_text()
 
     def ended(self, number: int) -> bool:
-        """Whether an attempt has come to the end of the training."""
+        """Whether an attempt has reached the end of the training."""
         return (self.path / "project" / f"report-{number}" / "outcome").exists()
 
     def attempt(self, number: int, code: int, log: str) -> Ended:
-        """What an attempt has left."""
+        """Results of an attempt."""
         report = self.path / "project" / f"report-{number}"
         result = report / "outcome"
         outcome = pickle.loads(result.read_bytes()) if result.exists() else None
@@ -103,8 +103,8 @@ class Service:
     """A shipped unit, run by this process. Its owner closes it.
 
     Args:
-        unit: as shipped.
-        home: of its user.
+        unit: name of the unit, as shipped.
+        home: home of its user.
         abstract: whether the manager's socket is in the abstract namespace.
         extra: variables that the manager adds.
     """
@@ -124,13 +124,13 @@ class Service:
         return self._process
 
     def start(self) -> None:
-        """Start its process as the manager would, with nothing of this process's environment."""
+        """Start its process as the manager would, without this process's environment."""
         assert self._process is None or self._process.poll() is not None
         unit, specifiers = self.unit, self._home.specifiers
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(self._home.path),
-            "PYTHONPATH": str(ROOT),  # the code that is tested need not be what is installed
+            "PYTHONPATH": str(ROOT),  # the tested code need not be the installed one
             **unit.environment(specifiers),
         }
         self.said = []
@@ -151,7 +151,7 @@ class Service:
             )
 
     def until_said(self, state: str) -> None:
-        """Wait until its main process, and no other, has sent this."""
+        """Wait until its main process, and no other, has sent this state."""
         assert self._socket is not None
         pidfd = os.pidfd_open(self.process.pid)
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -168,14 +168,14 @@ class Service:
             os.close(pidfd)
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal."""
+        """Wait for its end; returns the exit code, negative for a signal."""
         try:
             return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"pid {self.process.pid} lives on:\n{self.log.read_text()[-3000:]}") from None
 
     def stop(self) -> int:
-        """``systemctl stop``: SIGTERM, and so long as the unit says. Returns the exit code."""
+        """``systemctl stop``: SIGTERM, and a wait as long as the unit permits. Returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(self.unit.seconds("TimeoutStopSec"))
 

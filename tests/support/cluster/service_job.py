@@ -1,7 +1,8 @@
-"""A training for a service manager: dies where it is told to, once in each attempt.
+"""A training for a service manager: dies where it is told to, once per attempt.
 
-Takes memckpt's own flags. The directory that it is started in has ``plan.json``: for each attempt what it does at which
-points and steps, "kill" itself or "wait" until there is a file ``go-N``. It gets a ``report-N`` from each attempt.
+Takes memckpt's own flags. Its working directory has ``plan.json``: the actions of each attempt by point and step,
+"kill"
+itself or "wait" until a file ``go-N`` exists. Each attempt writes a ``report-N`` there.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import REFERENCE_SEED, Action, Attempt, Control, config, kill_self, train
 
 LIMIT_SECONDS = 120.0
-#: Nothing is stored while training runs: what is in storage came there because somebody was told to go.
+#: Nothing is stored while training runs: a checkpoint in storage was written because of a stop request.
 SETTINGS = config("lazy", storage=StorageConfig(min_seconds=3600))
 
 
 def wait_for(go: Path) -> Action:
-    """The trainer waits here until it is told to go on, or is killed."""
+    """An action that waits until it may continue, or is killed."""
 
     def wait(control: Control) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not go.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError("nobody said go")
+                raise TimeoutError("there was no go")
             select.select([], [], [], 0.02)
 
     return wait

@@ -1,4 +1,4 @@
-"""Small trainings whose model is sharded over ranks in every way that torch has, and what they leave behind."""
+"""Small trainings with models sharded over ranks in every way that torch has, and their final states."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_optimizers import Momentum
 
-#: Four ranks divide neither; of the embedding and of each norm the last of four has less, of a bias of 5 nothing.
+#: Not divisible by four: the last of four ranks has less of the embedding and of each norm, and nothing of a bias of 5.
 VOCABULARY, WIDTH = 21, 10
-#: Even, as tensor parallelism wants it; so many that a quarter of a weight is still anchored in pieces.
+#: Even, as tensor parallelism requires; so large that a quarter of a weight is still anchored in pieces.
 HIDDEN = 1704
 BATCH, LENGTH = 4, 6
-#: What tensor parallelism leaves as it is, the same on all ranks.
+#: Parameters that tensor parallelism leaves as they are, equal on all ranks.
 REPLICATED = ("embed.*", "head.*", "frozen.*", "norm.*", "blocks.*.norm.*", "blocks.*.mix", "blocks.*.attend.*")
 
-#: The step whose gradients overflow, where there is a scaler.
+#: The step whose gradients overflow if there is a scaler.
 OVERFLOW_AT = 3
 
 At = Callable[[str], None]
@@ -36,16 +36,16 @@ At = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Setup:
-    """How a training is distributed, and what it does in a step.
+    """Distribution of a training, and contents of its steps.
 
     Attributes:
         kind: "fsdp" (FSDP2), "hsdp", "tp", "fsdp-tp", "ddp" or "plain" (one rank).
-        world_size: "hsdp" and "fsdp-tp" have a mesh of two by half of it.
+        world_size: number of ranks; "hsdp" and "fsdp-tp" have a mesh of two by half of it.
         optimizer: "adamw", "fused" (AdamW), "sgd" (momentum), "nesterov" (and foreach, which changes gradients in its
-            step), "muon" (which needs whole matrices, and AdamW beside it), "own" (of the user's own, with plain
-            values in its state) or "lion" (of the user's own, element by element).
+            step), "muon" (requires whole matrices, with AdamW for the rest), "own" (user-defined, with plain values in
+            its state) or "lion" (user-defined, element-wise).
         accumulate: micro-batches in a step; `sync_each`: gradients are reduced after each of them.
-        precision: of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
+        precision: precision of the computation; "bf16" reduces in fp32, "bf16-reduce" in bf16, too.
         reshard: whether parameters are freed between forward and backward.
         scaler: whether the loss is scaled; the gradients of one step overflow, on one rank.
         table: whether there is a buffer too large to be copied with every record.
@@ -73,12 +73,12 @@ class Setup:
 
 
 def named(value: Any) -> str | None:
-    """A setup's name, where tests are named by what they are given."""
+    """A setup's name, for tests named by their parameters."""
     return value.name if isinstance(value, Setup) else None
 
 
 class Lion(torch.optim.Optimizer):
-    """Of the user's own, as there are many: no torch class, but each element for itself."""
+    """A user-defined element-wise optimizer that is no torch class."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params, {"lr": 0.003, "weight_decay": 0.0})
@@ -115,7 +115,7 @@ class Block(nn.Module):
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.drop = nn.Dropout(0.1)
         self.down = nn.Linear(HIDDEN, WIDTH)
-        self.mix = nn.Parameter(torch.ones(2))  # on four ranks, two have nothing of it
+        self.mix = nn.Parameter(torch.ones(2))  # on four ranks, two have an empty shard
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm(x))
@@ -153,10 +153,10 @@ class Net(nn.Module):
 
 
 class Distributed:
-    """A training as a setup describes it: model, optimizer, and one step of them."""
+    """A training described by a setup: model, optimizer, and one step."""
 
     def __init__(self, setup: Setup, at: At, seed: int = 0) -> None:
-        """Build the model, the same on all ranks; then each rank of data parallelism draws numbers of its own."""
+        """Build the model, equal on all ranks; then each data-parallel rank draws its own random numbers."""
         self.setup = setup
         self.rank = self.data_rank = dist.get_rank() if dist.is_initialized() else 0
         torch.manual_seed(seed)
@@ -175,7 +175,7 @@ class Distributed:
             self.registered["scaler"] = self.scaler
 
     def _at_last(self, place: str) -> None:
-        """Of a step's micro-batches, only the last one is a place to die at."""
+        """Report a place only in the last micro-batch of a step."""
         if self._last:
             self._at(place)
 
@@ -241,7 +241,7 @@ class Distributed:
     # A step
 
     def step(self, number: int) -> str:
-        """Train one step; returns its loss, exactly."""
+        """Train one step; returns its loss as exact text."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         total = 0.0
@@ -266,10 +266,10 @@ class Distributed:
         self.scaler.update()
         return total.hex()
 
-    # What it leaves behind
+    # Final state
 
     def local_state(self) -> dict[str, Any]:
-        """What this rank holds, with every bit: shards of parameters and optimizer state, buffers, generator."""
+        """This rank's state, with every bit: shards of parameters and optimizer state, buffers, generator."""
         return {
             "params": {name: freeze(_local(param)) for name, param in self.net.named_parameters()},
             "buffers": {name: freeze(buffer) for name, buffer in self.net.named_buffers()},
@@ -279,7 +279,7 @@ class Distributed:
         }
 
     def full_state(self) -> dict[str, Any]:
-        """Whole parameters and their optimizer state by name, alike on all ranks, however they are sharded."""
+        """Whole parameters and their optimizer state by name, independent of the sharding."""
         found = {}
         for name, param in self.net.named_parameters():
             states = [optimizer.state[param] for optimizer in self.optimizers if param in optimizer.state]
@@ -289,7 +289,7 @@ class Distributed:
 
 
 def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> None:
-    """By the norm of all; torch adds up norms of one mesh only, so each mesh has its own, as in torchtitan."""
+    """Clip by the norm of all; torch adds up norms of one mesh only, so they are added per mesh, as in torchtitan."""
     meshes: dict[Any, list[nn.Parameter]] = {}
     for param in params:
         if param.grad is not None:
@@ -310,7 +310,7 @@ def _full(value: Any) -> Any:
 
 
 def _local(value: Any) -> Any:
-    """A DTensor as what this rank has of it, and where that lies."""
+    """This rank's shard of a DTensor, and its position."""
     if isinstance(value, DTensor):
         return [str(value.placements), tuple(value.shape), value.to_local().detach()]
     return value

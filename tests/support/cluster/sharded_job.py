@@ -1,7 +1,7 @@
-"""Sharded training in one process: units that each train their own pieces, with a store that has what they had.
+"""Sharded training in one process: units that each train their own shards, with a store of their states.
 
-What is checked against is what the units hold, put together: the pieces are trained as they are cut, so that every bit
-of them is known whatever their shapes.
+The expected state is assembled from the units. Shards are trained as they are cut, so every bit is known whatever their
+shapes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from memckpt.storage.format import FORMAT_VERSION, Batch, Part
 from memckpt.storage.store import Store
 
 TIMELINE = Timeline(1, "a")
-#: Parameters, a frozen tensor and an averaged one that are cut; one parameter and a buffer that are not.
+#: Parameters, a frozen tensor and an averaged one that are sharded; one parameter and a buffer that are not.
 WHOLE = {"w": (7, 5), "v": (4, 3, 2), "b": (6,), "s": (), "frozen": (5, 4), "average": (6, 3)}
 PARAMS = ("w", "v", "b", "s", "scale")
 PLAIN = {"scale": (3,), "count": ()}
@@ -51,7 +51,7 @@ PLAIN = {"scale": (3,), "count": ()}
 
 @dataclass(frozen=True)
 class Box:
-    """A piece of a tensor."""
+    """A shard of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class Box:
 
 
 def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """Cells of a tensor that is cut at some places of each dimension."""
+    """Cells of a tensor cut at some places of each dimension."""
     boxes = [Box((), ())]
     for size, places in zip(shape, cuts, strict=True):
         edges = [0, *sorted({place for place in places if 0 < place < size}), size]
@@ -70,7 +70,7 @@ def grid(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
 
 
 def rows(count: int) -> dict[str, list[Box]]:
-    """Each tensor cut along its first dimension as FSDP2 does it; the last units may get nothing."""
+    """Each tensor cut along its first dimension as FSDP2 does it; the last units may get empty shards."""
     found = {}
     for name, shape in WHOLE.items():
         if not shape:
@@ -85,7 +85,7 @@ def rows(count: int) -> dict[str, list[Box]]:
 
 
 class Unit:
-    """The ranks that hold the same pieces: they train them alike."""
+    """The ranks that hold the same shards and train them alike."""
 
     def __init__(self, index: int, boxes: Mapping[str, Box] | None, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ class Unit:
         return gradients
 
     def values(self) -> dict[str, tuple[str, torch.Tensor]]:
-        """Tensors and state tensors by name, with the tensors that they belong to."""
+        """Tensors and state tensors by name, with the name of the tensor that each belongs to."""
         values: dict[str, tuple[str, torch.Tensor]] = {name: (name, value) for name, value in self.tensors.items()}
         for name, param in self.params.items():
             values |= {f"{name}.{key}": (name, value) for key, value in self.optimizer.state[param].items()}
@@ -166,12 +166,12 @@ def spec_of(
 
 @dataclass
 class Stored:
-    """What was trained.
+    """The training's states.
 
     Attributes:
         wholes: by record, every tensor and every state tensor, whole; plain ones are those of the first unit.
-        plains: by record and unit, those.
-        units: as they are in the end.
+        plains: plain tensors by record and unit.
+        units: the units at the end.
     """
 
     store: Store
@@ -199,11 +199,11 @@ def train(
     timeline: Timeline = TIMELINE,
     keep_last: int = 99,
 ) -> Stored:
-    """Train, write a checkpoint after `base_at` and log the records to `last`. Each rank is a node of its own.
+    """Train, write a checkpoint after `base_at`, and log the records up to `last`. Each rank is its own node.
 
     Args:
-        boxes: for each tensor the piece of each unit; None: one unit that has all.
-        units, copies: rank `r` holds what unit `r % units` holds.
+        boxes: for each tensor the shard of each unit; None: one unit that has all.
+        units, copies: rank `r` holds the shards of unit `r % units`.
     """
     job = Stored(store, units * copies)
     for index in range(units):
@@ -250,7 +250,7 @@ def _count(rank: int, record: int) -> torch.Tensor:
 
 
 def write_part(job: Stored, unit: Unit, rank: int, record: int, timeline: Timeline, keep_last: int = 99) -> Part:
-    """Have the writer process's code write what a rank's node would hand to it."""
+    """Run the writer process's code on the regions of a rank's node."""
     spec = _spec(job, unit, rank)
     layout = Layout(spec)
     state = Region.create("test-state", layout.snapshot_bytes)
@@ -320,9 +320,9 @@ def _data(value: torch.Tensor) -> bytes:
 
 
 def _whole(job: Stored) -> dict[str, torch.Tensor]:
-    """Everything, put together; every piece that several hold must be the same."""
+    """All tensors, assembled; shards held several times must be equal."""
     found: dict[str, torch.Tensor] = {}
-    for unit in reversed(job.units):  # what is not cut is that of the first
+    for unit in reversed(job.units):  # plain tensors are those of the first
         for key, (name, value) in unit.values().items():
             if name in PLAIN or unit.boxes is None or key.endswith(".step"):
                 found[key] = value.clone()
@@ -340,8 +340,8 @@ class Live:
     """A rank that restores.
 
     Attributes:
-        tensors: by name; DTensors or plain ones.
-        optimizers: over the parameters among them.
+        tensors: tensors by name; DTensors or plain ones.
+        optimizers: optimizers of the parameters among them.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -364,7 +364,7 @@ class Live:
         return stored
 
     def values(self) -> dict[str, torch.Tensor]:
-        """Tensors and state tensors by name, with DTensors as they are."""
+        """Tensors and state tensors by name; DTensors stay DTensors."""
         found = {name: tensor.detach() for name, tensor in self.tensors.items()}
         for name in PARAMS:
             state: dict[str, Any] = self.optimizers[0].state[self.tensors[name]]
@@ -373,12 +373,12 @@ class Live:
 
 
 def plain() -> Live:
-    """A rank that holds all of everything."""
+    """A rank that holds whole tensors."""
     return Live.of({name: torch.full(shape, torch.nan) for name, shape in WHOLE.items()})
 
 
 def check(live: Live, job: Stored, record: int, own: int = 0) -> None:
-    """Every element is that of the whole at its place; plain tensors are those of the unit `own`."""
+    """Check every element against the whole tensor; plain tensors against those of the unit `own`."""
     whole = job.wholes[record] | job.plains[record, own]
     found = live.values()
     assert set(found) == {*whole, "count"}

@@ -29,9 +29,9 @@ from tests.support.trainings.engine_harness import Child, Lab
 from tests.support.trainings.resume_history import journal_of
 
 STEPS = 10
-#: A rank that lost the others learns of it within this time.
+#: Seconds within which a rank learns that it has lost the others.
 PROCESS_GROUP_SECONDS = 50
-#: How long ranks may take to notice that one has died, before the launcher ends them.
+#: Seconds that ranks have to notice that one has died, before the launcher ends them.
 LAUNCHER_SECONDS = 20
 NO_PROCESS_GROUP = 77
 TRIES = 4
@@ -39,11 +39,11 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Death:
-    """What dies, and where.
+    """A death: who, and where.
 
     Attributes:
-        who: a rank, "all" (ranks), "agent" (that of rank 0's node), "agents" (those of all nodes), or names of nodes,
-            with commas: each with its ranks and its agent.
+        who: a rank, "all" (ranks), "agent" (of rank 0's node), "agents" (of all nodes), or names of nodes, separated by
+            commas: each with its ranks and its agent.
         place: "forward", "backward", "reduced" (gradients are clipped), "in step" (between two groups of the
             optimizer's step), "stepped", "in commit" or "committed".
     """
@@ -54,7 +54,7 @@ class Death:
 
     @property
     def resumed(self) -> int:
-        """The step at which training goes on: none that all ranks have committed is lost."""
+        """The step at which training resumes: no step that all ranks have committed is lost."""
         return self.step + (self.place == "committed")
 
 
@@ -63,15 +63,15 @@ class Job:
     """One attempt.
 
     Attributes:
-        directory: for its results; a fresh one for each attempt.
-        run_dir: the run; None to train without memckpt.
-        number: of the attempt, which launchers count.
-        nodes: over how many nodes the ranks are spread, evenly.
-        deaths: what dies where.
+        directory: directory for its results; a new one for each attempt.
+        run_dir: run directory; None to train without memckpt.
+        number: number of the attempt, which launchers count.
+        nodes: number of nodes over which the ranks are spread evenly.
+        deaths: the planned deaths.
         launcher: whether the others are killed as soon as one has died, as launchers do; else they find out.
-        wait_at: the step after which ranks wait until something is in storage.
-        declare: whether what tensor parallelism leaves as it is, is declared replicated.
-        prepare: called in each rank before anything else, to patch what a test needs.
+        wait_at: step after which ranks wait until something is in storage.
+        declare: whether parameters that tensor parallelism leaves alone are declared replicated.
+        prepare: called in each rank before anything else, to patch code for a test.
         each_step: called in each rank before each step.
     """
 
@@ -132,7 +132,7 @@ def join(job: Job, rank: int) -> None:
 
 
 def _give_up(error: RuntimeError) -> NoReturn:
-    """Gloo's ranks do not always find each other, with or without us: the attempt is made once more."""
+    """End the attempt for a retry: Gloo's ranks do not always find each other, with or without memckpt."""
     print(error)
     os._exit(NO_PROCESS_GROUP)
 
@@ -162,7 +162,7 @@ class Rank:
         return death.who == self.rank
 
     def at(self, place: str) -> None:
-        """Training has reached a place: die there, or have the agent die, if that is planned."""
+        """Note that training has reached a place: die there, or kill the agent, if that is planned."""
         death = self._deaths.pop((self.step, place), None)
         if death is None:
             return
@@ -177,7 +177,7 @@ class Rank:
             self.journal.note("killed", who="agent", step=self.step)
 
     def _kill_node(self) -> None:
-        """The node as a whole: all of its processes but this one. Its replicator goes with its agent."""
+        """Kill all processes of the node but this one. Its replicator ends with its agent."""
         assert self.session is not None
         if self.session.agent_pid is not None:
             os.kill(self.session.agent_pid, signal.SIGKILL)
@@ -186,7 +186,7 @@ class Rank:
         self.journal.note("committed", step=self.step)
 
     def _note_layout(self) -> None:
-        """What this rank's unit takes of its node's memory."""
+        """Note the memory that this rank's unit takes on its node."""
         writer = None if self.session is None else self.session._staging.writer
         if writer is not None:
             spec = writer.layout.spec
@@ -196,7 +196,7 @@ class Rank:
         job = self.job
         join(job, self.rank)
         try:
-            # Other numbers than in the attempt before: what is not restored shows.
+            # Other random numbers than in the previous attempt: state that is not restored shows.
             training = Distributed(job.setup, self.at, seed=job.number)
         except RuntimeError as error:
             _give_up(error)
@@ -213,7 +213,8 @@ class Rank:
                 if self.session is not None:
                     check = self.session.check
                     pending = check.verdict == "pending"
-                    # A scaler that has skipped the step leaves gradients behind: nobody else knows that it is over.
+                    # A scaler that has skipped the step leaves gradients behind: only the loop knows that the step is
+                    # over.
                     assert self.session.commit(gradients_pending=False if job.setup.scaler else None)
                     if pending and check.verdict != "pending":
                         self.journal.note("checked", verdict=check.verdict, line=check.line)
@@ -235,7 +236,7 @@ class Rank:
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # taking gloo's groups down has been seen to hang, with and without memckpt
+        os._exit(0)  # gloo's shutdown sometimes hangs, with and without memckpt
 
     def _attach(self, training: Distributed) -> int:
         job = self.job
@@ -253,14 +254,14 @@ class Rank:
         if report is None:
             return 0
         check = report.check
-        self.resumed = report.step if check.step is None else check.step  # the one that is held, and repeated
+        self.resumed = report.step if check.step is None else check.step  # the held step, which is repeated
         self.journal.note("restored", step=self.resumed, tier=report.tier, lost=report.steps_lost, exact=report.exact)
         if check.verdict != "pending":
             self.journal.note("checked", verdict=check.verdict, line=check.line)
         return report.step
 
     def _await_order(self) -> None:
-        """For the snapshot: on a busy machine it would come too late for steps as short as these."""
+        """Wait for the snapshot's order: on a busy machine it would come too late for steps this short."""
         assert self.session is not None
         while self.session.mode != "eager" and self.session._link.client._order is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
@@ -271,11 +272,11 @@ class Rank:
         while self.session.stored_step is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
             self.session._listen()
-        dist.barrier()  # all have heard of it before one goes on and has the agent die
+        dist.barrier()  # all must know before one continues and kills the agent
 
 
 class _Probe:
-    """Registered with the session: its state_dict() is called in the middle of a commit."""
+    """A registered object whose state_dict() is called in the middle of a commit."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -319,7 +320,7 @@ def train(job: Job, rank: int) -> None:
 
 
 def run(lab: Lab, job: Job, body: Callable[[Job, int], None] = train) -> list[int]:
-    """Run one attempt as a launcher does; the exit codes of its ranks."""
+    """Run one attempt as a launcher does; returns the exit codes of its ranks."""
     for _ in range(TRIES):
         ranks = [lab.fork(lambda rank=rank: body(job, rank), f"rank{rank}") for rank in range(job.world_size)]
         codes = _supervise(ranks, job)
@@ -331,7 +332,7 @@ def run(lab: Lab, job: Job, body: Callable[[Job, int], None] = train) -> list[in
 
 
 def _supervise(ranks: Sequence[Child], job: Job) -> list[int]:
-    """Wait for all ranks. When one has failed, the others end, too: by themselves, or they are ended."""
+    """Wait for all ranks. When one has failed, the others end by themselves or are ended."""
     running = {child._handle: child for child in ranks}
     failed = False
     while running:
@@ -355,7 +356,7 @@ def results(job: Job) -> list[Any]:
 
 
 def noted(job: Job, event: str) -> list[list[dict[str, Any]]]:
-    """What each rank has noted of an event."""
+    """Each rank's notes of an event."""
     found = []
     for rank in range(job.world_size):
         events = journal_of(job.directory / f"journal-{rank}")
@@ -367,7 +368,7 @@ _references: dict[Any, list[Any]] = {}
 
 
 def reference(lab: Lab, job: Job) -> list[Any]:
-    """The same training undisturbed, without memckpt."""
+    """Results of the same training, undisturbed and without memckpt."""
     key = (job.setup, job.last_step, job.each_step)
     if key not in _references:
         undisturbed = replace(
@@ -379,7 +380,7 @@ def reference(lab: Lab, job: Job) -> list[Any]:
 
 
 def check_same(found: Sequence[Any], expected: Sequence[Any]) -> None:
-    """Each rank's losses and final state are the undisturbed training's, bit for bit."""
+    """Check that each rank's losses and final state equal the undisturbed training's, bit for bit."""
     for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         wrong = [step for step, loss in ours["losses"].items() if loss != theirs["losses"][step]]
         assert not wrong, f"rank {rank}: losses differ at steps {wrong}"
@@ -398,7 +399,7 @@ def node(name: str) -> Iterator[None]:
 
 
 def start_agents(lab: Lab, job: Job) -> list[Child]:
-    """One for each node, forked from here: what is patched here is patched in them; and they have torch already."""
+    """Fork an agent for each node from this process: patches apply to them, and they have torch already."""
     started = []
     for name in sorted({job.node(rank) for rank in range(job.world_size)}):
         with node(name):
@@ -406,7 +407,7 @@ def start_agents(lab: Lab, job: Job) -> list[Child]:
     return started
 
 
-#: Why the step of a resumed record may not have been repeated.
+#: Valid reasons for not repeating the step of a resumed record.
 UNCHECKED = (
     "a generation began at record",
     "the replica has gone past record",
@@ -418,7 +419,7 @@ UNCHECKED = (
 
 
 def check_verdict(attempt: Job) -> set[str]:
-    """All ranks say that the repeated step was equal, or that none was, for a reason that is known; what they say."""
+    """Check that all ranks report an equal repeated step, or none for a valid reason; returns their reports."""
     verdicts = {(each["verdict"], each["line"]) for rank in noted(attempt, "checked") for each in rank}
     for verdict, line in verdicts:
         if (
@@ -426,22 +427,23 @@ def check_verdict(attempt: Job) -> set[str]:
             and attempt.config.replays
             and line != "nothing was compared: nothing was resumed"
         ):
-            # Training that does not wait for peers may be so far ahead of what they have.
+            # Training that does not wait for peers may be far ahead of what they hold.
             ahead = attempt.config.peers is not None and attempt.config.peers.ack == "proceed"
             reasons = (*UNCHECKED, "is not held any more") if ahead else UNCHECKED
             known = verdict == "none" and any(reason in line for reason in reasons)
             assert verdict == "equal" or known, f"{verdict}: {line}"
     assert len(verdicts) <= 1, verdicts
     if attempt.config is not None and attempt.config.replays and any(noted(attempt, "restored")) and not verdicts:
-        assert not any(noted(attempt, "committed")), "a step has ended since the resume, and there is no verdict"
+        assert not any(noted(attempt, "committed")), "a step has ended since the resume without a verdict"
     return {verdict for verdict, _ in verdicts}
 
 
 def survives(lab: Lab, job: Job, deaths: Sequence[Death], resumed: Sequence[int] | None = None) -> Job:
-    """Each attempt ends as planned, each next one goes on where it must, the last result is the undisturbed one.
+    """Check that each attempt ends as planned, each next one resumes where it must, and the last result is the
+    undisturbed one.
 
     Args:
-        resumed: where each next attempt goes on; None: with nothing lost that all ranks have committed.
+        resumed: step at which each next attempt resumes; None: no step that all ranks have committed is lost.
 
     Returns:
         The last attempt.

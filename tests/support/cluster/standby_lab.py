@@ -1,4 +1,4 @@
-"""What tests of standby replicas look at."""
+"""Checks for tests of standby replicas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stored(one: Pair) -> list[int]:
 
 
 def check_all(one: Pair, held: Sequence[HeldRecords]) -> list[int]:
-    """Everything that the standby replica's node says it can produce is right; which records these are."""
+    """Check everything that the standby replica's node claims it can produce; returns these records."""
     records = [record for each in held for record in each.records]
     for record in records:
         one.check(record)

@@ -1,7 +1,7 @@
 """An owner and its standby replica in one process: a training whose records go to another node's agent and replicator.
 
-What would run in other processes and over the network happens here in the order that a test wants; only the replicas'
-threads are their own.
+Work of other processes and the network happens here in the order that a test chooses; only the replicas' threads run by
+themselves.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mapped(region: Region) -> Region:
 
 
 class Net(nn.Module):
-    """Of `wide` each half is anchored by itself; `idle` has no gradient in every other record."""
+    """Each half of `wide` is anchored by itself; `idle` has no gradient in every other record."""
 
     mean: torch.Tensor
 
@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 class Strict(Optimizer):
-    """It makes its state at once or not at all, and some of that is no tensor."""
+    """Optimizer that makes its state at once or not at all; some of it is not in tensors."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -91,7 +91,7 @@ class Training:
     """One rank of two, whose state is known after each record.
 
     Attributes:
-        truth: by record, tensors by name, optimizer state by parameter, what of the latter is no tensor.
+        truth: by record: tensors by name, optimizer state by parameter, and the part of it that is not in tensors.
     """
 
     def __init__(self, mode: str, make_optimizer: Any, base: int, trails: bool = False) -> None:
@@ -127,7 +127,7 @@ class Training:
         return self.live.spec(SpecRequest(self.mode, PERIOD, self.slots, RANKS, 2, RANKS, trails=self.trails))
 
     def begin(self) -> None:
-        """A generation begins after the newest record."""
+        """Begin a generation after the newest record."""
         self.close()
         self.number += 1
         self.generation = Generation(
@@ -200,23 +200,23 @@ class Training:
 
 
 def wait_applied(replica: Replica, record: int) -> None:
-    """Wait until redo has got so far; it may."""
+    """Wait until redo has applied a record that it may apply."""
     with replica._condition:
         assert replica._condition.wait_for(lambda: replica.applied >= record or replica._broken is not None, 60)
 
 
 def wait_idle(replica: Replica) -> None:
-    """Wait until redo has nothing that it may do."""
+    """Wait until redo has nothing left that it may apply."""
     with replica._condition:
         assert replica._condition.wait_for(lambda: not replica._busy and not replica._ready(), 60)
 
 
 class Pair:
-    """A training, and a node that standby replicas it.
+    """A training, and a node with its standby replica.
 
     Attributes:
-        watermark: as all nodes know it.
-        answers: what the owner got, oldest first.
+        watermark: watermark that all nodes know.
+        answers: answers to the owner, oldest first.
     """
 
     def __init__(self, mode: str, make_optimizer: Any, base: int = 1, wait: bool = True, trails: bool = False) -> None:
@@ -250,7 +250,7 @@ class Pair:
         return f"g{self.training.number}"
 
     def send_generation(self) -> None:
-        """The training has begun one: give it to the owner's replicator."""
+        """Pass the training's new generation to the owner's replicator."""
         held = self.training.held
         assert held.base is not None
         missing, plain = held.replica.describe_state() if held.replica is not None else ((), b"")
@@ -290,7 +290,7 @@ class Pair:
         return not self.wait or self.training.record + 1 - ahead <= self.watermark
 
     def train(self) -> bool:
-        """Train a record, if training need not wait."""
+        """Train a record, unless training has to wait."""
         if not self.may_train:
             return False
         self._raise_redo_limit()
@@ -333,7 +333,7 @@ class Pair:
         return standbys, standby_feed
 
     def replace_agent(self) -> None:
-        """It dies, and with it its replicator. Another one is told of a watermark when this training has got past
+        """Kill the agent, and with it its replicator. Its successor learns a watermark once this training has passed
         it.
         """
         self.standby_feed.leave()
@@ -345,7 +345,7 @@ class Pair:
         self.lose()
 
     def deliver(self, count: int = 1 << 30) -> int:
-        """The network brings so many messages; how many there were."""
+        """Deliver so many messages; returns the number delivered."""
         brought = 0
         while self._wire and brought < count:
             message, payload = self._wire.popleft()
@@ -360,7 +360,7 @@ class Pair:
         return brought
 
     def lose(self) -> None:
-        """What was on its way is lost, and both meet again."""
+        """Lose messages in flight, and let both meet again."""
         self._wire.clear()
         self.owner.met("m")
 
@@ -373,7 +373,7 @@ class Pair:
                 self.owner.not_stored("m", answer, self.now)
 
     def retry(self) -> None:
-        """Time passes."""
+        """Let time pass."""
         self.now += 10.0
         self.owner.retry(self.now)
 
@@ -384,7 +384,7 @@ class Pair:
         return answer, [Region.open(os.dup(fd)) for fd in fds]
 
     def agent(self, count: int = 1 << 30) -> None:
-        """The standby replica's agent takes so many messages of its replicator."""
+        """Let the standby replica's agent handle so many messages of its replicator."""
         while self._told_agent and count:
             count -= 1
             match self._told_agent.popleft():
@@ -396,7 +396,7 @@ class Pair:
                     self.standbys.close_one(closed)
 
     def redo(self) -> None:
-        """Redo goes on as far as it may, and the replicator hears of it."""
+        """Let redo run as far as it may, and report it to the replicator."""
         for standby in list(self.standbys._all.values()):
             assert standby.generation.replica is not None
             wait_idle(standby.generation.replica)
@@ -410,7 +410,7 @@ class Pair:
                 self._answer(answer)
 
     def pass_watermark(self) -> None:
-        """All nodes learn what is acknowledged."""
+        """Tell all nodes what is acknowledged."""
         if self.owner.acknowledged > self.watermark:
             self.watermark = self.owner.acknowledged
         self.owner.watermark_advanced(self.watermark)
@@ -421,7 +421,7 @@ class Pair:
         self._raise_redo_limit()
 
     def settle(self) -> None:
-        """All that is on its way arrives, and all of it is redone."""
+        """Deliver all messages in flight, and redo their records."""
         for _ in range(2 * (PERIOD + SLOTS)):
             self.retry()
             self.send()
@@ -433,7 +433,7 @@ class Pair:
     # The end
 
     def end(self) -> list[HeldRecords]:
-        """The owner's node is lost, the attempt over: what the standby replica's node can produce."""
+        """Lose the owner's node and end the attempt; returns what the standby replica's node can produce."""
         self.agent()
         self.standby_feed.halt()
         self.agent()
@@ -441,8 +441,9 @@ class Pair:
         return list(self.standbys.inventory(lambda ranks: None))
 
     def check(self, record: int) -> None:
-        """The standby replica's state after a record is that of the training, bit for bit; later ones can be asked for
-        then.
+        """Check the standby replica's state after a record against the training, bit for bit; later ones can be asked
+        for
+        afterwards.
         """
         standby = self.standbys.find(RANKS, record, HISTORY)
         assert standby is not None

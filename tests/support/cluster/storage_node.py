@@ -1,6 +1,6 @@
-"""A node's storage tier in one process: generations that a test fills, and writer processes that work when it says so.
+"""A node's storage tier in one process: generations filled by a test, and writer processes that work on request.
 
-What the agent's event loop would see from trainers and processes happens here in the order that a test wants.
+Events that the agent's loop would see from trainers and processes happen here in the order that a test chooses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from memckpt.state.records import RecordMeta, SubStep, encode_meta
 
 
 class Clock(SimpleNamespace):
-    """Stands for the module `time`, where the code under test has it: it goes on when a test says so."""
+    """Stand-in for the module `time` in the code under test: it advances when a test says so."""
 
     def __init__(self) -> None:
         super().__init__(now=1000.0)
@@ -64,11 +64,11 @@ def spec_of(local_ranks: tuple[int, ...] = (0,), world_size: int | None = None, 
 
 
 class Filled:
-    """A generation as trainers fill it. :meth:`close` it, if the agent's parts have not.
+    """A generation as trainers fill it. :meth:`close` it, unless the agent's parts have.
 
     Args:
-        base: the record after which it begins.
-        offset: of the framework's steps to the records.
+        base: record after which it begins.
+        offset: difference between the framework's steps and the records.
     """
 
     def __init__(self, number: int = 1, spec: StateSpec | None = None, base: int = 0, offset: int = 0) -> None:
@@ -91,7 +91,7 @@ class Filled:
         self.held.slots.map[start : start + 16] = struct.pack("4f", *[value] * 4)
 
     def commit(self, record: int | None = None, value: float = 0.0, ranks: Sequence[int] | None = None) -> int:
-        """Have ranks (None: all of the node) commit a record; None: the next one. Returns its number."""
+        """Commit a record (None: the next one) for ranks (None: all of the node); returns its number."""
         record = self.newest + 1 if record is None else record
         self.open(record, value)
         spec, number = self.held.spec, self.held.number
@@ -105,7 +105,7 @@ class Filled:
         return record
 
     def settle(self, record: int) -> None:
-        """A new attempt goes on behind a record."""
+        """Let a new attempt continue after a record."""
         self.held.settle(record)
         self.newest = record
 
@@ -115,7 +115,7 @@ class Filled:
 
 @dataclass
 class Steps(Attempt):
-    """An attempt of which only the newest record is asked."""
+    """An attempt that only knows its newest record."""
 
     at: int = 0
 
@@ -126,10 +126,10 @@ class Steps(Attempt):
 
 @dataclass
 class Process:
-    """Stands for a writer process: keeps what it is sent.
+    """Stand-in for a writer process: keeps its messages.
 
     Attributes:
-        received, ended: where its answers go, and the reason of its end.
+        received, ended: callbacks for its answers, and for the reason of its end.
         closed: whether it has been ended.
         broken: whether nothing can be sent to it.
     """
@@ -150,7 +150,7 @@ class Process:
 
 
 class RecordsProcess(Process):
-    """The one that writes records: it does its work in :meth:`work`, as late as a test wants."""
+    """Stand-in for the process that writes records: it works in :meth:`work`, as late as a test wants."""
 
     def __init__(self, received: Callable[[Any], None], ended: Callable[[str], None] = lambda reason: None) -> None:
         super().__init__(received, ended)
@@ -162,7 +162,7 @@ class RecordsProcess(Process):
         self._fds.extend(os.dup(fd) for fd in fds)
 
     def work(self) -> bool:
-        """Take the oldest message and answer it; False if there is none: then what is due by the clock is written."""
+        """Handle the oldest message; without one, write what is due by the clock, and return False."""
         if not self.sent:
             if self._writer is not None:
                 self._writer.write_if_due()
@@ -178,7 +178,7 @@ class RecordsProcess(Process):
         return True
 
     def close(self) -> None:
-        """It is killed: what it has not written is lost."""
+        """Kill it: unwritten records are lost."""
         super().close()
         self.sent.clear()
         while self._fds:

@@ -1,4 +1,4 @@
-"""A systemd user manager for one test, with a home and a runtime directory of its own."""
+"""A systemd user manager for one test, with its own home and runtime directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMMAND_SECONDS = 90.0
 class UserManager:
     """Runs the shipped units. Its owner closes it, which stops them.
 
-    Skips the test where systemd is not there, is not what runs this machine, or may not make control groups here.
+    Skips the test if systemd is missing, does not run this machine, or may not make control groups here.
     """
 
     def __init__(self, home: Home) -> None:
@@ -43,7 +43,7 @@ class UserManager:
         for path in SYSTEMD.glob("*.service"):
             shutil.copy(path, units)
             (units / f"{path.name}.d").mkdir()
-            # The code that is tested need not be what is installed.
+            # The tested code need not be the installed one.
             drop_in = ["[Service]", f"Environment=PYTHONPATH={ROOT}"]
             drop_in += [f"Standard{stream}=append:{self.log}" for stream in ("Output", "Error")]
             (units / f"{path.name}.d" / "test.conf").write_text("\n".join(drop_in))
@@ -64,7 +64,7 @@ class UserManager:
             select.select([], [], [], 0.05)
 
     def call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """``systemctl --user``, whatever comes of it."""
+        """Run ``systemctl --user``, whatever its outcome."""
         return subprocess.run(
             ["systemctl", "--user", *arguments],
             env=self._environment,
@@ -74,7 +74,7 @@ class UserManager:
         )
 
     def do(self, *arguments: str) -> None:
-        """The same; it must succeed."""
+        """Run ``systemctl --user``, which must succeed."""
         done = self.call(*arguments)
         assert done.returncode == 0, f"{arguments}: {done.stderr}\n{self.log.read_text()[-3000:]}"
 
@@ -92,5 +92,5 @@ class UserManager:
                 self._process.kill()
         self._process.wait()
         for path in self._home.runtime.iterdir():
-            if path.name != "memckpt":  # which the agents remove themselves
+            if path.name != "memckpt":  # the agents remove that themselves
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

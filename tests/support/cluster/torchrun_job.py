@@ -1,6 +1,6 @@
-"""A Lightning DDP training for torchrun: dies where it is told to, once in each attempt.
+"""A Lightning DDP training for torchrun: dies where it is told to, once per attempt.
 
-Arguments: directory, "protected" or "plain", "one" or "two" (agents), then deaths as rank:step, one for each attempt.
+Arguments: directory, "protected" or "plain", "one" or "two" (agents), then deaths as rank:step, one per attempt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading systemd unit files: what a manager would make of them, as far as the shipped ones go."""
+"""Parser of systemd unit files, for the features that the shipped ones use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSTEMD = Path(__file__).resolve().parents[3] / "deploy" / "systemd"
-#: Ends by these are no failures: systemd.service(5), Restart=.
+#: Ends by these signals are no failures: systemd.service(5), Restart=.
 _CLEAN_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 
 
@@ -64,7 +64,7 @@ class Unit:
         return dict(word.split("=", 1) for word in words)
 
     def restarts_after(self, code: int) -> bool:
-        """Whether the manager starts it again; a signal is a negative exit code."""
+        """Whether the manager restarts it; a signal is a negative exit code."""
         assert self.value("Restart") == "on-failure"
         prevented = " ".join(self.values("RestartPreventExitStatus")).split()
         if str(code) in prevented:
@@ -73,5 +73,5 @@ class Unit:
 
 
 def expand(text: str, specifiers: Mapping[str, str]) -> str:
-    """Replace ``%h`` and its like; one that is not given is an error."""
+    """Replace ``%h`` and other specifiers; an unknown one is an error."""
     return re.sub(r"%(.)", lambda found: {"%": "%", **specifiers}[found[1]], text)

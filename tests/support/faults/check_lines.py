@@ -1,4 +1,4 @@
-"""The lines of resume checks in the logs of trainings that were killed and resumed, judged."""
+"""Check of the resume-check lines in logs of trainings that were killed and resumed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-#: Why a resume may go without its proof: to repeat the step would repeat more, or nothing is before it.
+#: Valid reasons for a resume without a proof: the step has further effects, or there is no state before it.
 REASONS = (
     "a generation began at record",
     "an epoch ended before it",
@@ -40,11 +40,11 @@ def unproved(log: str, reasons: Sequence[str] = ()) -> list[str]:
             continue
         verdicts += 1
         if gone := re.search(r"the replica has gone past record (\d+)", line):
-            # Known before training goes on, so that the line that says where comes behind it.
+            # Known before training continues, so that its line precedes the one that names the step.
             found += [line] if (steps or [""])[-1] != str(int(gone[1]) + 1) else []
         elif "equal, bit for bit" not in line and not any(each in line for each in (*REASONS, *reasons)):
             found.append(line)
-    # Who dies in the repeated step has none, and whoever follows resumes where it did.
+    # A process that dies in the repeated step has no verdict, and its successor resumes where it did.
     died = sum(step == following for step, following in pairwise(steps))
     if verdicts < len(steps) - died:
         found.append(f"{verdicts} verdicts on resumes at the steps {steps}")

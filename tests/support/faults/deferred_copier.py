@@ -1,7 +1,7 @@
-"""A copier that makes copies as late as its contract allows, which is what a GPU may do: for trainings on a CPU.
+"""A copier that makes copies as late as its contract permits, as a GPU may: for trainings on a CPU.
 
-Until a copy is made its destination holds other bytes, so that whoever reads it too early finds those; a source that
-changes too early is copied as it has become.
+Until a copy is made its destination holds other bytes, which an early reader finds; a source that changes too early is
+copied with its new values.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from memckpt.state import codec
 
 
 class DeferredCopier:
-    """Copies when sources may change, or when somebody waits for what was copied, and not before."""
+    """Copies only when sources may change, or when somebody waits for the copies."""
 
     asynchronous = True
 
     def __init__(self) -> None:
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._lock = threading.Lock()
-        #: Copies made before changes, and copies made for those who wait.
+        #: Number of copies made before changes, and of copies made for waiters.
         self.made = [0, 0]
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class DeferredCopier:
 
 
 class LateThread:
-    """A thread that comes to run only when somebody waits for it."""
+    """A thread that runs only when somebody waits for it."""
 
     def __init__(self, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._target: Callable[[], None] | None = target
@@ -100,14 +100,14 @@ class LateThread:
 
 
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have small tensors taken for tensors on a device: they arrive as late as all others."""
+    """Treat small tensors as tensors on a device: they arrive as late as all others."""
     monkeypatch.setattr(codec, "on_host", lambda tensor: False)
-    # It looks at gradients in host memory only, where factors are not on their way.
+    # The check reads gradients in host memory only, where factors do not have to be waited for.
     monkeypatch.setattr(StagingCheck, "compare", lambda *arguments: None)
 
 
 def defer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have sessions of this process, and of those forked from it, copy and send as late as they may."""
+    """Make sessions of this process, and of those forked from it, copy and send as late as they may."""
     copiers: Callable[[Any], DeferredCopier] = lambda device: DeferredCopier()  # noqa: E731
     monkeypatch.setattr(session, "copier_for", copiers)
     monkeypatch.setattr(link, "threading", types.SimpleNamespace(Thread=LateThread))

@@ -1,4 +1,4 @@
-"""What is compared of two trainings: every value frozen, so that equal means equal in all bits."""
+"""Frozen values of trainings, for comparison: equal means equal in all bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def outcome(training: Training) -> dict[str, Any]:
 
 
 def freeze(value: Any) -> Any:
-    """A plain value that is equal to another one exactly if all bits, types, strides and orders of keys are."""
+    """A plain value that equals another if and only if all bits, types, strides and orders of keys do."""
     if isinstance(value, torch.Tensor):
         grad, value = value.requires_grad, local(value)
         data = value.detach().contiguous().reshape(-1)
@@ -49,7 +49,7 @@ def freeze(value: Any) -> Any:
 
 
 def differences(expected: Any, found: Any, path: str = "") -> list[str]:
-    """Where two frozen values differ."""
+    """The places at which two frozen values differ."""
     if type(expected) is not type(found):
         return [f"{path}: {str(expected)[:80]} became {str(found)[:80]}"]
     if isinstance(expected, dict):

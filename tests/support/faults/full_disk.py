@@ -1,4 +1,4 @@
-"""A disk with a limited number of bytes for a test: what is written beyond it fails as on a full one."""
+"""A disk with a limited number of bytes: writes beyond it fail as on a full one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from memckpt.storage.store import LocalStore
 
 
 class LimitedDisk:
-    """Holds all LocalStores of this process while `monkeypatch` is in effect.
+    """Limits all LocalStores of this process while `monkeypatch` is in effect.
 
     Args:
-        root: of the stores, below which bytes are counted.
-        counted: whether the disk says how much is free; one with a quota does not.
+        root: directory of the stores; files below it count.
+        counted: whether the disk reports its free bytes; one with a quota does not.
 
     Attributes:
-        room: bytes that files below `root` may take; None: any number.
-        written: bytes that have been written since the disk was made.
-        refused: writes that have failed.
+        room: bytes that files below `root` may take; None: unlimited.
+        written: bytes written since the disk was made.
+        refused: number of failed writes.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path, counted: bool = True) -> None:
@@ -38,7 +38,7 @@ class LimitedDisk:
             with begin(store, partial) as file:
                 yield cast("IO[bytes]", _Limited(self, file))
 
-        monkeypatch.setattr(os, "fsync", lambda fd: None)  # it takes long, and nobody cuts the power
+        monkeypatch.setattr(os, "fsync", lambda fd: None)  # slow, and the power stays on
         monkeypatch.setattr(LocalStore, "_begin", beginning)
         monkeypatch.setattr(LocalStore, "free", lambda store: self.free() if counted else None)
 

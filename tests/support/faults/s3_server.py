@@ -1,4 +1,4 @@
-"""An S3 server in a process of its own, which tests can also stop, so that it accepts connections and never answers."""
+"""An S3 server in its own process, which tests can also stop: it then accepts connections and never answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class S3Server:
         self.port = int(self._process.stdout.readline())
 
     def environment(self) -> dict[str, str]:
-        """What a client needs, and nothing of what the machine has set up for other servers."""
+        """The variables for a client, without the machine's settings for other servers."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -41,7 +41,7 @@ class S3Server:
         }
 
     def stop_answering(self) -> None:
-        """The kernel goes on accepting connections; nobody reads from them."""
+        """Stop the process: the kernel still accepts connections; nobody reads from them."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def answer_again(self) -> None:
@@ -63,7 +63,7 @@ class S3Server:
 
 
 def main() -> None:
-    """Serve until standard input ends: until our owner lets go of us, or is gone."""
+    """Serve until standard input ends: the owner has closed it, or is gone."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)

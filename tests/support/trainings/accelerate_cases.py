@@ -1,4 +1,4 @@
-"""The trainings and the deaths of the tests with Accelerate."""
+"""Trainings and deaths of the tests with Accelerate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 DISPATCH = {"dispatch_batches": True}
 STATEFUL = {"use_stateful_dataloader": True}
 
-#: One run that is killed at all of these: each process counts from its own start. 11 batches an epoch, 3 epochs.
+#: One run that is killed at each of these: each process counts from its own start. 11 batches an epoch, 3 epochs.
 ONE_AFTER_ANOTHER: list[Kill] = [
     ("batch", 1),
     ("stepped", 1),
@@ -31,7 +31,7 @@ ONE_AFTER_ANOTHER: list[Kill] = [
     ("committed", 11),
     ("end", 1),
 ]
-#: The same places in runs that are killed once.
+#: The same places, for runs that are killed once.
 POINTS: list[Kill] = [
     *[
         (place, visit)
@@ -42,7 +42,7 @@ POINTS: list[Kill] = [
     ("committed", 33),
     ("end", 1),
 ]
-#: In the middle of an epoch, behind one, and in the first batches of the next. Reached with any accumulation.
+#: In the middle of an epoch, after one, and in the first batches of the next. Reached with any accumulation.
 BRIEFLY: list[Kill] = [("backward", 5), ("epoch end", 1), ("batch", 2)]
 ALL_ALONG: list[Kill] = [
     ("backward", 5),

@@ -1,8 +1,9 @@
-"""Accelerate trainings in processes that are killed, and what is compared with an undisturbed training.
+"""Accelerate trainings in processes that are killed, and their comparison with an undisturbed training.
 
-A training is killed at each of a list of points in turn, every process told nothing but the same directory; the last
-one trains to the end. Whatever any of the processes has noted must be what the undisturbed training has noted, which
-never saw the plugin; and the end must be the same, bit for bit.
+A training is killed at each of a list of points in turn; every process is told only the same directory, and the last
+one
+trains to the end. All notes of all processes, and the final state, must equal those of the undisturbed training, which
+has no plugin, bit for bit.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ def _body(run: Run, rank: int, store: Path) -> None:
                 timeout=timedelta(seconds=_PROCESS_GROUP_SECONDS),
             )
         except RuntimeError as error:
-            print(error)  # gloo's ranks do not always find each other: the attempt is made once more
+            print(error)  # gloo's ranks do not always find each other: the attempt is retried
             os._exit(NO_PROCESS_GROUP)
-    # Tests that ran before in this process may have made an Accelerator, whose state all later ones share.
+    # Earlier tests in this process may have made an Accelerator, whose state all later ones share.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     Training(run, rank).train()
 
 
 def in_child(lab: Lab, body: Callable[[], None]) -> str:
-    """Run `body` in a new process, since an Accelerator belongs to one for good; what it has printed."""
+    """Run `body` in a new process, since an Accelerator is bound to one; returns its output."""
     child = lab.fork(body, "child")
     code = child.wait()
     log = child.log.read_text()
@@ -75,7 +76,7 @@ def in_child(lab: Lab, body: Callable[[], None]) -> str:
 
 
 def attempt(lab: Lab, run: Run) -> list[int]:
-    """Start the processes of a run once; their exit codes. When one dies the others are killed, as launchers do."""
+    """Start the processes of a run once; returns exit codes. When one dies the others are killed, as launchers do."""
     run.directory.mkdir(parents=True, exist_ok=True)
     for number in range(TRIES):
         store = run.directory / f"store-{number}-{os.urandom(4).hex()}"
@@ -85,7 +86,7 @@ def attempt(lab: Lab, run: Run) -> list[int]:
             log.write(ranks[0].log.read_text())
         if NO_PROCESS_GROUP not in codes:
             break
-    if run.kill is None or codes[run.victim] not in DEATHS:  # what the others make of its death is no matter
+    if run.kill is None or codes[run.victim] not in DEATHS:  # reactions to its death do not matter
         logs = [rank.log.read_text()[-4000:] for rank, code in zip(ranks, codes, strict=True) if code]
         assert not logs, "\n".join(logs)
     return codes
@@ -110,12 +111,12 @@ def _wait(ranks: list[Child]) -> list[int]:
     finally:
         for handle in handles:
             os.close(handle)
-    # A rank that was killed because another one had died says nothing.
+    # The code of a rank killed because another one had died means nothing.
     return [codes[rank.pid] for rank in ranks]
 
 
 def entries(run: Run, rank: int) -> list[dict[str, Any]]:
-    """What a rank's processes have noted, one after the other."""
+    """The notes of a rank's processes, in order."""
     path = run.directory / f"journal-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -126,7 +127,7 @@ def result(run: Run, rank: int, name: str = "result") -> dict[str, Any]:
 
 
 def end_workers(run: Run) -> None:
-    """End the loader workers that outlived a run: one that waits for a lock its trainer held would wait for ever."""
+    """End the loader workers that outlived a run: one that waits for its dead trainer's lock would wait for ever."""
     noted = {entry["pid"] for rank in range(run.ranks) for entry in entries(run, rank) if entry["event"] == "worker"}
     for pid in noted & children():
         kill_and_wait(pid)
@@ -136,7 +137,7 @@ _references: dict[tuple[str, int], Run] = {}
 
 
 def reference(lab: Lab, case: Case, ranks: int, directory: Path) -> Run:
-    """The same training undisturbed, without the plugin."""
+    """The same training, undisturbed and without the plugin."""
     key = (case.name, ranks)
     if key not in _references:
         run = Run(case, directory / f"{case.name}-{ranks}", protected=False, ranks=ranks)
@@ -147,7 +148,7 @@ def reference(lab: Lab, case: Case, ranks: int, directory: Path) -> Run:
 
 
 def noted(run: Run, rank: int) -> dict[str, set[str]]:
-    """Everything that was computed, by what and where; more than one value where processes disagree."""
+    """All computed values, by kind and place; more than one value if processes disagree."""
     found: dict[str, set[str]] = {}
     for entry in entries(run, rank):
         if "value" in entry:
@@ -156,7 +157,7 @@ def noted(run: Run, rank: int) -> dict[str, set[str]]:
 
 
 def check_same(expected: Run, found: Run) -> None:
-    """Whatever was computed by whichever process, and the end, are the undisturbed training's, bit for bit."""
+    """Check that all processes' values, and the final state, equal the undisturbed training's, bit for bit."""
     for rank in range(found.ranks):
         ours, theirs = noted(found, rank), noted(expected, rank)
         wrong = [key for key in theirs if ours.get(key) != theirs[key]] + [key for key in ours if key not in theirs]
@@ -166,9 +167,9 @@ def check_same(expected: Run, found: Run) -> None:
 
 
 def survives(lab: Lab, run: Run, kills: list[Kill], references: Path) -> Run:
-    """Kill a run at each of `kills` in turn, let the next process go on, and compare.
+    """Kill a run at each of `kills` in turn, let the next process continue, and compare.
 
-    Each process must have died where it was to, and each must begin behind the last step that was committed.
+    Each process must die at its point, and each must begin after the last committed step.
     """
     try:
         _survive(lab, run, kills)
@@ -194,14 +195,14 @@ def _survive(lab: Lab, run: Run, kills: list[Kill]) -> None:
             ], f"{kill} was not reached"
         resumed = next(each["step"] for each in new if each["event"] == "attached")
         last = max(before, default=0)
-        # With several ranks one may have committed a step that another has not; it is done again. And the first one is
-        # killed at any instant once the victim is dead: between a commit and its note of it, too.
+        # With several ranks one may have committed a step that another has not; it is repeated. And the first one is
+        # killed at any instant once the victim is dead, also between a commit and its note.
         expected = {last} if run.ranks == 1 else {last - 1, last, last + 1}
         assert resumed in expected, f"resumed at {resumed}, expected {last}"
 
 
 def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path) -> int:
-    """Kill a run at random instants, let the last attempt end, and compare; returns the kills."""
+    """Kill a run at random instants, let the last attempt end, and compare; returns the number of kills."""
     kills = 0
     try:
         while True:
@@ -210,7 +211,7 @@ def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path)
             codes = attempt(lab, replace(run, kill=(INSTANT, chance.randrange(1, 20)) if kills < 8 else None))
             new = entries(run, run.victim)[seen:]
             resumed = next(each["step"] for each in new if each["event"] == "attached")
-            # It may have died between a commit and its note of it; with several ranks another one may be ahead.
+            # It may have died between a commit and its note; with several ranks another one may be ahead.
             assert before - (run.ranks > 1) <= resumed <= before + 1, f"resumed at {resumed}, had noted {before}"
             if codes == [0] * run.ranks:
                 break
@@ -218,6 +219,6 @@ def survives_chance(lab: Lab, run: Run, chance: random.Random, references: Path)
     finally:
         end_workers(run)
     check_same(reference(lab, run.case, run.ranks, references), run)
-    # Killed between the check and its line about the restore, it does not say where it resumed.
+    # A process killed between the check and its line about the restore does not name its step.
     assert unproved((run.directory / "log").read_text(), ["the replica has gone past"]) == []
     return kills

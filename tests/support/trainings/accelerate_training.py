@@ -28,15 +28,15 @@ from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_child import Journal, config
 
 EPOCHS = 3
-#: Where a process dies: a place in the training, and the how-manieth time that this process comes by.
+#: Place of a process's death in the training, and the number of its passes there.
 Kill = tuple[str, int]
-#: In the place of a place: so many milliseconds after the first batch.
+#: A pseudo-place: so many milliseconds after the first batch.
 INSTANT = "instant"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """Variant of the training.
 
     Attributes:
         loading: arguments of Accelerate's DataLoaderConfiguration.
@@ -44,13 +44,13 @@ class Case:
         accumulate: micro-batches of a step.
         accelerator: further arguments of the Accelerator.
         scaler: scale gradients as in fp16, in a range in which some steps overflow.
-        evaluate_every: evaluate inside the loop after so many batches, before the commit.
-        limit: leave each epoch after so many batches.
+        evaluate_every: batches between evaluations inside the loop, before the commit.
+        limit: batches after which each epoch is left.
         stream: an IterableDataset.
         own_loader: the user's loader is torchdata's.
         two: a second loader, iterated together with the first.
-        evaluation_loader: evaluate on a loader that is prepared, too.
-        cut: how the user has cut the model before it is prepared: "", "fsdp2" or "fsdp1".
+        evaluation_loader: evaluate on a prepared loader.
+        cut: sharding by the user before the model is prepared: "", "fsdp2" or "fsdp1".
         saves: Accelerate's own save_state in the first epoch, and load_state some batches later.
     """
 
@@ -76,16 +76,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes of a run are told.
+    """Parameters of a run's processes.
 
     Attributes:
-        directory: of this run alone.
+        directory: directory of this run alone.
         protected: with the plugin, or without for the reference.
-        kill: where a rank dies; None to train to the end.
+        kill: point at which a rank dies; None to train to the end.
         victim: the rank that dies.
-        hooks: by place, what else happens there.
-        config: of the plugin.
-        sabotage: done before anything else.
+        hooks: further actions, by place.
+        config: configuration of the plugin.
+        sabotage: called before anything else.
     """
 
     case: Case
@@ -100,7 +100,7 @@ class Run:
 
 
 def cut(model: Any, how: str) -> Any:
-    """The model, with its parameters cut over the ranks."""
+    """The model, with its parameters sharded over the ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -113,7 +113,7 @@ def cut(model: Any, how: str) -> Any:
 
 
 def held(value: Any) -> Any:
-    """What this rank holds of a DTensor; anything else as it is."""
+    """This rank's shard of a DTensor; any other value as it is."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -143,7 +143,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Average:
-    """Registered with the Accelerator: something of the user's own that every step changes."""
+    """A user object, registered with the Accelerator, that every step changes."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -156,7 +156,7 @@ class Average:
 
 
 class Probe:
-    """Registered with the plugin: called in the middle of a commit."""
+    """An object registered with the plugin: called in the middle of a commit."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -185,7 +185,7 @@ class Training:
             dataloader_config=DataLoaderConfiguration(**case.loading),
             **case.accelerator,
         )
-        if case.scaler:  # Accelerate itself makes one for accelerators only
+        if case.scaler:  # Accelerate makes one for accelerators only
             self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
         torch.manual_seed(1)
         self.model: Any = nn.Sequential(
@@ -204,7 +204,7 @@ class Training:
         random.seed(seed)
 
     def at(self, place: str) -> None:
-        """Training comes by a named place: die here, or do what is planned for it."""
+        """Note that training passes a named place: die here, or run its hook."""
         visit = self._visits[place] = self._visits.get(place, 0) + 1
         if self._dies is not None and self._dies[0] == INSTANT and (place, visit) == ("batch", 1):
             die_after(self._dies[1] / 1000)
@@ -241,7 +241,7 @@ class Training:
             arguments = self.run.case.evaluation_loader
             objects.append(DataLoader(Samples(12), 4, shuffle=True, **arguments))
         if not self.run.protected:
-            if self.run.case.cut:  # Accelerate would wrap it into DDP
+            if self.run.case.cut:  # otherwise Accelerate would wrap it into DDP
                 objects[0] = self.accelerator.prepare_model(self.model, evaluation_mode=True)
             return list(self.accelerator.prepare(*objects))
         self.plugin = MemCheckpointPlugin(self.accelerator, self.run.directory / "run", config=self.run.config)
@@ -249,7 +249,7 @@ class Training:
         self.plugin.register("probe", Probe(self))
         session = self.plugin._session
         assert session is not None
-        step = self.plugin.step if session.check.step is None else session.check.step  # held, and repeated
+        step = self.plugin.step if session.check.step is None else session.check.step  # the held step is repeated
         self.journal.note("attached", step=step, agent=session.agent_pid)
         return list(prepared)
 
@@ -260,12 +260,12 @@ class Training:
         if self.run.case.evaluation_loader is not None:
             self.evaluation_loader = prepared[-1]
         if self.run.case.cut:
-            self._evaluate((-1,))  # leaves whole parameters, of the initial values, in the outermost module
+            self._evaluate((-1,))  # leaves whole parameters with initial values in the outermost module
         plugin = self.plugin
         for epoch in range(EPOCHS) if plugin is None else plugin.epochs(EPOCHS):
             first = 0 if plugin is None else plugin.batch
             self.journal.note("epoch", epoch=epoch)
-            torch.rand(first + 1)  # the top of an epoch may draw; what is resumed has to be right all the same
+            torch.rand(first + 1)  # draws at the top of an epoch must not affect the resume
             if first == 0:
                 self.note("draw", (epoch,), torch.rand(()))
             batches = zip(loader, prepared[4], strict=True) if self.run.case.two else loader
@@ -277,7 +277,7 @@ class Training:
             self._evaluate((epoch,))
             self.at("evaluated")
         self.at("end")
-        live_on()  # whoever dies behind the end has nothing to continue
+        live_on()  # a process that dies after the end has nothing to continue
         self.report("result")
         if plugin is not None:
             plugin.close()
@@ -332,7 +332,7 @@ class Training:
         self.model.train()
 
     def report(self, name: str) -> None:
-        """Write down all that an interruption might have changed."""
+        """Write all state that an interruption might have changed."""
         bare = self.accelerator.unwrap_model(self.model)
         result = {
             "parameters": {name: freeze(held(each)) for name, each in bare.named_parameters()},
@@ -350,11 +350,11 @@ class Training:
         (self.run.directory / f"{name}-{self.rank}").write_bytes(pickle.dumps(result))
 
 
-# Things that happen at a place
+# Actions at a place
 
 
 def kill_agent(training: Training) -> None:
-    """The agent dies; returns when it is dead."""
+    """Kill the agent; returns when it is dead."""
     assert training.plugin is not None
     assert training.plugin._session is not None
     pid = training.plugin._session.agent_pid
@@ -364,7 +364,7 @@ def kill_agent(training: Training) -> None:
 
 
 def wait_until_stored(training: Training) -> None:
-    """Returns when a checkpoint has got to storage."""
+    """Return when a checkpoint is in storage."""
     assert training.plugin is not None
     session = training.plugin._session
     assert session is not None

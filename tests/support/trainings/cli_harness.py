@@ -1,4 +1,4 @@
-"""Calling the command line in this process."""
+"""Calls of the command line in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memckpt.cli.main import app, main
 
 
 def invoke(*arguments: object) -> tuple[int, str]:
-    """Exit status and what was printed; an error of ours is raised, as `main` gets it."""
+    """Exit status and output; an error of ours is raised as `main` gets it."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -1,4 +1,4 @@
-"""Trainings that consume a loader in child processes, one after the other, each killed but the last."""
+"""Trainings that consume a loader in successive child processes, of which all but the last are killed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ Tamper = Callable[[dict[str, Any]], None]
 
 
 def in_child(path: Path, function: Callable[[], Any]) -> Any:
-    """Run `function` in a forked child of its own process group; return what it returned.
+    """Run `function` in a forked child of its own process group; returns its result.
 
-    Returns the exception it raised, or None if it killed itself. Nothing of the group is alive afterwards.
+    Returns the exception it raised, or None if it killed itself. Afterwards the whole group is dead.
     """
     pid = os.fork()
     if pid == 0:
@@ -73,7 +73,7 @@ def _end_group(group: int) -> None:
 
 @dataclass
 class Seen:
-    """What one process saw: per step the batch and a checksum of all generators."""
+    """One process's observations: per step the batch and a checksum of all generators."""
 
     steps: list[tuple[str, int]] = field(default_factory=list)
     end: int = 0
@@ -95,7 +95,7 @@ class Job:
         return self.process(lambda: Trainer(self, grafted=grafted).run(kill_at=None))
 
     def chain(self, kills: list[int]) -> Seen:
-        """One process per kill, and one that finishes. Counts the deaths."""
+        """Run one process per kill, and one that finishes. Checks the deaths."""
         (self.folder / "position").unlink(missing_ok=True)
         total = Seen()
         for kill_at in kills:
@@ -111,7 +111,7 @@ class Job:
         return in_child(self.folder / "result", function)
 
     def store(self, state: dict[str, Any]) -> None:
-        for name in ("position", "validation"):  # only what the safe codec takes is allowed in there
+        for name in ("position", "validation"):  # these must be encodable by the safe codec
             state[name] = codec.encode(state[name])
         (self.folder / "position").write_bytes(pickle.dumps(state))
 
@@ -130,7 +130,7 @@ class Job:
 
 
 class Trainer:
-    """A plain training loop: dropout is a draw from the global generators between two batches."""
+    """A plain training loop: dropout draws from the global generators between two batches."""
 
     def __init__(self, job: Job, *, grafted: bool) -> None:
         torch.manual_seed(1)

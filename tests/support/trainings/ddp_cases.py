@@ -1,4 +1,4 @@
-"""A small DDP training in forked ranks, with deaths at chosen places, and what it leaves behind."""
+"""A small DDP training in forked ranks, with deaths at chosen places, and its results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.resume_history import commit, journal_of, note_resume, why_unproved
 
 STEPS = 14
-#: A rank that lost the others learns of it within this time.
+#: Seconds within which a rank learns that it has lost the others.
 PROCESS_GROUP_SECONDS = 20
-#: Until something is in storage: on a busy machine the process that writes has to import for longer than the above.
+#: Seconds to wait for storage: on a busy machine the writer's imports take longer than the above.
 STORAGE_SECONDS = 45.0
 NO_PROCESS_GROUP = 77
 TRIES = 4
@@ -42,7 +42,7 @@ TRIES = 4
 
 @dataclass(frozen=True)
 class Death:
-    """What dies: `who` is a rank, "all" or "agent"; `place` is "forward", "backward", "stepped" or "committed"."""
+    """A death: `who` is a rank, "all" or "agent"; `place` is "forward", "backward", "stepped" or "committed"."""
 
     who: int | str
     step: int
@@ -54,23 +54,23 @@ class Job:
     """One attempt of a DDP training.
 
     Attributes:
-        directory: for its results; a fresh one for each attempt.
-        run_dir: the run; None to train without memckpt.
-        number: of the attempt, which launchers count.
-        nodes: whether every rank is a node of its own.
-        deaths: what dies where.
-        hook: a communication hook of the user's, and when it is registered.
+        directory: directory for its results; a new one for each attempt.
+        run_dir: run directory; None to train without memckpt.
+        number: number of the attempt, which launchers count.
+        nodes: whether every rank is its own node.
+        deaths: the planned deaths.
+        hook: time at which a user's communication hook is registered.
         hang: the rank that stays alive, stuck, when another one has died.
-        wait_at: the step after which ranks wait until something is in storage.
-        die_when_stored: rank 0 dies as soon as it has been told that something is there.
-        slow_rank: one that has more to do than the others.
-        by_hand: (rank, step) where a rank changes a large buffer of its own, which nobody expects to change.
-        own_tables: whether each rank begins with other values in that buffer.
-        optimizer: makes it.
-        fails_test: a rank on which the self-test of the optimizer fails.
-        other_batch: a rank that goes on with another batch than its own.
+        wait_at: step after which ranks wait until something is in storage.
+        die_when_stored: rank 0 dies as soon as it hears that something is in storage.
+        slow_rank: a rank that is slower than the others.
+        by_hand: (rank, step) at which a rank changes a large buffer of its own, unexpectedly.
+        own_tables: whether that buffer has other initial values on each rank.
+        optimizer: makes the optimizer.
+        fails_test: a rank on which the optimizer's self-test fails.
+        other_batch: a rank that continues with another batch than its own.
         averages: whether each rank keeps a moving average of the model.
-        flip: (rank, step) where one bit of a rank's average flips.
+        flip: (rank, step) at which one bit of a rank's average flips.
     """
 
     directory: Path
@@ -106,7 +106,7 @@ class Job:
 
 
 class Net(nn.Module):
-    """Something of everything that DDP treats in its own way: buffers, a layer that is used now and then."""
+    """Examples of all that DDP treats specially: buffers, a layer that is used in some batches only."""
 
     table: torch.Tensor
 
@@ -130,7 +130,7 @@ class Net(nn.Module):
 
 
 def halving_hook(state: Any, bucket: Any) -> Any:
-    """A user's communication hook: averages in half the range, so that other bits come out than without it."""
+    """A user's communication hook: averages in half the range, which gives other bits than DDP's own averaging."""
     flat = bucket.buffer().div_(2 * dist.get_world_size())
     work = dist.all_reduce(flat, async_op=True)
     return work.get_future().then(lambda done: done.value()[0].mul_(2))
@@ -152,7 +152,7 @@ def train(job: Job, rank: int) -> None:
             timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
         )
     except RuntimeError as error:
-        # Gloo's ranks do not always find each other, with or without us: the attempt is made once more.
+        # Gloo's ranks do not always find each other, with or without memckpt: the attempt is retried.
         print(error)
         os._exit(NO_PROCESS_GROUP)
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ def train(job: Job, rank: int) -> None:
         if rank == job.slow_rank:
             sum(range(200_000))
         if job.wait_at is not None and step == job.wait_at - 4 and session is not None and session.mode != "eager":
-            # On a busy machine the order for the snapshot would come too late for steps as short as these.
+            # On a busy machine the snapshot's order would come too late for steps this short.
             while session._link.client._order is None:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
                 session._listen()
@@ -245,7 +245,7 @@ def train(job: Job, rank: int) -> None:
         session.close()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # taking DDP's reducer down has been seen to hang in gloo, with and without memckpt
+    os._exit(0)  # the shutdown of DDP's reducer sometimes hangs in gloo, with and without memckpt
 
 
 def _follow(average: Net, net: Net) -> None:
@@ -284,7 +284,7 @@ def _step(
 
 
 def run(lab: Lab, job: Job) -> list[int]:
-    """Run one attempt; the exit codes of its ranks. A rank that is to hang is left alive."""
+    """Run one attempt; returns the exit codes of its ranks. A rank that is to hang is left alive."""
     for _ in range(TRIES):
         ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
         codes = [0 if job.hang == rank else child.wait() for rank, child in enumerate(ranks)]
@@ -295,11 +295,11 @@ def run(lab: Lab, job: Job) -> list[int]:
 
 
 def check_verdicts(attempts: Sequence[Job], died: bool, reasons: Sequence[str] = ()) -> None:
-    """All ranks of the last attempt say that the repeated step was equal, or that none was, for a reason that holds.
+    """Check that all ranks of the last attempt report an equal repeated step, or none for a valid reason.
 
     Args:
-        attempts: of one run, one after the other.
-        died, reasons: as of :func:`why_unproved`.
+        attempts: attempts of one run, in order.
+        died, reasons: as for :func:`why_unproved`.
     """
     journals = [[journal_of(each.journal(rank)) for rank in range(each.world_size)] for each in attempts]
     problem = why_unproved(journals[-1], journals[:-1], attempts[-1].config, died, reasons)

@@ -1,4 +1,4 @@
-"""What runs in a training child: the training itself, its journal, and what is planned to happen to it."""
+"""Content of a training child: the training itself, its journal, and its planned actions."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ Actions = Mapping[tuple[str, int], Action]
 
 
 def config(redo: str = "lazy", period: int = 4, **settings: Any) -> MemckptConfig:
-    """A configuration whose anchors come round within the few steps of a test."""
+    """A configuration whose anchor period fits into the few steps of a test."""
     agent = settings.pop("agent", AgentConfig(linger_seconds=60))
-    settings.setdefault("storage", None)  # what it takes is tested by itself
-    settings.setdefault("resume_check", "replay")  # each resume proves itself, and `survives` looks at the verdict
-    settings.setdefault("capture_every_steps", 1)  # what cannot be redone loses nothing either
+    settings.setdefault("storage", None)  # its effects have tests of their own
+    settings.setdefault("resume_check", "replay")  # each resume proves itself, and `survives` checks the verdict
+    settings.setdefault("capture_every_steps", 1)  # captured state loses no step either
     values: dict[str, Any] = {"redo": redo, "anchor_period_steps": period, "agent": agent, **settings}
     return MemckptConfig(**values)
 
 
 class Journal:
-    """What a child reports: lines appended at once, so that they survive its SIGKILL."""
+    """A child's report: lines appended at once, so that they survive its SIGKILL."""
 
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -50,7 +50,7 @@ class Journal:
 
 
 class Control:
-    """What actions inside a training child may use."""
+    """Interface for actions inside a training child."""
 
     def __init__(self, journal: Journal, actions: Actions) -> None:
         self.journal = journal
@@ -60,7 +60,7 @@ class Control:
         self._actions = actions
 
     def at(self, point: str) -> None:
-        """Training has reached a named point: do what is planned for it."""
+        """Note that training has reached a named point: run its action."""
         action = self._actions.get((point, self.step))
         if action is not None:
             self.journal.note("action", point=point, step=self.step)
@@ -68,13 +68,13 @@ class Control:
 
 
 def kill_self(control: Control) -> None:
-    """The trainer dies here."""
+    """Kill the trainer here."""
     control.journal.note("killed", who="trainer", step=control.step)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_agent(control: Control) -> None:
-    """The agent dies here; returns when it is dead."""
+    """Kill the agent here; returns when it is dead."""
     assert control.session is not None
     pid = control.session.agent_pid
     assert pid is not None
@@ -83,14 +83,14 @@ def kill_agent(control: Control) -> None:
 
 
 def kill_both(control: Control) -> None:
-    """The node dies here: the agent, then the trainer."""
+    """Kill the node here: the agent, then the trainer."""
     kill_agent(control)
     kill_self(control)
 
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a while."""
+    """Replace an attribute inside the block."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -100,7 +100,7 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class _Probe:
-    """Registered with the session: its state_dict() is called in the middle of a commit."""
+    """A registered object whose state_dict() is called in the middle of a commit."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -115,16 +115,16 @@ class _Probe:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one training child is told.
+    """Parameters of one training child.
 
     Attributes:
-        run_dir: names the run.
-        report: where journal and outcome go.
-        config: None trains without memckpt.
-        actions: what happens at which (point, step).
-        prepare: called before anything else, to patch what a test needs.
-        last_step: where this attempt ends; None trains to the case's end and finishes the run.
-        device: where everything is made.
+        run_dir: identifies the run.
+        report: directory for journal and outcome.
+        config: configuration; None trains without memckpt.
+        actions: actions by (point, step).
+        prepare: called before anything else, to patch code for a test.
+        last_step: last step of this attempt; None trains to the case's end and finishes the run.
+        device: device for all tensors.
     """
 
     case: Case
@@ -146,10 +146,10 @@ def seed_everything(seed: int) -> None:
 
 
 def use_device(device: str) -> None:
-    """Make everything there from now on, with kernels whose results do not depend on the order of threads."""
+    """Make all tensors there from now on, with kernels whose results do not depend on the order of threads."""
     if device == "cpu":
         return
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read when the device is used first
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first use of the device
     torch.use_deterministic_algorithms(True)
     torch.set_default_device(device)
 

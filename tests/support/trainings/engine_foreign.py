@@ -1,4 +1,4 @@
-"""Trainings with tensors that torch treats in a way of their own, and failures that nobody has thought of."""
+"""Trainings with tensors that torch treats specially, and with unexpected failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Train
 
 
 class CacheNet(nn.Module):
-    """Two buffers that an evaluation makes anew: one is copied with every record, one is not."""
+    """Two buffers that an evaluation replaces: one is copied with every record, one is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class CacheNet(nn.Module):
 
 
 class InferenceTensors(Training):
-    """Buffers are tensors of inference mode: one at the start, the others from the evaluation after step 6 on."""
+    """Buffers are inference tensors: one at the start, the others from the evaluation after step 6 on."""
 
     def make_model(self) -> nn.Module:
         model = CacheNet()
@@ -66,11 +66,11 @@ DOUBLE_COMPLEX = Case("double-complex", DoubleComplex)
 
 
 class Mishap(Exception):
-    """Of a kind that nobody catches by name."""
+    """An exception of a kind that no code catches by name."""
 
 
 def failing(owner: type, name: str, *steps: int) -> Callable[[Control], None]:
-    """Have a method raise when it is first called in each of these steps."""
+    """Make a method raise when it is first called in each of these steps."""
 
     def prepare(control: Control) -> None:
         original, left = getattr(owner, name), set(steps)
@@ -82,6 +82,6 @@ def failing(owner: type, name: str, *steps: int) -> Callable[[Control], None]:
                 raise Mishap(f"in {name}")
             return original(*args, **kwargs)
 
-        setattr(owner, name, method)  # in a child, for the rest of its life
+        setattr(owner, name, method)  # in a child, until its end
 
     return prepare

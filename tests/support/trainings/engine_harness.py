@@ -1,8 +1,8 @@
-"""Train cases in processes that are killed, and compare what comes out with an undisturbed training.
+"""Trainings of cases in processes that are killed, compared with an undisturbed training.
 
 Every process is forked from the pytest process, which has imported torch and never trained: a child begins as a new
-interpreter would, without the seconds that an import takes. Whatever a test starts becomes a child of the pytest
-process when its own parent dies, so that at the end of a test it can be seen that nothing is left.
+interpreter would, without the seconds of an import. Processes that a test starts become children of the pytest process
+when their own parent dies, so that the end of a test can check for leaks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ended:
 
     @property
     def verdict(self) -> tuple[str, str]:
-        """What the resume check has found, and the line that says so; ``"pending"`` where it was not over."""
+        """The resume check's verdict, and its log line; ``"pending"`` if it was not over."""
         checked = self.of("checked")
         return (checked[0]["verdict"], checked[0]["line"]) if checked else ("pending", "")
 
@@ -94,7 +94,7 @@ class Child:
         """Its exit code, negative for a signal.
 
         Raises:
-            TimeoutError: it lives on.
+            TimeoutError: it is still alive.
         """
         if self._code is None:
             if not select.select([self._handle], [], [], limit)[0]:
@@ -111,18 +111,18 @@ _references: dict[tuple[str, str], Ended] = {}
 
 
 class Lab:
-    """Starts processes for one test, knows what they leave behind, and cleans up."""
+    """Starts processes for one test, finds what they leave behind, and cleans up."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.run_dir = directory / "run"
-        #: Where trainings make everything.
+        #: Device for all tensors of trainings.
         self.device = "cpu"
         self._node = os.environ.get(NODE_VARIABLE)
         os.environ[NODE_VARIABLE] = "node"
         self._strangers = children()
         self._children: list[Child] = []
-        #: Where the attempts of each run report to, in turn.
+        #: Report directories of the attempts of each run, in order.
         self._attempts: dict[Path, list[Path]] = {}
         self._reports = 0
         be_subreaper(True)
@@ -167,7 +167,7 @@ class Lab:
     def begin(
         self, case: Case, settings: MemckptConfig | None, *, run_dir: Path | None = None, **arguments: Any
     ) -> tuple[Child, Path]:
-        """Start a training child; also the agent where it would have to import torch first."""
+        """Start a training child; also the agent if it would have to import torch first."""
         self._reports += 1
         report = self.directory / f"report-{self._reports}"
         report.mkdir()
@@ -184,8 +184,9 @@ class Lab:
         """Train in a child, to its end or to its planned death.
 
         Args:
-            unchecked: reasons, or parts of them, for which the check of a resume may say *none*; None: the test looks
-                at the verdict.
+            unchecked: reasons, or parts of them, for which the check of a resume may say *none*; None: the test checks
+                the
+                verdict.
 
         Raises:
             AssertionError: the child ended in another way than planned, or its resume was not proved.
@@ -205,14 +206,14 @@ class Lab:
         return ended
 
     def reference(self, case: Case) -> Ended:
-        """The same training undisturbed, without memckpt."""
+        """The same training, undisturbed and without memckpt."""
         key = (self.device, case.name)
         if key not in _references:
             _references[key] = self.train(case, None)
         return _references[key]
 
     def check_same(self, case: Case, *attempts: Ended) -> None:
-        """The last attempt's outcome and every attempt's losses are the undisturbed training's, bit for bit."""
+        """Check that the last outcome and every attempt's losses equal the undisturbed training's, bit for bit."""
         reference = self.reference(case)
         for attempt in attempts:
             wrong = {step: value for step, value in attempt.losses.items() if reference.losses[step] != value}
@@ -234,9 +235,9 @@ class Lab:
         """Kill a training at each of `kills` in turn, resume it each time, and compare.
 
         Args:
-            kills: (point, step) of each kill; each happens in an attempt of its own.
-            expected: the step that the attempt after each kill resumes from; None takes the last one committed.
-            unchecked: as of :meth:`train`.
+            kills: (point, step) of each kill; one attempt each.
+            expected: step that the attempt after each kill resumes from; None: the last committed one.
+            unchecked: as for :meth:`train`.
         """
         if expected is None:
             expected = [step if point == "after commit" else step - 1 for point, step in kills]
@@ -244,7 +245,7 @@ class Lab:
         comes_from: int | None = None
         for number, kill in enumerate([*kills, None]):
             actions = {kill: kill_self} if kill is not None else {}
-            # Another seed than the reference's: what is not restored shows.
+            # Another seed than the reference's: state that is not restored shows.
             seed = REFERENCE_SEED if not comes_from else 1000 + number
             ended = self.train(case, settings, seed=seed, actions=actions, unchecked=unchecked, **arguments)
             assert ended.restored_step == (comes_from or None), f"attempt {number}:\n{ended.log[-3000:]}"
@@ -263,13 +264,13 @@ class Lab:
         return sock is not None
 
     def status(self, run_dir: Path | None = None) -> Any:
-        """The agent's own account of what it holds."""
+        """The agent's status."""
         return self._ask(run_dir, StatusRequest())
 
     def stop(self, run_dir: Path | None = None) -> None:
-        """Have the agent let go of everything and leave; returns when it is gone.
+        """Make the agent drop everything and leave; returns when it is gone.
 
-        One that was started for a start that was refused leaves by itself.
+        An agent that was started for a refused start leaves by itself.
         """
         address = AgentAddress.of(run_dir or self.run_dir)
         serving = address.serving()
@@ -289,7 +290,7 @@ class Lab:
     # The end
 
     def left_behind(self, limit: float = 10.0) -> list[str]:
-        """Processes, mappings, sockets and locks of ours that are still there; ends what is alive."""
+        """Our processes, mappings, sockets and locks that still exist; ends processes that are alive."""
         left = []
         deadline = time.monotonic() + limit
         for child in self._children:
@@ -316,7 +317,7 @@ class Lab:
 
 
 def collect(child: Child, report: Path) -> Ended:
-    """What a training child has left when it ended."""
+    """The results of a training child that has ended."""
     code = child.wait()
     result = report / "outcome"
     frozen = pickle.loads(result.read_bytes()) if result.exists() else None
@@ -324,7 +325,7 @@ def collect(child: Child, report: Path) -> Ended:
 
 
 def import_ahead() -> None:
-    """Import what a first optimizer imports (seconds), so that children need not. Trains nothing."""
+    """Import the modules that a first optimizer imports (seconds), so that children need not. Trains nothing."""
     from memckpt.node import replica
 
     assert replica is not None

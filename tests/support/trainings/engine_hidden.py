@@ -1,4 +1,4 @@
-"""Trainings whose optimizers keep to themselves what a step depends on, so that no step can be redone."""
+"""Trainings whose optimizers have hidden inputs to their steps, so that no step can be redone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Train
 
 
 class Plain(Optimizer, ABC):
-    """SGD whose step size is scaled by what a subclass says."""
+    """SGD with a step size scaled by the subclass."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
 
     @abstractmethod
     def factor(self) -> Tensor | float:
-        """By which this step is scaled."""
+        """Factor of this step."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -37,7 +37,7 @@ class Plain(Optimizer, ABC):
 
 
 class Counting(Plain):
-    """Its rate falls with a count that only an attribute knows; a tensor and a list remember more."""
+    """Its rate falls with a count in an attribute; a tensor and a list hold further state."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params)
@@ -51,13 +51,13 @@ class Counting(Plain):
         self.decay *= 0.97
         self.history.append(torch.full((2,), float(self.count)))
         self.first[1]["seen"] += 1
-        # The first parameter, by identity, is looked at, too.
+        # It also reads the first parameter, by identity.
         size = self.first[0].detach().abs().mean().clamp(max=1.0)
         return self.decay.sum() / (3 + len(self.history) + self.first[1]["seen"]) * (1 + size)
 
 
 class Agreeing(Plain):
-    """Its rate is agreed on by all ranks, at each step; on one rank alone nobody would answer."""
+    """Its rate is agreed on by all ranks at each step; on one rank alone nobody would answer."""
 
     def factor(self) -> Tensor | float:
         first = self.param_groups[0]["params"][0].detach().abs().mean().reshape(1)
@@ -84,7 +84,7 @@ class OwnNoise(Plain):
 
 
 class Norm(Plain):
-    """Scales all tensors by the norm of all gradients: a redo of some of them would not know it."""
+    """Scales all tensors by the norm of all gradients, which a redo of some of them would not know."""
 
     def factor(self) -> Tensor | float:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -92,7 +92,7 @@ class Norm(Plain):
 
 
 class Inner(Plain):
-    """Another optimizer inside takes every third step, with state that only it has."""
+    """Another optimizer inside takes every third step, with private state."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         super().__init__(params)
@@ -140,7 +140,7 @@ class Quasi(Training):
 
 
 class Unfreezing(Training):
-    """A layer is unfrozen, and given to the optimizer, in the middle."""
+    """A layer is unfrozen, and added to the optimizer, in the middle."""
 
     def make_optimizers(self) -> list[Optimizer]:
         self.model[0].requires_grad_(False)

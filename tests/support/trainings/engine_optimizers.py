@@ -1,4 +1,4 @@
-"""Trainings with every optimizer there is, and some of the user's own."""
+"""Trainings with every torch optimizer, and some user-defined ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.trainings.engine_training import CLASSES, Training
 
 
 class Momentum(Optimizer):
-    """An optimizer of the user's own, importable by name, with plain values in its state."""
+    """A user-defined optimizer, importable by name, with plain values in its state."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.9})
@@ -33,7 +33,7 @@ class Momentum(Optimizer):
 
 
 def local_momentum() -> type[Optimizer]:
-    """A class that no other process finds by name."""
+    """A class that no other process can import."""
 
     class LocalMomentum(Momentum):
         pass
@@ -123,7 +123,7 @@ class SparseEmbedding(Training):
 
 
 class SparseOrDense(SparseEmbedding):
-    """In some steps all of the embedding is used, and its gradient is dense: larger than those that were sparse."""
+    """In some steps all of the embedding is used, and its gradient is dense: larger than the sparse ones."""
 
     def __init__(self) -> None:
         super().__init__("sparse-sgd")

@@ -1,4 +1,4 @@
-"""Trainings that end batches with gradients that have not been used: some of those are needed, others thrown away."""
+"""Trainings that end batches with unused gradients: some of these are used later, others discarded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Train
 
 
 class TwoPaces(Training):
-    """The first layers step after every batch, the last one after every fourth, with what has come together."""
+    """The first layers step after every batch, the last one after every fourth, with accumulated gradients."""
 
     def make_optimizers(self) -> list[Optimizer]:
         return [
@@ -42,7 +42,7 @@ class TwoPaces(Training):
 
 
 class ZeroedInPlace(Training):
-    """Gradients are zeroed, not taken away: a layer that few batches use is stepped with zeros by the others."""
+    """Gradients are zeroed, not set to None: in most batches a rarely used layer is stepped with zeros."""
 
     def make_model(self) -> nn.Module:
         return BranchNet()
@@ -63,7 +63,7 @@ class ZeroedInPlace(Training):
 
 
 class SparseZeroedInPlace(Training):
-    """The same with gradients that are sparse."""
+    """The same with sparse gradients."""
 
     def make_model(self) -> nn.Module:
         embedding = nn.Embedding(50, 16, sparse=True)
@@ -92,11 +92,12 @@ class SparseZeroedInPlace(Training):
 
 
 class Recycled(Adversarial):
-    """What a generator's backward leaves on the critic is thrown away, but for one batch, whose critic steps with it.
+    """A generator's backward leaves gradients on the critic, which are discarded except in one batch, whose step uses
+    them.
 
     Args:
-        how: it is thrown away: "none" and "zero" by ``zero_grad``, "by hand" without.
-        used_at: the batch that uses it; 0 for none.
+        how: way of discarding: "none" and "zero" by ``zero_grad``, "by hand" without.
+        used_at: the batch that uses them; 0 for none.
     """
 
     def __init__(self, how: str, used_at: int = 0) -> None:
@@ -132,7 +133,7 @@ class Recycled(Adversarial):
 
 
 class Unsynchronized(Training):
-    """One rank, as ``torchrun --nproc_per_node=1`` makes it, that puts off the reduction of all but the last gradients.
+    """One rank, as from ``torchrun --nproc_per_node=1``, that reduces only the last gradients of a step.
 
     Args:
         kind: "ddp" or "fsdp2".

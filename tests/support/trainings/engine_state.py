@@ -1,4 +1,4 @@
-"""Trainings whose state is of a shape, or changes in a way, that makes per-step recovery hard."""
+"""Trainings whose state has a form, or changes in a way, that makes per-step recovery hard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.trainings.engine_training import CLASSES, INPUTS, STEPS, Trai
 
 
 class Groups(Training):
-    """Two groups with learning rates of their own, changed by a schedule and by hand."""
+    """Two groups with their own learning rates, changed by a schedule and by hand."""
 
     def make_optimizers(self) -> list[Optimizer]:
         settings = [
@@ -149,7 +149,7 @@ class ChannelsLast(Training):
 
 
 class ChannelsLastFused(ChannelsLast):
-    """Fused kernels go through memory in its order, whatever the strides."""
+    """Fused kernels process memory in its order, whatever the strides."""
 
     def make_optimizers(self) -> list[Optimizer]:
         return [torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)]
@@ -197,7 +197,7 @@ class BufferNet(nn.Module):
 
 
 class Buffers(Training):
-    """Buffers of all kinds; the large one changes at steps 10 and 15, behind autograd's back the second time."""
+    """Buffers of all kinds; the large one changes at steps 10 and 15, the second time unseen by autograd."""
 
     def make_model(self) -> nn.Module:
         return BufferNet()
@@ -211,7 +211,7 @@ class Buffers(Training):
 
 
 class ReplacedBuffer(Training):
-    """A buffer that is assigned anew at every step, as running statistics often are."""
+    """A buffer that is replaced at every step, as running statistics often are."""
 
     def make_model(self) -> nn.Module:
         return BufferNet()
@@ -236,10 +236,10 @@ class MovingAverage(Training):
 
 
 class MomentumEncoder(Training):
-    """A frozen copy of the model that follows it, behind the version counters' back.
+    """A frozen copy of the model that follows it, unseen by the version counters.
 
     Args:
-        how: "data" writes through ``.data``, "assign" puts another tensor there.
+        how: "data" writes through ``.data``, "assign" replaces the tensor.
         since: the first step after which it follows.
     """
 
@@ -278,7 +278,7 @@ class MomentumEncoder(Training):
 
 
 class ChangedByHand(Training):
-    """A parameter is changed between steps: `how` is see `by_hand`."""
+    """A parameter is changed between steps; for `how` see `by_hand`."""
 
     def __init__(self, how: str, at_step: int = 7) -> None:
         self._how, self._at_step = how, at_step
@@ -300,7 +300,7 @@ class ChangedByHand(Training):
                 case "other storage":
                     weight.data = weight.data.clone() + 1.0
         loss = super().batch(step)
-        if self._how == "every step":  # as a critic's weights are clipped in a Wasserstein GAN
+        if self._how == "every step":  # like the weight clipping of a Wasserstein GAN's critic
             for param in self.model.parameters():
                 param.data.clamp_(-0.1, 0.1)
         return loss
@@ -310,7 +310,7 @@ class ChangedByHand(Training):
 
 
 def rounding_otherwise(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A compiler whose square roots are one unit in the last place off, as kernels of another kind may be."""
+    """A compiler backend whose square roots differ by one unit in the last place, as those of other kernels may."""
     for node in graph.graph.nodes:
         if node.op == "call_method" and node.target == "sqrt":
             node.op, node.target = "call_function", lambda value: torch.nextafter(value.sqrt(), value + 1)
@@ -319,7 +319,7 @@ def rounding_otherwise(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 class CompiledStep(Training):
-    """The optimizer's step is compiled, from `since` on."""
+    """The optimizer's step is compiled, from step `since` on."""
 
     def __init__(self, since: int = 1) -> None:
         self._since = since
@@ -329,7 +329,7 @@ class CompiledStep(Training):
         return nn.Sequential(nn.Linear(INPUTS, 16), nn.ReLU(), nn.Linear(16, CLASSES))
 
     def make_schedulers(self) -> list[Any]:
-        return []  # another rate is another kernel
+        return []  # each learning rate would be another kernel
 
     def watch_points(self) -> None:
         super().watch_points()
@@ -346,7 +346,7 @@ class CompiledStep(Training):
 
 
 class Compiled(Training):
-    """The model is compiled; the checkpointed names are those of the plain one."""
+    """The model is compiled; checkpointed names are those of the plain one."""
 
     def watch_points(self) -> None:
         self.compiled = torch.compile(self.model, backend="aot_eager")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tests.support.trainings.engine_optimizers import MakeOptimizer
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Training
 
-# Which steps are taken
+# Order and number of steps
 
 
 class Adversarial(Training):
@@ -54,7 +54,7 @@ class Adversarial(Training):
 
 
 class KeptGradients(Adversarial):
-    """The generator steps first, and what it leaves on the critic is set to zero in place, not taken away."""
+    """The generator steps first, and its gradients on the critic are zeroed in place, not set to None."""
 
     def batch(self, step: int) -> float:
         generator, critic = self.model["generator"], self.model["critic"]
@@ -65,7 +65,7 @@ class KeptGradients(Adversarial):
         self.optimizers[0].step()
         self.at("before step")
         self.optimizers[1].zero_grad(set_to_none=False)
-        # Every other batch reaches a part of the critic only: the rest steps with gradients of zero.
+        # Every other batch reaches only a part of the critic: the rest steps with gradients of zero.
         part = critic[2:] if step % 2 else critic
         loss = part(torch.randn(16, 128 if step % 2 else INPUTS)).square().mean()
         loss.backward()
@@ -77,7 +77,7 @@ class KeptGradients(Adversarial):
 
 
 class Interrupted(Training):
-    """Every third backward raises half way, as one that runs out of memory does, and the batch is tried again."""
+    """Every third backward raises half way, as if out of memory, and the batch is tried again."""
 
     def loss(self, step: int) -> Tensor:
         if step % 3 == 0:
@@ -93,7 +93,7 @@ class Interrupted(Training):
 
 
 class ZeroedInPlace(Training):
-    """Gradients are set to zero in place right behind the step, before the batch is committed."""
+    """Gradients are zeroed in place right after the step, before the batch is committed."""
 
     def batch(self, step: int) -> float:
         loss = super().batch(step)
@@ -102,7 +102,7 @@ class ZeroedInPlace(Training):
 
 
 class StepInBackward(Training):
-    """An optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
+    """One optimizer per parameter, stepped by a hook as soon as its gradient exists."""
 
     def make_optimizers(self) -> list[Optimizer]:
         own: dict[Tensor, Optimizer] = {param: torch.optim.AdamW([param], lr=0.01) for param in self.model.parameters()}
@@ -145,7 +145,7 @@ class Alternating(Training):
 
 
 class Projection(Training):
-    """A hook of the user's own on the optimizer keeps rows of weights at a length, after every step."""
+    """A user's hook on the optimizer normalizes rows of weights after every step."""
 
     def make_optimizers(self) -> list[Optimizer]:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
@@ -186,7 +186,7 @@ class Accumulation(Training):
 
 
 class AnnouncedAccumulation(Accumulation):
-    """It is said of each micro-batch whether it is the last; a liar says that none of them is."""
+    """Each micro-batch is announced to be the last or not; with `lies` none of them is."""
 
     def __init__(self, lies: bool = False) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class AnnouncedAccumulation(Accumulation):
 
 
 class Idle(Training):
-    """Two of three batches only look at data: buffers and generators move, no optimizer steps."""
+    """Two of three batches only read data: buffers and generators move, no optimizer steps."""
 
     def batch(self, step: int) -> float:
         if step % 3 == 0:
@@ -227,7 +227,7 @@ class Closure(Training):
         return losses[-1]
 
 
-# What happens to gradients
+# Changes of gradients
 
 
 class ClipNorm(Training):
@@ -236,7 +236,7 @@ class ClipNorm(Training):
 
 
 class ClipNormParts(Training):
-    """Parts are clipped on their own, one of them twice."""
+    """Parts are clipped separately, one of them twice."""
 
     def change_gradients(self, step: int) -> None:
         nn.utils.clip_grad_norm_(self.model[0].parameters(), 0.2, norm_type=math.inf)
@@ -245,7 +245,7 @@ class ClipNormParts(Training):
 
 
 class ClipGivenNorm(Training):
-    """The norm is taken first, as where it has to be added up over meshes or stages."""
+    """The norm is computed first, as when it has to be added up over meshes or stages."""
 
     def change_gradients(self, step: int) -> None:
         params = list(self.model.parameters())
@@ -259,7 +259,7 @@ class ClipValue(Training):
 
 
 class OwnClipping(Training):
-    """Clipping that torch does not know, from `since` on."""
+    """Clipping that torch does not know, from step `since` on."""
 
     def __init__(self, since: int = 1) -> None:
         self._since = since
@@ -274,7 +274,7 @@ class OwnClipping(Training):
 
 
 class MaskedRow(Training):
-    """One row of one gradient is zeroed, from step 6 on: nothing that a look at a few values would show."""
+    """One row of one gradient is zeroed, from step 6 on, which a sample of a few values would miss."""
 
     def change_gradients(self, step: int) -> None:
         if step >= 6:
@@ -301,7 +301,7 @@ class GradientNoise(Training):
 
 
 class ManualScale(Training):
-    """A loss scale of the user's own, divided out in place."""
+    """A user-defined loss scale, divided out in place."""
 
     def loss(self, step: int) -> Tensor:
         return super().loss(step) * 1024
@@ -313,7 +313,7 @@ class ManualScale(Training):
 
 
 class Scaler(Training):
-    """GradScaler with fp16 autocast; the gradients of step 6 overflow, so that its optimizer step is skipped."""
+    """GradScaler with fp16 autocast; the gradients of step 6 overflow, so its optimizer step is skipped."""
 
     def __init__(self, fused: bool, clip: bool) -> None:
         self._fused, self._clip = fused, clip
@@ -355,8 +355,8 @@ class OtherGradients(Training):
     """Parameters in bf16 with gradients in fp32.
 
     Args:
-        make: the optimizer.
-        since: the step from which on they are; before, they are in bf16, too.
+        make: makes the optimizer.
+        since: the first step with fp32 gradients; before, they are in bf16.
     """
 
     def __init__(self, make: MakeOptimizer, since: int = 1) -> None:
@@ -380,7 +380,7 @@ class OtherGradients(Training):
         if step >= self._since:
             for param in self.model.parameters():
                 assert param.grad is not None
-                # Values that bf16 does not have.
+                # Values that bf16 cannot represent.
                 param.grad = param.grad.float() * 1.0009765 + 1e-4
 
 

@@ -27,16 +27,16 @@ class Case:
 
 
 class Training:
-    """A classifier trained with AdamW; subclasses change what their case is about.
+    """A classifier trained with AdamW; subclasses change the feature that their case is about.
 
     `at` is called at the named points of a batch: "forward", "backward" (in the middle of each), "before step" and
-    "after step" of the optimizers. Everything is made on torch's default device.
+    "after step" of the optimizers. All tensors are made on torch's default device.
     """
 
     def __init__(self) -> None:
         self.device_type = torch.get_default_device().type
         self.at: Callable[[str], None] = lambda point: None
-        #: Given to the session's announce_accumulation().
+        #: Argument of the session's announce_accumulation().
         self.accumulates: Callable[[], bool] | None = None
         self.registered: dict[str, Any] = {}
         self.extra_modules: dict[str, nn.Module] = {}
@@ -60,7 +60,7 @@ class Training:
         return [torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizers[0], 2 * STEPS)]
 
     def watch_points(self) -> None:
-        """Hooks on the last layer: its input's gradient is there when its parameters' are and the others' are not."""
+        """Add hooks to the last layer: its parameters' gradients precede its input's, the other layers' follow."""
 
         def entering(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self.at("forward")
@@ -81,7 +81,7 @@ class Training:
         return functional.cross_entropy(self.model(x), y)
 
     def change_gradients(self, step: int) -> None:
-        """Between backward and the optimizers' steps."""
+        """Called between backward and the optimizers' steps."""
 
     def batch(self, step: int) -> float:
         """Train one batch; returns its loss."""

@@ -1,7 +1,7 @@
-"""A stand-in for the engine: the session's interface over files, one by one and slowly, with nothing to be fast.
+"""A stand-in for the engine: the session's interface over files, simple and slow.
 
-It keeps whole states with torch.save in the run directory. Adapters are tested against it, so that a failure
-there is the adapter's; the engine has tests of its own.
+It keeps whole states with torch.save in the run directory. Adapters are tested against it, so that a failure there is
+the adapter's; the engine has its own tests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _smallest(value: int) -> int:
 
 
 class FakeSession:
-    """See the engine's session; `commits` counts the restore points that counted."""
+    """See the engine's session; `commits` is the number of restore points."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class FakeSession:
         self.unrepeatable_reason = reason
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
-        """Copies nothing during backward anyway."""
+        """Does nothing: the fake copies nothing during backward anyway."""
 
     def _modules(self) -> dict[str, nn.Module]:
         return {"": self._model, **self._extra_modules}

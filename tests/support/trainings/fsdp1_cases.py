@@ -34,10 +34,10 @@ class FlatJob(Job):
     """One attempt of a training with FSDP1.
 
     Attributes:
-        strategy: how it shards.
+        strategy: sharding strategy.
         use_orig_params: whether the optimizer steps views of flat parameters, or those themselves.
         half: computes in bfloat16, and reduces in float32.
-        bare: what is attached is the wrapped module, and not the wrapper.
+        bare: whether the wrapped module is attached, and not the wrapper.
         evaluate: whether to evaluate between each step and its commit, "with" gradients or "without".
         by_hand_at: the step before which a parameter is changed by hand.
     """
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Numbers of elements that no number of ranks divides, a frozen layer, buffers."""
+    """Sizes that no number of ranks divides, a frozen layer, buffers."""
 
     def __init__(self, place: list[int], at: Callable[[int, str], None]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def train(job: FlatJob, rank: int) -> None:
         attached = net if job.bare else model
         session = memckpt.attach(attached, optimizer, run_dir=job.run_dir, config=job.config)
         print("described:", session.describe())
-        evaluate(model)  # leaves whole parameters, of the initial values, in the outermost module
+        evaluate(model)  # leaves whole parameters with initial values in the outermost module
         report = session.restore()
         start, resumed = 0 if report is None else report.step, note_resume(journal, report)
         print("resumed:", resumed)
@@ -154,13 +154,13 @@ def train(job: FlatJob, rank: int) -> None:
     job.result(rank).write_bytes(pickle.dumps({"state": state, "losses": losses, "resumed": resumed}))
     if session is not None:
         session.close()
-    dist.barrier()  # nobody leaves while another one still talks to it
+    dist.barrier()  # no rank leaves while another one still talks to it
     sys.stdout.flush()
     os._exit(0)
 
 
 def evaluate(model: nn.Module, gradients: bool = False) -> None:
-    """A forward without backward that draws no number."""
+    """A forward without backward that draws no random number."""
     model.eval()
     with torch.set_grad_enabled(gradients):
         model(torch.ones(2, 7))
@@ -191,7 +191,7 @@ def _step(
 
 
 def run(lab: Lab, job: FlatJob) -> list[int]:
-    """Run one attempt; the exit codes of its ranks."""
+    """Run one attempt; returns the exit codes of its ranks."""
     for _ in range(TRIES):
         ranks = [lab.fork(lambda rank=rank: train(job, rank), f"rank{rank}") for rank in range(job.world_size)]
         codes = [child.wait() for child in ranks]

@@ -1,6 +1,6 @@
-"""Names that systemd and Slurm know, to check the shipped files by where neither is installed.
+"""Names that systemd and Slurm know, to check the shipped files on machines without them.
 
-Of systemd 252 (``systemd --dump-configuration-items``) and of Slurm 22.05 (``sbatch --help`` and its manual page).
+From systemd 252 (``systemd --dump-configuration-items``) and Slurm 22.05 (``sbatch --help`` and its manual page).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-#: By section of a unit file.
+#: Settings by section of a unit file.
 SYSTEMD = {
     "Unit": _names(
         """
@@ -84,7 +84,7 @@ SYSTEMD = {
     ),
 }
 
-#: Long options.
+#: Long options of sbatch.
 SBATCH = _names(
     """
     account array bb bbf begin chdir cluster-constraint clusters comment constraint container contiguous core-spec

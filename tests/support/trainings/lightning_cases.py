@@ -1,7 +1,7 @@
-"""The model and the callbacks that the tests of exact resume with Lightning train with.
+"""The model and the callbacks for the tests of exact resume with Lightning.
 
-Everything here draws from every RNG it can, in every hook, so that a generator that is off by one number anywhere
-shows in the weights.
+Everything here draws from every RNG it can, in every hook, so that a generator that is off by one number anywhere shows
+in the weights.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.optim import lr_scheduler as schedulers
 from tests.support.trainings.lightning_data import BATCH_SIZE, Case
 
 Kill = tuple[str, int]
-"""A hook, and at which of its calls the process dies."""
+"""A hook, and the number of its call at which the process dies."""
 
 
 @dataclass(frozen=True)
 class Control:
-    """Where a process's hooks are counted, and where it dies.
+    """Counter of a process's hooks, which kills it at the planned one.
 
-    Losses are also written to a file as they come, so that those of a killed process can be judged, too.
+    Losses are also written to a file at once, so that those of a killed process can be checked, too.
     """
 
     losses_file: Path
@@ -146,7 +146,7 @@ class Net(pl.LightningModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.control.reach("batch_end")
-        self.seen += torch.rand(())  # a user's code behind all callbacks
+        self.seen += torch.rand(())  # user code after all callbacks
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.sanity_checking:
@@ -202,7 +202,7 @@ class Net(pl.LightningModule):
 
 
 class NetWithHooks(Net):
-    """Puts its weights, and something of its own, into every checkpoint."""
+    """Puts its weights, and a value of its own, into every checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         torch.rand(1)
@@ -241,7 +241,7 @@ def _scheduler(name: str, optimizer: Optimizer) -> dict[str, Any] | None:
 
 
 class Watch(pl.Callback):
-    """Kill points in callback hooks, which run at other moments than the module's."""
+    """Kill points in callback hooks, which run at other times than the module's."""
 
     def __init__(self, control: Control) -> None:
         self.control = control
@@ -268,7 +268,7 @@ class Watch(pl.Callback):
 
 
 class Curriculum(pl.Callback):
-    """Keeps what it does in a plain attribute, which starts anew with each process."""
+    """Keeps its state in a plain attribute, which every process initializes."""
 
     def __init__(self) -> None:
         self.noise = torch.zeros(())

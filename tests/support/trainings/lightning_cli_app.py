@@ -1,4 +1,4 @@
-"""An application made with MemCheckpointCLI, as a user writes one."""
+"""An application with MemCheckpointCLI, as a user would write it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways to train, and the data and loaders of each, for the tests of exact resume with Lightning."""
+"""Ways of training, with their data and loaders, for the tests of exact resume with Lightning."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BATCHES = SAMPLES // BATCH_SIZE
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. Fields that are not set are the plain case."""
+    """One way of training. The defaults are the plain case."""
 
     name: str
     loader: str = "plain"
@@ -74,7 +74,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """No length, no randomness."""
+    """A dataset without length and randomness."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(11)
@@ -83,7 +83,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class ShuffledBatches:
-    """A batch sampler of the user's own, which draws from Python's generator."""
+    """A user's batch sampler, which draws from Python's generator."""
 
     def __len__(self) -> int:
         return BATCHES
@@ -96,7 +96,7 @@ class ShuffledBatches:
 
 
 class StatefulBatches:
-    """No DataLoader, but it knows its position."""
+    """Not a DataLoader, but with a position of its own."""
 
     def __init__(self) -> None:
         self.data = Augmented()
@@ -181,7 +181,7 @@ def validation_loader(case: Case) -> DataLoader[Any]:
 
 
 class Data(pl.LightningDataModule):
-    """The loaders, made anew at each reload; counts reloads, as a state of its own."""
+    """The loaders, made anew at each reload; counts reloads, as its own state."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -204,5 +204,5 @@ class Data(pl.LightningDataModule):
         return {"reloads": self.reloads}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        # The loaders that are open are made once more by the new process, if setup() has not made them already.
+        # The new process makes the current loaders once more, unless setup() has made them already.
         self.reloads = state["reloads"] - (self.case.built_early != "datamodule")

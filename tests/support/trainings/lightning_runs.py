@@ -1,8 +1,8 @@
-"""Run a case in processes that are killed, and judge what comes out.
+"""Runs of a case in processes that are killed, and checks of their results.
 
-Each run is forked from a server process that has imported everything and never trained, so that it begins as a
-new interpreter would: no thread pool, no cached kernel, no generator that has moved. It kills itself with SIGKILL
-inside a named hook, at a counted call; the next process, told nothing but the same directory, resumes.
+Each run is forked from a server process that has imported everything and never trained, so it begins as a new
+interpreter would: no thread pool, no cached kernel, no generator that has moved. It kills itself with SIGKILL inside a
+named hook, at a counted call; the next process, told only the same directory, resumes.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ from tests.support.trainings.lightning_sharded import ShardedNet, ShardedNetWith
 
 EPOCHS = 3
 
-# Exit code of a child whose process group could not be formed, and how often an attempt is made.
+# Exit code of a child whose process group could not be formed, and number of tries of an attempt.
 NO_PROCESS_GROUP = 77
 TRIES = 4
 
-# A child that takes longer hangs: it then writes down where, and ends.
+# Longest life of a child in seconds; then it hangs, dumps its stack, and ends.
 CHILD_SECONDS = 120
 
-# A test that fails leaves an agent behind; it then goes soon.
+# A failed test leaves an agent behind, which then ends soon.
 CONFIG = MemckptConfig(agent=AgentConfig(linger_seconds=30), storage=None, resume_check="replay")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes of one run are told.
+    """Parameters of one run's processes.
 
     Attributes:
-        directory: of this run alone; its processes share it.
+        directory: directory of this run alone; its processes share it.
         protected: with the callback, or without for the reference.
-        kill: where a process dies; None to train to the end.
-        ranks: processes that train together.
+        kill: point at which a process dies; None to train to the end.
+        ranks: number of processes that train together.
         attach, encodable: the engine; None for the real one.
         sabotage: the part of the restore to leave out.
-        resume, checkpoint: what the callback, and fit(), are passed.
+        resume, checkpoint: arguments of the callback, and of fit().
         storage: whether the run has a storage tier.
     """
 
@@ -102,7 +102,7 @@ class Run:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train the case to its end, in this process; dies where it was told to."""
+    """Train the case to its end, in this process; dies at its planned point."""
     case = run.case
     last_rank = os.environ.get("RANK", "0") == str(run.ranks - 1)
     control = Control(run.losses, run.kill if last_rank else None)
@@ -141,7 +141,7 @@ def make_trainer(run: Run, control: Control) -> Any:
         save_last=True,
         every_n_train_steps=case.every_n_train_steps,
     )
-    if case.strategy != "fsdp1":  # to gather its shards on the CPU ends torch 2.13 with SIGSEGV
+    if case.strategy != "fsdp1":  # gathering its shards on the CPU crashes torch 2.13 with SIGSEGV
         callbacks.append(files)
     if case.validate:
         callbacks.append(EarlyStopping("val_loss", patience=50))
@@ -181,7 +181,7 @@ def _half_more(epoch: int) -> float:
 
 
 def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
-    """Everything that an interruption might have changed."""
+    """All state that an interruption might have changed."""
     files = trainer.checkpoint_callback or ModelCheckpoint("nowhere")
     stopping = [each for each in trainer.callbacks if isinstance(each, EarlyStopping)]
     average = [each._average_model for each in trainer.callbacks if hasattr(each, "_average_model")]
@@ -214,7 +214,7 @@ def outcome(trainer: Any, model: Net, control: Control) -> dict[str, Any]:
 
 
 def residue(trainer: Any, model: nn.Module) -> list[str]:
-    """Traces of ours that a finished fit has left behind; there must be none."""
+    """Our traces that a finished fit has left behind; there must be none."""
     loaders = CombinedLoader([trainer.train_dataloader, trainer.val_dataloaders]).flattened
     holders = {
         "module": model,
@@ -243,7 +243,7 @@ def _is_ours(name: str, value: Any) -> bool:
     return any("memckpt" in text for text in (name, kind.__module__)) or kind.__name__.startswith("Grafted")
 
 
-# What must not differ from the uninterrupted run.
+# Results that must equal the uninterrupted run's.
 _EQUAL = (
     "tensors",
     "requires_grad",
@@ -268,7 +268,7 @@ _EQUAL = (
 
 
 def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What of an interrupted run is not, bit for bit, as in the uninterrupted one."""
+    """Differences, in any bit, between an interrupted run and the uninterrupted one."""
     names = [name for name in _EQUAL if not same(reference[name], found[name])]
     events = found["events"]
     if events and reference["events"][-len(events) :] != events:
@@ -277,7 +277,7 @@ def differences(reference: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def wrong_losses(reference: dict[str, Any], run: Run) -> list[str]:
-    """Losses, also those of processes that were killed, that are not the uninterrupted run's."""
+    """Losses, also of killed processes, that differ from the uninterrupted run's."""
     expected = {f"{epoch} {batch} {loss}" for (epoch, batch), loss in reference["losses"].items()}
     found = run.losses.read_text().splitlines()
     missing = expected - set(found)
@@ -297,7 +297,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def sabotage(what: str) -> None:
-    """Leave one part of the restore out, to see that the comparison notices."""
+    """Leave one part of the restore out, to test the comparison."""
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -317,7 +317,7 @@ def sabotage(what: str) -> None:
 
 
 def child(run: Run) -> None:
-    """The body of a child process: train, and write down how it ended."""
+    """The body of a child process: train, and write its outcome."""
     run.directory.mkdir(parents=True, exist_ok=True)
     log = os.open(run.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
@@ -351,9 +351,9 @@ def _free_port() -> int:
 
 
 def _ranks(run: Run) -> list[int]:
-    """Exit codes of the processes of one attempt; made again where gloo's ranks did not find each other.
+    """Exit codes of the processes of one attempt, which is retried if gloo's ranks did not find each other.
 
-    That happens on loopback now and then, with or without us, before anything is trained.
+    That happens on loopback occasionally, with or without memckpt, before anything is trained.
     """
     for _ in range(TRIES):
         codes = _attempt(run)
@@ -363,7 +363,7 @@ def _ranks(run: Run) -> list[int]:
 
 
 def _attempt(run: Run) -> list[int]:
-    """Exit codes of the processes of one attempt, as torchrun would start them and end them."""
+    """Exit codes of the processes of one attempt, started and ended as torchrun would."""
     common = {
         "WORLD_SIZE": str(run.ranks),
         "LOCAL_WORLD_SIZE": str(run.ranks),
@@ -377,7 +377,7 @@ def _attempt(run: Run) -> list[int]:
     codes = [0] * run.ranks
     while alive:
         pid, status = os.wait()
-        if pid not in alive:  # a data worker that outlived its killed trainer
+        if pid not in alive:  # a loader worker that outlived its killed trainer
             continue
         codes[alive.pop(pid)] = os.waitstatus_to_exitcode(status)
         if codes[-1] < 0 or NO_PROCESS_GROUP in codes:
@@ -387,14 +387,14 @@ def _attempt(run: Run) -> list[int]:
 
 
 def serve(connection: Connection) -> None:
-    """The clean parent: fork a child for each run that comes in, answer with the exit codes."""
+    """The clean parent: fork a child for each run received, and answer with the exit codes."""
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_ranks(connection.recv()))
 
 
 class Server:
-    """The clean parent, seen from the tests."""
+    """The clean parent, as seen by the tests."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -404,7 +404,7 @@ class Server:
         theirs.close()
 
     def run(self, run: Run) -> list[int]:
-        """Train in new processes, to the end or to their death; their exit codes."""
+        """Train in new processes, to the end or to their death; returns their exit codes."""
         self._connection.send(run)
         if not self._connection.poll(2 * CHILD_SECONDS):
             raise TimeoutError(f"expected an answer within {2 * CHILD_SECONDS} s for {run}; see {run.log}")

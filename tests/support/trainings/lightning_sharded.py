@@ -1,4 +1,4 @@
-"""The model of the Lightning tests, cut over ranks."""
+"""The model of the Lightning tests, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.trainings.lightning_cases import Net, NetWithHooks
 
 
 class FSDPOnCPU(FSDPStrategy):
-    """Lightning lets the class itself run on GPUs only."""
+    """FSDPStrategy on a CPU: Lightning permits GPUs only."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         policy = ModuleWrapPolicy({nn.Linear})
@@ -58,5 +58,5 @@ class ShardedNetWithHooks(_Sharded, NetWithHooks):
 
 
 def held_by_this_rank(values: Any) -> Any:
-    """DTensors replaced by what this rank holds of them, which can be compared without its process group."""
+    """Values with DTensors replaced by this rank's shards, which can be compared without its process group."""
     return tree_map(lambda one: one.to_local().detach().clone() if isinstance(one, DTensor) else one, values)

@@ -29,7 +29,7 @@ BATCHES = 6  # the last one is short
 
 
 class Augmented(Dataset[Any]):
-    """Draws from all three global generators for every sample; writes down what it was asked for."""
+    """Draws from all three global generators for every sample; logs the indices it was asked for."""
 
     def __init__(self, samples: int = SAMPLES, log: Path | None = None) -> None:
         self.samples = samples
@@ -46,7 +46,7 @@ class Augmented(Dataset[Any]):
 
 
 class OwnGenerator(Augmented):
-    """Keeps generators of its own, as augmentation libraries do."""
+    """Keeps its own generators, as augmentation libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class OwnGenerator(Augmented):
 
 
 class Counting(IterableDataset[Any]):
-    """A stream, shared out among the workers."""
+    """A stream, divided among the workers."""
 
     def __init__(self, *, draws: bool) -> None:
         self.draws = draws
@@ -95,7 +95,7 @@ class OwnRandomBatches(ShuffledBatches):
 
 
 class EpochCounter(Sampler[int]):
-    """Derives its order from how often it has been iterated."""
+    """Derives its order from the number of its iterations."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -137,7 +137,7 @@ def seeding_init(worker_id: int) -> None:
 
 @dataclass(frozen=True)
 class Workers:
-    """How a loader loads."""
+    """Worker settings of a loader."""
 
     count: int = 0
     persistent: bool = False

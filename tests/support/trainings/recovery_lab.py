@@ -1,4 +1,4 @@
-"""What stands for a holding whose state an agent has fetched."""
+"""Stand-ins for a holding whose state an agent has fetched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def source(*ranks: int) -> UnitSource:
 
 
 class Room:
-    """Stands for a generation that is filled."""
+    """Stand-in for a generation that is filled."""
 
     regions = ()
 
@@ -31,7 +31,7 @@ class Room:
 
 
 class Place:
-    """Stands for the holding of the ranks that get what is fetched."""
+    """Stand-in for the holding of the ranks that get the fetched state."""
 
     def __init__(self) -> None:
         self.rooms: list[Room] = []

@@ -1,7 +1,7 @@
-"""What the attempts of a run have done, as their journals say, and whether the next resume was proved.
+"""History of a run's attempts according to their journals, and the check that the next resume was proved.
 
 A rank's journal has the events "fresh" or "restored" (`step`, `held`: the record, `tier`), "commit" (`record`, `done`),
-"generation" (`record` that it began with, `every`: after how many records its state is captured) and "checked"
+"generation" (`record` that it began with, `every`: number of records between captures of its state) and "checked"
 (`verdict`, `line`).
 """
 
@@ -26,17 +26,17 @@ class Notes(Protocol):
 
 
 def journal_of(path: Path) -> Events:
-    """What a process has noted so far."""
+    """A process's notes so far."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> int:
-    """Note what a session has restored; returns the step that is held, 0 where none is."""
+    """Note what a session has restored; returns the held step, 0 if there is none."""
     if report is None:
         notes.note("fresh")
         return 0
-    again = report.repeated is not None  # behind what was restored one more record is held
+    again = report.repeated is not None  # one more record is held after the restored one
     step = report.step if report.repeated is None else report.repeated
     notes.note("restored", step=step, held=report.record + again, tier=report.tier, lost=report.steps_lost, **fields)
     if report.check.verdict != "pending":
@@ -45,7 +45,7 @@ def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> in
 
 
 def commit(notes: Notes, session: Session, number: int, **arguments: Any) -> bool:
-    """Commit step `number`, and note what comes of it."""
+    """Commit step `number`, and note the outcome."""
     pending, began = session.check.verdict == "pending", session._due.began
     done = session.commit(**arguments)
     record = session._last.record if session._last is not None else 0
@@ -58,10 +58,10 @@ def commit(notes: Notes, session: Session, number: int, **arguments: Any) -> boo
 
 
 class History:
-    """Follows one rank's journals, one attempt after the other."""
+    """Follows one rank's journals over successive attempts."""
 
     def __init__(self, journals: Iterable[Events]) -> None:
-        #: How often the state is captured in the generation that began with a record.
+        #: Records between captures of the state, by the first record of the generation.
         self._begun: dict[int, int] = {}
         #: The newest record, and whether its step has been repeated already.
         self._newest = 0
@@ -88,7 +88,7 @@ class History:
         self._begun = {one: every for one, every in self._begun.items() if one <= record}
 
     def reasons(self, record: int) -> list[str]:
-        """Why the step of a record cannot be repeated, as a resume says it; of storage nothing is known here."""
+        """Reasons, as in a resume's report, why a record's step cannot be repeated; storage is unknown here."""
         found = []
         if record in self._begun:
             found.append(f"a generation began at record {record}")
@@ -96,7 +96,7 @@ class History:
         if every > 1 and record == self._newest:
             found.append(f"state is captured every {every} steps")
         if self._repeated and record == self._newest:
-            # A replica goes on to the record behind it; a process that dies before its next commit leaves it there.
+            # A replica advances by that record; a process that dies before its next commit leaves it there.
             found.append(f"the replica has gone past record {record - 1}: its step was repeated before")
         return found
 
@@ -108,14 +108,14 @@ def why_unproved(
     died: bool,
     reasons: Sequence[str] = (),
 ) -> str:
-    """Why the resume of an attempt was not proved, in words: each says *equal*, or *none* for a reason that holds.
+    """The reason why an attempt's resume counts as unproved; empty if each rank says *equal*, or *none* validly.
 
     Args:
         ranks: the attempt's journals, by rank.
-        earlier: those of the attempts before it in the same run, by attempt.
-        settings: its own.
+        earlier: journals of the earlier attempts of the same run, by attempt.
+        settings: the attempt's settings.
         died: whether some rank was killed. If no record had ended by then, there need not be a verdict.
-        reasons: parts of those that are expected beside what the journals imply.
+        reasons: parts of further valid reasons, beside those that the journals imply.
     """
     restored = [each for journal in ranks for each in journal if each["event"] == "restored"]
     if not settings.replays or not restored:
@@ -129,7 +129,7 @@ def why_unproved(
     ((verdict, line),) = verdicts
     one = restored[0]
     if one["tier"] == "storage":
-        logs = settings.storage is None or settings.storage.mode == "log"  # which has the state before, too
+        logs = settings.storage is None or settings.storage.mode == "log"  # a log has the previous state, too
         implied = [] if logs else [f"storage does not have the state from which step {one['step']} was taken"]
     else:
         implied = [

@@ -1,4 +1,4 @@
-"""Run scripts in children that are forked from the pytest process, kill them at a line of theirs, run them again."""
+"""Runs of scripts in children forked from the pytest process, killed at one of their lines and run again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_SECONDS = 60.0
 
 
 class Scripts:
-    """Runs scripts of the repository for one test, in a directory of its own."""
+    """Runs scripts of the repository for one test, in its own directory."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
@@ -27,20 +27,20 @@ class Scripts:
         self.directory.mkdir()
 
     def start(self, script: str, *arguments: str, directory: Path | None = None) -> Child:
-        """Begin `python SCRIPT ARGUMENTS` in a directory."""
+        """Start `python SCRIPT ARGUMENTS` in a directory."""
         directory = directory or self.directory
         directory.mkdir(exist_ok=True)
         return self.lab.fork(partial(_run, script, arguments, directory), Path(script).stem)
 
     def run(self, script: str, *arguments: str, directory: Path | None = None) -> str:
-        """What it prints when it runs to its end."""
+        """Run a script to its end; returns its output."""
         child = self.start(script, *arguments, directory=directory)
         code = child.wait(LIMIT_SECONDS)
         assert code == 0, f"exit code {code}:\n{child.log.read_text()[-4000:]}"
         return child.log.read_text()
 
     def killed(self, line: str, script: str, *arguments: str, directory: Path | None = None, sights: int = 1) -> str:
-        """What it has printed when it is killed, at the first sight (or a later one) of a line that begins so."""
+        """Kill a script at the first (or a later) line that begins with `line`; returns its output."""
         child = self.start(script, *arguments, directory=directory)
         seen = re.compile(rf"^{re.escape(line)}\b", re.MULTILINE)
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -53,7 +53,7 @@ class Scripts:
         return child.log.read_text()
 
     def survives(self, script: str, *arguments: str, kills: list[str]) -> list[str]:
-        """Kill it at each of these lines in turn, and compare its end with that of a run that nobody has killed."""
+        """Kill a script at each of these lines in turn, and compare its end with that of an undisturbed run."""
         expected = last_words(self.run(script, *arguments, directory=self.lab.directory / "undisturbed"))
         logs = [self.killed(line, script, *arguments) for line in kills]
         logs.append(self.run(script, *arguments))
@@ -64,7 +64,7 @@ class Scripts:
 
 
 def _text(child: Child) -> str:
-    """What it has printed by now; it makes the file itself."""
+    """The output so far; the child creates the file."""
     return child.log.read_text() if child.log.exists() else ""
 
 
@@ -79,7 +79,7 @@ def _run(script: str, arguments: tuple[str, ...], directory: Path) -> None:
     import logging
 
     for handler in list(logging.root.handlers):
-        logging.root.removeHandler(handler)  # the script's own logging is what is looked at
+        logging.root.removeHandler(handler)  # only the script's own logging matters
     os.chdir(directory)
     os.environ["HF_HUB_OFFLINE"] = "1"
     sys.argv = [script, *arguments]

@@ -1,4 +1,4 @@
-"""A small GPT-2 trained with transformers.Trainer in processes that are killed, and what is compared.
+"""A small GPT-2 trained with transformers.Trainer in processes that are killed, and the comparison of the results.
 
 Everything draws from every generator it can (data, dropout, hooks), so that one that is off by a number shows in the
 weights. Children are forked from the pytest process, which has imported transformers and never trained.
@@ -49,9 +49,9 @@ from transformers_memckpt.protection import Protection
 from transformers_memckpt.trainer_state import TrainerStates
 
 Kill = tuple[str, int]
-"""A hook, and at which of its calls in that process the process dies."""
+"""A hook, and the number of its call at which the process dies."""
 INSTANT = "instant"
-"""In the place of a hook: so many milliseconds after the first batch."""
+"""A pseudo-hook: so many milliseconds after the first batch."""
 
 _PR_SET_PDEATHSIG = 1
 _MOST_ATTEMPTS = 40
@@ -60,15 +60,15 @@ _WALL_CLOCK = ("runtime", "per_second")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train.
+    """One way of training.
 
     Attributes:
-        arguments: of TrainingArguments, beside those that all cases have.
-        samples: in the training data; batches have four.
+        arguments: TrainingArguments beside those of all cases.
+        samples: number of training samples; batches have four.
         augmented: whether the data draw random numbers.
-        patience: of EarlyStoppingCallback; None goes without.
+        patience: patience of EarlyStoppingCallback; None: without it.
         stream: whether the training data are an IterableDataset.
-        sharded: whether from_pretrained() cuts the model over the ranks.
+        sharded: whether from_pretrained() shards the model over the ranks.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if get_worker_info() is not None:  # a worker goes with its killed trainer
+        if get_worker_info() is not None:  # a worker ends with its killed trainer
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         tokens = self.tokens[index].clone()
         if self.augmented and random.random() < 0.5:
@@ -100,7 +100,7 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The same, one after the other, each time."""
+    """The same sequences in order, each time."""
 
     def __init__(self, samples: int, augmented: bool) -> None:
         self.windows = Windows(samples, augmented)
@@ -110,12 +110,12 @@ class Stream(IterableDataset[dict[str, torch.Tensor]]):
             yield self.windows[index]
 
 
-#: What the callbacks below keep in plain attributes.
+#: Plain attributes in which the callbacks below keep state.
 NAMES = ["callbacks.Probe.plain.steps"]
 
 
 class Probe(TrainerCallback):
-    """Counts hooks, dies in the one it was told to, draws in most of them, and keeps a tally with a state."""
+    """Counts hooks, dies in the planned one, draws in most of them, and keeps a tally as state."""
 
     def __init__(self, journal: Journal, kill: Kill | None) -> None:
         self.journal = journal
@@ -185,11 +185,11 @@ class Probe(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self.reach("train_end")
-        live_on()  # whoever dies behind the end has nothing to continue
+        live_on()  # a process that dies after the end has nothing to continue
 
 
 class JournalingTrainer(Trainer):
-    """Writes each loss down at once, so that those of killed processes are judged, too."""
+    """Writes each loss at once, so that those of killed processes are checked, too."""
 
     journal: Journal
     probe: Probe
@@ -203,7 +203,7 @@ class JournalingTrainer(Trainer):
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one process is told."""
+    """Parameters of one process."""
 
     case: Case
     directory: Path
@@ -266,7 +266,7 @@ def make_trainer(attempt: Attempt) -> JournalingTrainer:
 
 
 def load_sharded(directory: Path) -> Any:
-    """A small Llama, cut over the ranks as it is loaded."""
+    """A small Llama, sharded over the ranks as it is loaded."""
     from transformers.distributed import DistributedConfig
 
     torch.distributed.init_process_group("gloo")
@@ -281,14 +281,14 @@ def load_sharded(directory: Path) -> Any:
             max_position_embeddings=16,
             attention_dropout=0.1,
         )
-    ).save_pretrained(directory)  # rank 0 does it
+    ).save_pretrained(directory)  # on rank 0
     torch.distributed.barrier()
     ranks = torch.distributed.get_world_size()
     return LlamaForCausalLM.from_pretrained(directory, distributed_config=DistributedConfig(fsdp_size=ranks))
 
 
 def held(value: Any) -> Any:
-    """What this rank holds of a DTensor; anything else as it is."""
+    """This rank's shard of a DTensor; any other value as it is."""
     return value.to_local() if hasattr(value, "to_local") else value
 
 
@@ -324,7 +324,7 @@ def train(attempt: Attempt) -> None:
 
 
 def sabotage(what: str) -> None:
-    """Leave one part of a resume out, to see that the comparison notices."""
+    """Leave one part of a resume out, to test the comparison."""
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -407,7 +407,7 @@ class Trainings:
             codes.insert(0, child.wait())
         logs = [child.log.read_text() for child in children]
         if codes[-1] > 0 and "connectFullMesh" in logs[-1] and self._count < _MOST_ATTEMPTS:
-            # On loopback gloo's ranks do not find each other now and then, with or without us.
+            # On loopback gloo's ranks occasionally do not find each other, with or without memckpt.
             return self.run(case, config, ranks=ranks, directory=directory, **arguments)
         return Ended(codes, report, logs)
 
@@ -430,7 +430,7 @@ class Trainings:
         assert expected.codes == [0] * ranks, expected.log[-6000:]
         attempts = []
         for number, kill in enumerate([*kills, None]):
-            # Where something is held, another seed than the reference's: weights that are not restored show.
+            # If state is held, another seed than the reference's: weights that are not restored show.
             held = number > 0 and self.is_held()
             ended = self.run(case, config, ranks=ranks, kill=kill, seed=100 + number if held else 0, **arguments)
             assert ("starting over" in ended.logs[0]) != held, ended.logs[0][-3000:]
@@ -451,7 +451,7 @@ class Trainings:
         return bool(read_catalog(LocalStore(self.lab.run_dir / "storage")).complete)
 
     def survive_chance(self, case: Case, config: MemckptConfig, chance: random.Random) -> int:
-        """Kill a training at random instants, let the last attempt end, and compare; returns the kills."""
+        """Kill a training at random instants, let the last attempt end, and compare; returns the number of kills."""
         expected = self.run(case, None, directory=self.lab.directory / "reference")
         assert expected.codes == [0], expected.log[-6000:]
         attempts = []
@@ -461,13 +461,13 @@ class Trainings:
             attempts.append(self.run(case, config, kill=kill, seed=seed))
             assert attempts[-1].codes[0] in (0, -signal.SIGALRM), attempts[-1].log[-6000:]
         compare(expected, attempts)
-        # Killed between the check and its line about the restore, it does not say where it resumed.
+        # A process killed between the check and its line about the restore does not name its step.
         assert unproved("".join(each.logs[0] for each in attempts), ["the replica has gone past"]) == []
         return len(attempts) - 1
 
 
 def compare(expected: Ended, attempts: list[Ended], rank: int = 0) -> None:
-    """The last attempt's outcome and every attempt's losses are the undisturbed training's, bit for bit."""
+    """Check that the last outcome and every attempt's losses equal the undisturbed training's, bit for bit."""
     right = expected.losses(rank)
     for attempt in attempts:
         found = attempt.losses(rank)
