@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
 
 from memckpt.checkpointing.snapshots import Snapshot
-from memckpt.checkpointing.writer_jobs import Done
+from memckpt.checkpointing.writer_jobs import Job
 from memckpt.config import StorageConfig
-from memckpt.errors import MemckptError, MemoryBudgetError
+from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import (
-    SaveFailed,
-)
 from memckpt.protocol.writer import (
     Save,
 )
@@ -26,9 +23,6 @@ from memckpt.state.records import Timeline
 from memckpt.storage.format import FORMAT_VERSION, Part
 
 _log = logging.getLogger("memckpt.agent")
-#: Takes what the process is told, the regions that come along, the one among them that is only there for this, and who
-#: is told what has become of it; as for a job.
-Submit = Callable[[Save, list[Region], "Region | None", Done], None]
 
 
 def standing_still(generation: Generation) -> list[int]:
@@ -39,16 +33,14 @@ def standing_still(generation: Generation) -> list[int]:
 
 
 class JobMaker:
-    """Belongs to the agent's event loop.
+    """Describes what the writer process is to write.
 
     Args:
-        node: this node's name, or that of the ranks on it that hold the same shards: no other part may have it.
-        submit: has it written.
+        node: name of this node's parts; no other part of the checkpoint may have it.
     """
 
-    def __init__(self, node: str, submit: Submit) -> None:
+    def __init__(self, node: str) -> None:
         self._node = node
-        self._submit = submit
         self._config = StorageConfig()
         self._timeline: Timeline | None = None
         self._threads = 1
@@ -75,60 +67,46 @@ class JobMaker:
         """What the parts are called from now on."""
         self._node = name
 
-    def of_snapshot(self, snapshot: Snapshot) -> None:
-        """A checkpoint of one that is whole; its region goes along."""
-        generation = snapshot.generation
-        save = self._describe(
-            generation,
-            snapshot.record,
-            "snapshot",
-            snapshot.url,
-            by_value_base=generation.layout.state_bytes,
-            missing=snapshot.missing,
-            plain=snapshot.plain,
+    def of_snapshot(self, snapshot: Snapshot) -> Job:
+        """A whole snapshot, whose region the job owns."""
+        return self._of_copy(
+            snapshot.generation, snapshot.record, snapshot.url, snapshot.region, snapshot.missing, snapshot.plain
         )
-        regions = [snapshot.region, snapshot.region]
-        self._submit(save, _with_static(generation, regions), snapshot.region, snapshot.done)
 
-    def of_ring(self, generation: Generation, record: int, url: str, done: Done, metas: tuple[bytes, ...] = ()) -> None:
-        """A checkpoint of a record in the ring, which stands still; `metas`: what to redo, where parameters belong."""
-        save = self._describe(generation, record, "ring", url, metas=metas)
-        self._submit(save, _with_static(generation, [generation.slots]), None, done)
+    def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:
+        """The state after `record`, while no trainer changes the replica or the ring that hold it.
 
-    def of_held(self, generation: Generation, record: int, url: str, done: Done, *, last: bool = False) -> None:
-        """A checkpoint of the replica, or of the ring, while no trainer changes it.
+        A node without the parameters writes what is private to its ranks, from the ring.
 
         Args:
-            generation: which holds it.
-            record: after which.
+            generation: the one that holds the record.
+            record: the one after which.
             url: of the store.
-            done: told what has become of it.
-            last: whether training has ended, so that nobody repeats the record's step from the state before it.
+            last: whether training has ended, so that no resume repeats the record's step from the state before it.
+
+        Raises:
+            MemckptError: redo has failed.
         """
-        if generation.replica is None:
-            self.of_ring(generation, record, url, done, generation.metas_for(record))
-            return
-        generation.replica.freeze()
-        try:
-            if generation.spec.trails and not last and generation.replica.applied < record:
-                region = _room_for_copy(generation, record)
-                if region is not None:
-                    self._of_copy(generation, record, url, done, region)
-                    return
-            generation.replica.advance_to(record)
-        except MemckptError as error:
-            done(SaveFailed(generation.newest_step() or 0, str(error)))
-            return
-        generation.replica.freeze()
-        missing, plain = generation.replica.describe_state()
+        replica = generation.replica
+        if replica is None or not generation.spec.full:
+            metas = generation.metas_for(record) if generation.spec.full else ()
+            save = self._describe(generation, record, "ring", url, metas=metas)
+            return Job(save, _with_static(generation, [generation.slots]))
+        replica.freeze()
+        if generation.spec.trails and not last and replica.applied < record:
+            region = _room_for_copy(generation, record)
+            if region is not None:
+                return self._of_copy_ahead(generation, record, url, region)
+        replica.advance_to(record)
+        replica.freeze()
+        missing, plain = replica.describe_state()
         assert generation.replica_region is not None
         base = generation.layout.by_value_base(record)
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        regions = [generation.replica_region, generation.slots]
-        self._submit(save, _with_static(generation, regions), None, done)
+        return Job(save, _with_static(generation, [generation.replica_region, generation.slots]))
 
-    def _of_copy(self, generation: Generation, record: int, url: str, done: Done, region: Region) -> None:
-        """A checkpoint of a copy of the replica that is taken on to `record`; the replica stays behind.
+    def _of_copy_ahead(self, generation: Generation, record: int, url: str, region: Region) -> Job:
+        """A copy of the replica that is taken on to `record`; the replica stays behind.
 
         A copy of all that is held blocks the agent while no trainer runs.
         """
@@ -138,10 +116,21 @@ class JobMaker:
         except BaseException:  # raised again: nobody else knows of the region
             region.close()
             raise
+        job = self._of_copy(generation, record, url, region, missing, plain)
+        return replace(job, save=msgspec.structs.replace(job.save, urgent=True))
+
+    def _of_copy(
+        self,
+        generation: Generation,
+        record: int,
+        url: str,
+        region: Region,
+        missing: tuple[tuple[int, int, str], ...],
+        plain: bytes,
+    ) -> Job:
         base = generation.layout.state_bytes
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        save = msgspec.structs.replace(save, urgent=True)
-        self._submit(save, _with_static(generation, [region, region]), region, done)
+        return Job(save, _with_static(generation, [region, region]), region)
 
     def _describe(
         self,

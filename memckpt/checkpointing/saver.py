@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,6 @@ from memckpt.checkpointing.storage_mode import Measured, choose_mode
 from memckpt.checkpointing.writer_jobs import Done, Job, WriterJobs
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
-from memckpt.memory.region import Region
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
 from memckpt.processes.helper_process import HelperProcess
@@ -41,7 +41,6 @@ from memckpt.protocol.writer import (
     Announced,
     Appended,
     Room,
-    Save,
 )
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
@@ -91,7 +90,7 @@ class Saver:
         self._tell_siblings = announce
         self._tell = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
-        self._making = JobMaker(node, self._submit)
+        self._making = JobMaker(node)
         self._snapshots = Snapshots(order, self._save_snapshot, self._again, hurried)
         self._log = RecordLog(
             node, lambda: start_writer("records", self._records_said, self._records_ended), self._log_broken
@@ -343,7 +342,7 @@ class Saver:
             return
         if snapshot.done == self._checkpoint_done:
             self._schedule.copied(snapshot.seconds)
-        self._making.of_snapshot(snapshot)
+        self._submit(self._making.of_snapshot(snapshot), snapshot.done)
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -385,7 +384,7 @@ class Saver:
         if not spec.full:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for each in reversed(records):
-                self._making.of_ring(generation, each, self._url, self._checkpoint_done)
+                self._write_held(generation, each, self._url, self._checkpoint_done)
             return
         # Where others hold other shards, they may stand one record before; a replica goes forward only.
         sharded = len(spec.serves) < spec.world_size
@@ -396,16 +395,22 @@ class Saver:
     def _save_next_held(self) -> None:
         if self._held_waiting:
             generation, record, last = self._held_waiting.popleft()
-            self._making.of_held(generation, record, self._url, self._checkpoint_done, last=last)
+            self._write_held(generation, record, self._url, self._checkpoint_done, last=last)
+
+    def _write_held(self, generation: Generation, record: int, url: str, done: Done, *, last: bool = False) -> None:
+        try:
+            job = self._making.of_held(generation, record, url, last=last)
+        except MemckptError as error:
+            done(SaveFailed(generation.newest_step() or 0, str(error)))
+        else:
+            self._submit(job, done)
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Write one record that stands still in memory, wherever; `done` is told."""
         if url == self._url and self._last is not None and self._saved_record == (self._timeline, record):
             done(self._last)
-        elif generation.spec.full:
-            self._making.of_held(generation, record, url, done)
         else:
-            self._making.of_ring(generation, record, url, done)
+            self._write_held(generation, record, url, done)
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -436,7 +441,7 @@ class Saver:
         while self._asked:
             url, done, _ = self._asked.popleft()
             if records := standing_still(generation):
-                self._making.of_held(generation, records[-1] if record is None else record, url, done)
+                self._write_held(generation, records[-1] if record is None else record, url, done)
             else:
                 done(SaveFailed(0, "no step can be produced from memory"))
 
@@ -460,15 +465,16 @@ class Saver:
 
     # The processes that write
 
-    def _submit(self, save: Save, regions: list[Region], own: Region | None, done: Done) -> None:
+    def _submit(self, job: Job, done: Done) -> None:
+        save = job.save
         waited_for = done != self._checkpoint_done
-        urgent = save.urgent or own is None or self._schedule.preempted
+        urgent = save.urgent or job.own is None or self._schedule.preempted
         ours = save.url == self._url
         asked = self._config.batch_steps if self._config is not None else None
         reserve = room_to_log(Layout(save.spec), asked) if ours and self._mode == "log" else 0
         witness = self._witness if ours else ""
         save = msgspec.structs.replace(save, urgent=urgent, reserve=reserve, witness=witness)
-        self._jobs.submit(Job(save, regions, own, self._schedule.limit_seconds, done, waited_for))
+        self._jobs.submit(replace(job, save=save), self._schedule.limit_seconds, done, waited_for)
 
     def _checkpoints_said(self, message: Message) -> None:
         match message:

@@ -34,22 +34,31 @@ _log = logging.getLogger("memckpt.agent")
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint.
+    """One part of a checkpoint, to be written.
 
     Attributes:
-        save: what the writer process is told.
-        regions: what comes along.
+        save: message to the writer process.
+        regions: memory whose descriptors go along.
         own: the region among them that is only there for this job, and is closed with it; None: it reads what is held.
-        limit: how long it may take, in seconds; asked when it begins.
-        done: called once, with what has become of it.
-        waited_for: whether `done` is called, too, if it is given up because its memory is needed.
     """
 
     save: Save
     regions: list[Region]
-    own: Region | None
-    limit: Callable[[], float]
-    done: Done
+    own: Region | None = None
+
+
+@dataclass(frozen=True)
+class _Queued(Job):
+    """A job on its way.
+
+    Attributes:
+        limit: seconds that it may take; asked when it begins.
+        done: called once, with what has become of it.
+        waited_for: whether `done` is called, too, if it is given up because its memory is needed.
+    """
+
+    limit: Callable[[], float] = lambda: 0.0
+    done: Done = lambda message: None
     waited_for: bool = False
 
 
@@ -63,8 +72,8 @@ class WriterJobs:
     def __init__(self, open_writer: Callable[[], HelperProcess]) -> None:
         self._open_writer = open_writer
         self._writer: HelperProcess | None = None
-        self._waiting: deque[Job] = deque()
-        self._current: Job | None = None
+        self._waiting: deque[_Queued] = deque()
+        self._current: _Queued | None = None
         self._deadline = 0.0
         self._looking_since: float | None = None
         #: What killed writers may have left half-written, and where.
@@ -94,9 +103,9 @@ class WriterJobs:
         except AgentError as error:
             _log.info("the writer process is started later: %s", error)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, limit: Callable[[], float], done: Done, waited_for: bool = False) -> None:
         """Have a checkpoint written once the writer is done with what it has."""
-        self._waiting.append(job)
+        self._waiting.append(_Queued(job.save, job.regions, job.own, limit, done, waited_for))
         self._begin()
 
     def _begin(self) -> None:

@@ -54,10 +54,10 @@ def test_whoever_waits_for_what_is_held_is_told_when_it_is_about_to_change(
 ) -> None:
     answers: list[Any] = []
     own: list[Any] = []
-    run_s_own = Job(save_of(1, "run"), [], None, lambda: 60.0, own.append)
-    waited_for = Job(save_of(2, "beside"), [], None, lambda: 60.0, answers.append, waited_for=True)
-    for job in [waited_for, run_s_own] if position == "being-written" else [run_s_own, waited_for]:
-        jobs.submit(job)
+    run_s_own = save_of(1, "run"), own.append, False
+    waited_for = save_of(2, "beside"), answers.append, True
+    for save, done, waited in [waited_for, run_s_own] if position == "being-written" else [run_s_own, waited_for]:
+        jobs.submit(Job(save, []), lambda: 60.0, done, waited)
     jobs.give_up_held()
     assert [(type(answer), answer.step) for answer in answers] == [(SaveFailed, 2)]
     assert "training has resumed" in answers[0].reason
@@ -69,8 +69,8 @@ def test_whoever_waits_for_what_is_held_is_told_when_it_is_about_to_change(
 def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, processes: list[Process]) -> None:
     answers: list[Any] = []
     region = Region.create("snapshot", 4096)
-    jobs.submit(Job(save_of(1, "run"), [], None, lambda: 60.0, answers.append))
-    jobs.submit(Job(save_of(2, "run"), [region], region, lambda: 60.0, answers.append))
+    jobs.submit(Job(save_of(1, "run"), []), lambda: 60.0, answers.append)
+    jobs.submit(Job(save_of(2, "run"), [region], region), lambda: 60.0, answers.append)
     jobs.give_up_held()
     assert [message.part.record for message in processes[-1].sent] == [2]
     assert processes[-1].sent[0].abandoned == (part_of(1),), "what was half written is deleted first"
