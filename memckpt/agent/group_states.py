@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from memckpt.agent.group_state import GroupState, Tell
+from memckpt.checkpointing.askers import Done
 from memckpt.checkpointing.saver import StartWriter
-from memckpt.checkpointing.writer_jobs import Done
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation

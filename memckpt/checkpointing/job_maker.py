@@ -67,10 +67,10 @@ class JobMaker:
         """What the parts are called from now on."""
         self._node = name
 
-    def of_snapshot(self, snapshot: Snapshot) -> Job:
+    def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
         return self._of_copy(
-            snapshot.generation, snapshot.record, snapshot.url, snapshot.region, snapshot.missing, snapshot.plain
+            snapshot.generation, snapshot.record, url, snapshot.region, snapshot.missing, snapshot.plain
         )
 
     def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:

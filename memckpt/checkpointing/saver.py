@@ -17,12 +17,14 @@ from typing import Literal
 
 import msgspec
 
+from memckpt.checkpointing.askers import Done, Export, Peers, Run
+from memckpt.checkpointing.flow import Answer, carry_on
 from memckpt.checkpointing.job_maker import JobMaker, standing_still
 from memckpt.checkpointing.record_log import RecordLog, record_bytes, room_to_log, snapshot_bytes
 from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.checkpointing.storage_mode import Measured, choose_mode
-from memckpt.checkpointing.writer_jobs import Done, Job, WriterJobs
+from memckpt.checkpointing.writer_jobs import Job, WriterJobs
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.errors import AgentError, MemckptError
 from memckpt.node.attempt import Attempt
@@ -88,10 +90,10 @@ class Saver:
     ) -> None:
         self._failed = failed
         self._tell_siblings = announce
-        self._tell = tell
+        self._tell_trainers = tell
         self._jobs = WriterJobs(lambda: start_writer("checkpoints", self._checkpoints_said, self._checkpoints_ended))
         self._making = JobMaker(node)
-        self._snapshots = Snapshots(order, self._save_snapshot, self._again, hurried)
+        self._snapshots = Snapshots(order, hurried)
         self._log = RecordLog(
             node, lambda: start_writer("records", self._records_said, self._records_ended), self._log_broken
         )
@@ -111,12 +113,13 @@ class Saver:
         #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
         self._missing: int | None = None
         self._looked_for_room = float("-inf")
-        #: Where, and for whom, somebody wants a checkpoint of their own; of which record, where others have to agree.
-        self._asked: deque[tuple[str, Done, int | None]] = deque()
+        #: Exports that wait for the next commit.
+        self._asked: deque[Export] = deque()
         #: What is still to be written of a generation that stands still, oldest first; whether training has ended.
         self._held_waiting: deque[tuple[Generation, int, bool]] = deque()
-        #: What was left in memory, up to this record, goes to storage as records; as a checkpoint if that fails.
-        self._flushing: tuple[Generation, int] | None = None
+        self._saving_held = False
+        #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
+        self._flushing: tuple[Generation, Answer[None]] | None = None
 
     def configure(
         self,
@@ -196,22 +199,23 @@ class Saver:
             return
         if self._config is not None:
             self._log_records(generation)
-        if self._snapshots.busy or self._jobs.busy:
+        if self._snapshots.asker is not None or self._jobs.busy:
             return
         if self._asked:
-            url, done, asked = self._asked.popleft()
-            self._begin_snapshot(generation, asked or attempt.newest_record + self._snapshots.lead, url, done)
+            export = self._asked.popleft()
+            record = export.record or attempt.newest_record + self._snapshots.lead
+            carry_on(self._save_ahead(export, generation, record))
             return
         self._look_for_room()
         # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
         unbased = self._mode == "log" and (not self._log.based or bool(self._log.short))
         if self._mode == "log" and self._log.too_large(snapshot_bytes(generation.layout)):
             self._schedule.at_once = True
-        record = self._schedule.due_record(generation, attempt, self._snapshots.lead, unbased)
-        if self._config is not None and record is not None:
+        due = self._schedule.due_record(generation, attempt, self._snapshots.lead, unbased)
+        if self._config is not None and due is not None:
             self._choose_mode(generation, self._config)
             self._schedule.began()
-            self._begin_snapshot(generation, record, self._url, self._checkpoint_done)
+            carry_on(self._save_ahead(Run(self._url), generation, due))
 
     def _look_for_room(self) -> None:
         """The storage is full: see now and then whether it still is. That costs nothing, and a snapshot does."""
@@ -259,8 +263,6 @@ class Saver:
         assert self._timeline is not None
         self._jobs.look(self._url, self._timeline)
 
-    # Snapshots
-
     def _choose_mode(self, generation: Generation, config: StorageConfig) -> None:
         layout, last = generation.layout, self._last
         measured = Measured(
@@ -283,43 +285,117 @@ class Saver:
             self._log.pause()
         self._mode, self._mode_reason = mode, reason
 
-    def _begin_snapshot(self, generation: Generation, record: int, url: str, done: Done) -> None:
+    # A checkpoint on its way: copied (where training runs), described, written, told
+
+    async def _save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
+        """Save the state after a record that lies ahead, while training goes on."""
         try:
-            if not self._snapshots.begin(generation, record, url, done):
-                self._want_again(url, done)
+            snapshot = await self._snapshots.take(asker, generation, record)
         except (MemckptError, OSError, RuntimeError) as error:
-            done(SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}"))
+            snapshot = SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}")
+        match snapshot:
+            case Snapshot():
+                if isinstance(asker, Run):
+                    self._schedule.copied(snapshot.seconds)
+                await self._write(asker, self._making.of_snapshot(snapshot, asker.url))
+            case SaveFailed():
+                self._tell(asker, snapshot)
+            case None:
+                self._want_again(asker)
+
+    async def _save_standing(
+        self, asker: Run | Export, generation: Generation, record: int, last: bool = False
+    ) -> None:
+        """Save the state after a record that stands still in memory; `last`: training has ended."""
+        try:
+            job = self._making.of_held(generation, record, asker.url, last=last)
+        except MemckptError as error:
+            self._tell(asker, SaveFailed(generation.newest_step() or 0, str(error)))
+        else:
+            await self._write(asker, job)
+
+    async def _write(self, asker: Run | Export, job: Job) -> None:
+        """Have the writer process write and commit a checkpoint, and tell who asked for it."""
+        save, ours = job.save, job.save.url == self._url
+        steps = self._config.batch_steps if self._config is not None else None
+        save = msgspec.structs.replace(
+            save,
+            urgent=save.urgent or job.own is None or self._schedule.preempted,
+            reserve=room_to_log(Layout(save.spec), steps) if ours and self._mode == "log" else 0,
+            witness=self._witness if ours else "",
+        )
+        outcome = await self._jobs.write(replace(job, save=save), asker, self._schedule.limit_seconds)
+        if outcome is not None:
+            self._tell(asker, outcome)
+        elif isinstance(asker, Export):  # of the run's own nobody need know: memory has it
+            asker.done(SaveFailed(save.part.step, "training has resumed meanwhile; try again"))
+
+    def _tell(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
+        match asker, outcome:
+            case Export(), _:
+                asker.done(outcome)
+            case Run(), Saved():
+                self._saved(outcome)
+            case Run(), SaveFailed():
+                self._not_saved(outcome)
+
+    def _want_again(self, asker: Run | Export) -> None:
+        match asker:
+            case Run():
+                self._schedule.again()
+            case Export():
+                self._asked.appendleft(replace(asker, record=None))
+
+    def _saved(self, message: Saved) -> None:
+        """A checkpoint is in the run's storage."""
+        if message.untidy and (self._last is None or not self._last.untidy):
+            _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
+        self._last, self.alarm, self._missing = message, "", None
+        if message.timeline is not None and message.timeline == self._timeline:
+            self._saved_record = message.timeline, message.record
+            self._log.checkpoint_saved(message.record)
+        self._schedule.wrote(message)
+        _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
+        self._tell_trainers(message)
+
+    def _not_saved(self, message: SaveFailed) -> None:
+        """A checkpoint could not be written to the run's storage."""
+        _log.error("step %d is not in storage: %s", message.step, message.reason)
+        # Trainers are told once: of a full disk the message says each time how full.
+        again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
+        self.alarm = message.reason
+        self._missing = message.missing
+        self._looked_for_room = time.monotonic()
+        self._schedule.failed()
+        if not again:
+            self._tell_trainers(message)
+        if not self._held_waiting and not self._jobs.reads_held:  # else what is held is still to come
+            self._failed()
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
         """Have the state after a record copied, if nothing else is just being copied.
 
         Args:
-            generation: which holds it.
+            generation: the one that is held.
             record: a little ahead.
             taken: gets the copy, which it owns; None if there is none.
         """
-
-        def failed(message: Saved | SaveFailed) -> None:
-            _log.warning("no state is copied for peers: %s", message.reason if isinstance(message, SaveFailed) else "")
+        if self._snapshots.asker is not None:
             taken(None)
-
-        try:
-            if self._snapshots.busy or not self._snapshots.begin(generation, record, "", failed, taken):
-                taken(None)
-        except (MemckptError, OSError, RuntimeError) as error:
-            failed(SaveFailed(generation.newest_step() or 0, str(error)))
-
-    def _again(self, snapshot: Snapshot) -> None:
-        if snapshot.for_peers is not None:
-            snapshot.for_peers(None)
-            return
-        self._want_again(snapshot.url, snapshot.done)
-
-    def _want_again(self, url: str, done: Done) -> None:
-        if done == self._checkpoint_done:
-            self._schedule.again()
         else:
-            self._asked.appendleft((url, done, None))
+            carry_on(self._copy_for_peers(generation, record, taken))
+
+    async def _copy_for_peers(
+        self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]
+    ) -> None:
+        try:
+            snapshot = await self._snapshots.take(Peers(), generation, record)
+        except (MemckptError, OSError, RuntimeError) as error:
+            snapshot = SaveFailed(generation.newest_step() or 0, str(error))
+        if isinstance(snapshot, SaveFailed):
+            _log.warning("no state is copied for peers: %s", snapshot.reason)
+            snapshot = None
+        taken(snapshot)
 
     def snapshot_taken(self, rank: int, message: SnapshotTaken) -> None:
         """A trainer has copied its part of a snapshot, or could not."""
@@ -328,21 +404,6 @@ class Saver:
     def replica_copied(self, message: ReplicaCopied) -> None:
         """The redo thread has copied the replica, or could not."""
         self._snapshots.copied(message)
-
-    def _save_snapshot(self, snapshot: Snapshot) -> None:
-        generation = snapshot.generation
-        if snapshot.for_peers is not None and generation.knows(snapshot.record):
-            snapshot.for_peers(snapshot)
-            return
-        if not generation.knows(snapshot.record):
-            # So late that its rank states have been let go of.
-            snapshot.region.close()
-            self._snapshots.hurry()
-            self._again(snapshot)
-            return
-        if snapshot.done == self._checkpoint_done:
-            self._schedule.copied(snapshot.seconds)
-        self._submit(self._making.of_snapshot(snapshot), snapshot.done)
 
     def forget(self, generation: Generation) -> None:
         """A generation is about to be closed: nothing of it may be used any more."""
@@ -362,7 +423,7 @@ class Saver:
             as_checkpoint: write it as a whole, though the log could do with a few records: training has ended.
             record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
-        if self._config is None or self._timeline is None or self._jobs.reads_held(self._checkpoint_done):
+        if self._config is None or self._timeline is None or self._jobs.reads_held:
             return
         self._snapshots.drop(again=True)
         records = [one for one in standing_still(generation) if record is None or one <= record]
@@ -376,41 +437,51 @@ class Saver:
             # Of several nodes each knows of its own part only: a checkpoint is the surer way.
             enough = alone(generation) and self._log.reaches(records[-1])
             if not as_checkpoint and enough and self._flushing is None:
-                self._flushing = generation, records[-1]
-                self._log.flush()
-                self._end_flushing()  # where the process cannot even be started
+                carry_on(self._flush_held(generation, records[-1]))
                 return
         spec = generation.spec
         if not spec.full:
             # The node with the parameters may stand one record before or behind: save what it may need of us.
             for each in reversed(records):
-                self._write_held(generation, each, self._url, self._checkpoint_done)
+                carry_on(self._save_standing(Run(self._url), generation, each))
             return
         # Where others hold other shards, they may stand one record before; a replica goes forward only.
         sharded = len(spec.serves) < spec.world_size
         newest = records[-1 - (sharded and record is None) :]
         self._held_waiting.extend((generation, each, as_checkpoint) for each in newest)
-        self._save_next_held()
+        carry_on(self._save_waiting())
 
-    def _save_next_held(self) -> None:
-        if self._held_waiting:
+    async def _save_waiting(self) -> None:
+        """Save what waits, one after the other: a replica goes forward only, and is read until its job is done."""
+        if self._saving_held:
+            return
+        self._saving_held = True
+        while self._held_waiting:
             generation, record, last = self._held_waiting.popleft()
-            self._write_held(generation, record, self._url, self._checkpoint_done, last=last)
+            await self._save_standing(Run(self._url), generation, record, last)
+        self._saving_held = False
 
-    def _write_held(self, generation: Generation, record: int, url: str, done: Done, *, last: bool = False) -> None:
-        try:
-            job = self._making.of_held(generation, record, url, last=last)
-        except MemckptError as error:
-            done(SaveFailed(generation.newest_step() or 0, str(error)))
-        else:
-            self._submit(job, done)
+    async def _flush_held(self, generation: Generation, record: int) -> None:
+        """Save what stands still as records of the log; as a checkpoint if that fails."""
+        flushed: Answer[None] = Answer()
+        self._flushing = generation, flushed
+        self._log.flush()
+        self._look_at_flush()  # there is nothing to wait for where the process cannot even be started
+        await flushed
+        if not self._log.covers(record):
+            self.save_held(generation, as_checkpoint=True)
+        self._flushing = None
+
+    def _look_at_flush(self) -> None:
+        if self._flushing is not None and not self._log.busy:
+            self._flushing[1].give(None)
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
         """Write one record that stands still in memory, wherever; `done` is told."""
         if url == self._url and self._last is not None and self._saved_record == (self._timeline, record):
             done(self._last)
         else:
-            self._write_held(generation, record, url, done)
+            carry_on(self._save_standing(Export(url, done), generation, record))
 
     def save_to(self, url: str, done: Done, generation: Generation, training: bool, record: int | None = None) -> None:
         """Write the newest record to a place that somebody has named; training goes on beside it.
@@ -425,7 +496,7 @@ class Saver:
         if self._asked:
             done(SaveFailed(0, "somebody else is waiting for the same; try again"))
         else:
-            self._asked.append((url, done, record))  # from the next commit on
+            self._asked.append(Export(url, done, record))  # from the next commit on
             if not training:
                 self.save_asked(generation)
 
@@ -436,27 +507,18 @@ class Saver:
             generation: which holds it.
             record: the one that all ranks of the job have, where that is known.
         """
-        if self._snapshots.for_whom not in (None, self._checkpoint_done):
+        if isinstance(self._snapshots.asker, (Export, Peers)):
             self._snapshots.drop(again=True)  # its order has died with the trainers
         while self._asked:
-            url, done, _ = self._asked.popleft()
+            export = self._asked.popleft()
             if records := standing_still(generation):
-                self._write_held(generation, records[-1] if record is None else record, url, done)
+                carry_on(self._save_standing(export, generation, records[-1] if record is None else record))
             else:
-                done(SaveFailed(0, "no step can be produced from memory"))
+                export.done(SaveFailed(0, "no step can be produced from memory"))
 
     def retry_later(self) -> None:
         """What is held could not be saved: let :meth:`patience` end once more, after a while."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
-
-    def _end_flushing(self) -> None:
-        """See what has become of the records that were held."""
-        if self._flushing is None or self._log.busy:
-            return
-        generation, record = self._flushing
-        if not self._log.covers(record):
-            self.save_held(generation, as_checkpoint=True)
-        self._flushing = None
 
     def patience(self, idle_since: float) -> float:
         """How long to wait for trainers to come back before their state goes to storage."""
@@ -464,17 +526,6 @@ class Saver:
         return max(due, self._retry_at) - time.monotonic()
 
     # The processes that write
-
-    def _submit(self, job: Job, done: Done) -> None:
-        save = job.save
-        waited_for = done != self._checkpoint_done
-        urgent = save.urgent or job.own is None or self._schedule.preempted
-        ours = save.url == self._url
-        asked = self._config.batch_steps if self._config is not None else None
-        reserve = room_to_log(Layout(save.spec), asked) if ours and self._mode == "log" else 0
-        witness = self._witness if ours else ""
-        save = msgspec.structs.replace(save, urgent=urgent, reserve=reserve, witness=witness)
-        self._jobs.submit(replace(job, save=save), self._schedule.limit_seconds, done, waited_for)
 
     def _checkpoints_said(self, message: Message) -> None:
         match message:
@@ -494,34 +545,6 @@ class Saver:
         """The writer process is gone."""
         self._jobs.ended(reason)
 
-    def _checkpoint_done(self, message: Saved | SaveFailed) -> None:
-        """A checkpoint of this run's own tier is there, or not."""
-        if isinstance(message, SaveFailed):
-            _log.error("step %d is not in storage: %s", message.step, message.reason)
-            # Trainers are told once: of a full disk the message says each time how full.
-            again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
-            self.alarm = message.reason
-            self._missing = message.missing
-            self._looked_for_room = time.monotonic()
-            self._schedule.failed()
-            if not again:
-                self._tell(message)
-            if self._held_waiting or self._jobs.reads_held(self._checkpoint_done):
-                self._save_next_held()  # what is held is still to come: its own failure counts
-            else:
-                self._failed()
-            return
-        if message.untidy and (self._last is None or not self._last.untidy):
-            _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
-        self._last, self.alarm, self._missing = message, "", None
-        if message.timeline is not None and message.timeline == self._timeline:
-            self._saved_record = message.timeline, message.record
-            self._log.checkpoint_saved(message.record)
-        self._schedule.wrote(message)
-        _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
-        self._tell(message)
-        self._save_next_held()
-
     def _records_said(self, message: Message) -> None:
         if not isinstance(message, Appended):
             raise AgentError(f"it sent an unexpected {type(message).__name__}")
@@ -529,8 +552,8 @@ class Saver:
         self._log.appended(message)
         written = self._log.written
         if written is not None and written != before and self._log.based:
-            self._tell(Logged(written[1], written[0]))
-        self._end_flushing()
+            self._tell_trainers(Logged(written[1], written[0]))
+        self._look_at_flush()
 
     def _log_broken(self) -> None:
         """The log has a hole. In a grace period it was to be flushed: then a checkpoint takes its place."""
@@ -540,7 +563,7 @@ class Saver:
         """That process is gone."""
         _log.error("records are not logged: %s", reason)
         self._log.writer_ended(reason)
-        self._end_flushing()
+        self._look_at_flush()
 
     def deadline(self) -> float | None:
         """Until when the writing may take (monotonic clock); None while nothing is written."""

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from memckpt.checkpointing.writer_jobs import Done
+from memckpt.checkpointing.askers import Asker
+from memckpt.checkpointing.flow import Answer
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
@@ -19,27 +20,34 @@ _log = logging.getLogger("memckpt.agent")
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
-    """The state of a generation after a record; `region` holds it as a replica would, then the by-value tensors.
+    """The state of a generation after a record.
 
     Attributes:
-        url, done: for where and whom it is.
+        region: memory with the state as a replica has it, then the by-value tensors.
         missing, plain: as in RecordMeta, of all optimizer state.
-        seconds: that trainers took to copy it.
-        for_peers: who gets it in place of storage; None where that was not taken.
+        seconds: time that trainers took to copy it.
     """
 
     generation: Generation
     record: int
     region: Region
-    url: str
-    done: Done
     missing: tuple[tuple[int, int, str], ...] = ()
     plain: bytes = b""
     seconds: float = 0.0
-    taken: dict[int, SnapshotTaken] = field(default_factory=dict)
-    for_peers: Callable[[Snapshot | None], None] | None = None
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A snapshot that is being taken, with the ranks' parts that are there."""
+
+    asker: Asker
+    generation: Generation
+    record: int
+    region: Region
+    answer: Answer[Snapshot | SaveFailed | None] = field(default_factory=Answer)
+    parts: dict[int, SnapshotTaken] = field(default_factory=dict)
 
 
 class Snapshots:
@@ -47,48 +55,44 @@ class Snapshots:
 
     Args:
         order: sends a message, with a descriptor, to all trainers of the attempt.
-        complete: called with each snapshot that is whole; it owns the region from then on.
-        again: called with one that was not taken and is still wanted.
         hurried: called with the new :attr:`lead` when an order was too late.
     """
 
     def __init__(
-        self,
-        order: Callable[[Message, int], None],
-        complete: Callable[[Snapshot], None],
-        again: Callable[[Snapshot], None],
-        hurried: Callable[[int], None] = lambda lead: None,
+        self, order: Callable[[Message, int], None], hurried: Callable[[int], None] = lambda lead: None
     ) -> None:
         self._order = order
-        self._complete = complete
-        self._again = again
         self._hurried = hurried
-        self._current: Snapshot | None = None
-        #: How many records ahead an order must be for every trainer to get it in time.
+        self._current: _Order | None = None
+        #: Records that an order must be ahead for every trainer to get it in time.
         self.lead = _FIRST_LEAD
 
     @property
-    def busy(self) -> bool:
-        return self._current is not None
+    def asker(self) -> Asker | None:
+        """Who wants the one that is being taken; None while none is."""
+        return self._current.asker if self._current is not None else None
 
-    @property
-    def for_whom(self) -> Done | None:
-        """Who is told of the one that is being taken; None while none is."""
-        return self._current.done if self._current is not None else None
+    async def take(self, asker: Asker, generation: Generation, record: int) -> Snapshot | SaveFailed | None:
+        """Have the state after `record` copied, which lies ahead.
 
-    def begin(
-        self,
-        generation: Generation,
-        record: int,
-        url: str,
-        done: Done,
-        for_peers: Callable[[Snapshot | None], None] | None = None,
-    ) -> bool:
-        """Have the state after `record` copied; False if that record has passed.
+        Returns:
+            The snapshot, whose region the caller owns. None: the order was too late, or its trainers have gone; a
+            later record may do.
 
         Raises:
-            MemoryBudgetError: there is no memory for a copy.
+            MemoryBudgetError, OSError, RuntimeError: there is no memory for a copy.
         """
+        order = self._begin(asker, generation, record)
+        taken = await order.answer if order is not None else None
+        if isinstance(taken, Snapshot) and not generation.knows(record):
+            # So late that its rank states have been let go of.
+            taken.region.close()
+            self.hurry()
+            return None
+        return taken
+
+    def _begin(self, asker: Asker, generation: Generation, record: int) -> _Order | None:
+        """Order a copy; None if the record has passed."""
         layout = generation.layout
         check_budget(layout.snapshot_bytes, 0, None, "a copy of the state on its way to storage")
         region = Region.create("snapshot", layout.snapshot_bytes)
@@ -101,36 +105,34 @@ class Snapshots:
             self._order(TakeSnapshot(record), region.fd)
         elif not generation.replica.copy_at(record, region):
             region.close()
-            return False
+            return None
         generation.pinned = record
-        self._current = Snapshot(generation, record, region, url, done, for_peers=for_peers)
-        return True
+        self._current = _Order(asker, generation, record, region)
+        return self._current
 
     def taken(self, rank: int, message: SnapshotTaken) -> None:
         """A trainer has copied its part, or could not: the order came too late, or its layout has changed."""
-        snapshot = self._current
-        if snapshot is None or message.record != snapshot.record:
+        order = self._current
+        if order is None or message.record != order.record:
             return
-        snapshot.taken[rank] = message
+        parts, ranks = order.parts, order.generation.spec.local_ranks
+        parts[rank] = message
         if message.rank_state:
-            snapshot.generation.amend(rank, message.record, message.rank_state)
-        parts, ranks = snapshot.taken, snapshot.generation.spec.local_ranks
+            order.generation.amend(rank, message.record, message.rank_state)
         if set(parts) < set(ranks):
             return
         if any(part.missed for part in parts.values()):
             self.hurry()
-            _log.info("the order for a snapshot after record %d could not be met; once more", snapshot.record)
+            _log.info("the order for a snapshot after record %d could not be met; once more", order.record)
             self.drop(again=True)
             return
-        if not snapshot.generation.agrees(snapshot.record):
+        if not order.generation.agrees(order.record):
             # It has one copy of what not all ranks had alike; or so late that this cannot be seen any more.
-            _log.info("the snapshot after record %d is of no use; once more", snapshot.record)
+            _log.info("the snapshot after record %d is of no use; once more", order.record)
             self.drop(again=True)
             return
-        snapshot.missing, snapshot.plain = parts[ranks[0]].missing, parts[ranks[0]].plain
-        snapshot.seconds = max(part.seconds for part in parts.values())
-        self._current = None
-        self._complete(snapshot)
+        first = parts[ranks[0]]
+        self._complete(order, first.missing, first.plain, max(part.seconds for part in parts.values()))
 
     def hurry(self) -> None:
         """An order was too late: give the next ones earlier."""
@@ -139,28 +141,30 @@ class Snapshots:
 
     def copied(self, message: ReplicaCopied) -> None:
         """The redo thread has copied the replica, or could not. Its time is hidden behind the slots."""
-        snapshot = self._current
-        if snapshot is None or snapshot.record != message.record:
+        order = self._current
+        if order is None or order.record != message.record:
             return
         if message.problem:
-            step = snapshot.generation.newest_step() or 0
+            step = order.generation.newest_step() or 0
             self.drop(again=False)
-            snapshot.done(SaveFailed(step, message.problem))
-            return
-        snapshot.missing, snapshot.plain = message.missing, message.plain
+            order.answer.give(SaveFailed(step, message.problem))
+        else:
+            self._complete(order, message.missing, message.plain, 0.0)
+
+    def _complete(self, order: _Order, missing: tuple[tuple[int, int, str], ...], plain: bytes, seconds: float) -> None:
         self._current = None
-        self._complete(snapshot)
+        order.answer.give(Snapshot(order.generation, order.record, order.region, missing, plain, seconds))
 
     def drop(self, again: bool) -> None:
-        """Take none after all; with `again` another one is wanted."""
-        snapshot, self._current = self._current, None
-        if snapshot is None:
+        """Take none after all; with `again` who asked for it may order another one."""
+        order, self._current = self._current, None
+        if order is None:
             return
-        if snapshot.generation.replica is not None:
-            snapshot.generation.replica.forget_copy()
-        snapshot.region.close()
+        if order.generation.replica is not None:
+            order.generation.replica.forget_copy()
+        order.region.close()
         if again:
-            self._again(snapshot)
+            order.answer.give(None)
 
     def drop_of(self, generation: Generation) -> None:
         """A generation is about to be closed."""

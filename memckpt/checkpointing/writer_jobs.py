@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from memckpt.checkpointing.askers import Export, Run
+from memckpt.checkpointing.flow import Answer
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
@@ -28,7 +30,6 @@ from memckpt.storage.format import Part
 
 #: How long the writer may take to look for what another node has announced.
 _LOOK_LIMIT_SECONDS = 120.0
-Done = Callable[["Saved | SaveFailed"], None]
 _log = logging.getLogger("memckpt.agent")
 
 
@@ -48,18 +49,13 @@ class Job:
 
 
 @dataclass(frozen=True)
-class _Queued(Job):
-    """A job on its way.
+class _Queued:
+    """A job on its way; `limit`: seconds that it may take, asked when it begins."""
 
-    Attributes:
-        limit: seconds that it may take; asked when it begins.
-        done: called once, with what has become of it.
-        waited_for: whether `done` is called, too, if it is given up because its memory is needed.
-    """
-
-    limit: Callable[[], float] = lambda: 0.0
-    done: Done = lambda message: None
-    waited_for: bool = False
+    job: Job
+    asker: Run | Export
+    limit: Callable[[], float]
+    answer: Answer[Saved | SaveFailed | None]
 
 
 class WriterJobs:
@@ -83,10 +79,14 @@ class WriterJobs:
     def busy(self) -> bool:
         return self._current is not None or bool(self._waiting)
 
-    def reads_held(self, done: Done) -> bool:
-        """Whether something is being written from held memory, or will be, of which `done` is told."""
-        jobs = [*self._waiting, *filter(None, [self._current])]
-        return any(job.own is None and job.done == done for job in jobs)
+    @property
+    def reads_held(self) -> bool:
+        """Whether something of the run's own is being written from held memory, or will be."""
+        return any(one.job.own is None and isinstance(one.asker, Run) for one in self._all)
+
+    @property
+    def _all(self) -> list[_Queued]:
+        return [*filter(None, [self._current]), *self._waiting]
 
     @property
     def deadline(self) -> float | None:
@@ -103,24 +103,24 @@ class WriterJobs:
         except AgentError as error:
             _log.info("the writer process is started later: %s", error)
 
-    def submit(self, job: Job, limit: Callable[[], float], done: Done, waited_for: bool = False) -> None:
-        """Have a checkpoint written once the writer is done with what it has."""
-        self._waiting.append(_Queued(job.save, job.regions, job.own, limit, done, waited_for))
+    async def write(self, job: Job, asker: Run | Export, limit: Callable[[], float]) -> Saved | SaveFailed | None:
+        """Have a job written and committed once the writer is done with what it has.
+
+        Returns:
+            The writer's answer. None: it was given up, since the memory that it reads is about to change.
+        """
+        queued = _Queued(job, asker, limit, Answer())
+        self._waiting.append(queued)
         self._begin()
+        return await queued.answer
 
     def _begin(self) -> None:
         while self._waiting and self._current is None:
-            job = self._current = self._waiting.popleft()
-            self._deadline = time.monotonic() + job.limit()
+            self._current = self._waiting.popleft()
+            job = self._current.job
+            self._deadline = time.monotonic() + self._current.limit()
             abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
-            try:
-                if self._writer is None:
-                    self._writer = self._open_writer()
-                self._writer.send(
-                    msgspec.structs.replace(job.save, abandoned=abandoned), [region.fd for region in job.regions]
-                )
-            except (AgentError, OSError) as error:
-                self.ended(f"the writer process cannot be used: {error}")
+            self._say(msgspec.structs.replace(job.save, abandoned=abandoned), job.regions)
 
     # What several nodes agree on
 
@@ -144,11 +144,11 @@ class WriterJobs:
         """It has answered."""
         self._looking_since = None
 
-    def _say(self, message: Announce | LookForAnnounced | LookForRoom) -> None:
+    def _say(self, message: Save | Announce | LookForAnnounced | LookForRoom, regions: Sequence[Region] = ()) -> None:
         try:
             if self._writer is None:
                 self._writer = self._open_writer()
-            self._writer.send(message, [])
+            self._writer.send(message, [region.fd for region in regions])
         except (AgentError, OSError) as error:
             self.ended(f"the writer process cannot be used: {error}")
 
@@ -156,47 +156,49 @@ class WriterJobs:
 
     def finished(self, message: Saved | SaveFailed) -> None:
         """The writer process is done with a job."""
-        job = self._current
-        if job is None:
+        queued = self._current
+        if queued is None:
             return
         if isinstance(message, Saved):
-            self._abandoned = [one for one in self._abandoned if one[0] != job.save.url]
+            self._abandoned = [one for one in self._abandoned if one[0] != queued.job.save.url]
         self._close_current()
-        job.done(message)
+        queued.answer.give(message)
         self._begin()
 
     def ended(self, reason: str) -> None:
         """The writer process is gone, or has to go: what it was to do fails."""
         self._end_writer()
+        failed = self._all
         if self._current is not None:
-            self._abandoned.append((self._current.save.url, self._current.save.part))
-        failed = [job for job in [self._current, *self._waiting] if job is not None]
+            self._abandon(self._current.job)
         self._current = None
         self._waiting.clear()
-        for job in failed:
-            if job.own is not None:
-                job.own.close()
-            job.done(SaveFailed(job.save.part.step, reason))
+        for one in failed:
+            if one.job.own is not None:
+                one.job.own.close()
+            one.answer.give(SaveFailed(one.job.save.part.step, reason))
 
     def give_up_held(self) -> None:
         """Write nothing more from held memory: it is about to change. What was not committed does not count."""
-        given_up = [job for job in self._waiting if job.own is None]
-        self._waiting = deque(job for job in self._waiting if job.own is not None)
-        if self._current is not None and self._current.own is None:
-            _log.info("the checkpoint of step %d is not needed any more", self._current.save.part.step)
-            self._abandoned.append((self._current.save.url, self._current.save.part))
+        given_up = [one for one in self._waiting if one.job.own is None]
+        self._waiting = deque(one for one in self._waiting if one.job.own is not None)
+        if self._current is not None and self._current.job.own is None:
+            _log.info("the checkpoint of step %d is not needed any more", self._current.job.save.part.step)
+            self._abandon(self._current.job)
             given_up.append(self._current)
             self._close_current()
             self._end_writer()
-        for job in given_up:
-            if job.waited_for:
-                job.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
+        for one in given_up:
+            one.answer.give(None)
         self._begin()
 
+    def _abandon(self, job: Job) -> None:
+        self._abandoned.append((job.save.url, job.save.part))
+
     def _close_current(self) -> None:
-        job, self._current = self._current, None
-        if job is not None and job.own is not None:
-            job.own.close()
+        queued, self._current = self._current, None
+        if queued is not None and queued.job.own is not None:
+            queued.job.own.close()
 
     def _end_writer(self) -> None:
         writer, self._writer = self._writer, None
@@ -206,9 +208,9 @@ class WriterJobs:
 
     def close(self) -> None:
         """End the process, whatever it does."""
-        for job in self._waiting:
-            if job.own is not None:
-                job.own.close()
+        for one in self._waiting:
+            if one.job.own is not None:
+                one.job.own.close()
         self._waiting.clear()
         self._close_current()
         self._end_writer()

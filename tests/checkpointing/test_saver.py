@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from memckpt.checkpointing import record_log, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
 from memckpt.checkpointing.saver import Saver
 from memckpt.config import StorageConfig
+from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.trainer import (
     Message,
@@ -409,6 +412,39 @@ def test_the_failure_of_an_earlier_checkpoint_is_not_that_of_the_final_step(make
     node.refused("still no room")
     assert node.failures == 1
     assert not node.saver.saving
+
+
+class Replica(SimpleNamespace):
+    """Stands for a replica that goes forward when it is told to."""
+
+    def advance_to(self, record: int) -> None:
+        assert record >= self.applied
+        self.applied = record
+
+    def describe_state(self) -> tuple[tuple[()], bytes]:
+        return (), b""
+
+    def freeze(self) -> None: ...
+
+    close = freeze
+
+
+def test_a_replica_stands_still_until_what_is_read_from_it_is_written(make: Any) -> None:
+    """Of sharded nodes each writes two records, and its writer may still be busy with an earlier checkpoint."""
+    sharded = msgspec.structs.replace(SEVERAL_NODES, replicas=(0,))
+    node = make(Filled(spec=sharded), every_steps=10, mode="replica")
+    record = node.train_until_ordered()
+    node.train(record - node.attempt.at)
+    node.copy(record)
+    node.train(2)
+    newest = node.attempt.at
+    node.held.replica, node.held.replica_region = Replica(applied=newest - 2), Region.create("replica", 4096)
+    node.saver.save_held(node.held, as_checkpoint=True)
+    written = []
+    while node.saves:
+        written.append((node.saves[0].part.record, node.held.replica.applied))
+        node.saved()
+    assert written == [(record, newest - 1), (newest - 1, newest - 1), (newest, newest)]
 
 
 def test_a_sigterm_promises_storage_only_where_there_is_one(make: Any, tmp_path: Path) -> None:

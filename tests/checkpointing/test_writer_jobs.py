@@ -7,16 +7,13 @@ from typing import Any, cast
 
 import pytest
 
+from memckpt.checkpointing.askers import Export, Run
+from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.writer_jobs import Job, WriterJobs
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import (
-    Saved,
-    SaveFailed,
-)
-from memckpt.protocol.writer import (
-    Save,
-)
+from memckpt.protocol.trainer import Saved
+from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
 from tests.support.cluster.storage_node import Process, spec_of
@@ -48,32 +45,42 @@ def jobs(processes: list[Process]) -> Iterator[WriterJobs]:
     jobs.close()
 
 
+def write(jobs: WriterJobs, job: Job, asker: Run | Export) -> list[Any]:
+    """Have a job written; the list gets the outcome."""
+    outcomes: list[Any] = []
+
+    async def flow() -> None:
+        outcomes.append(await jobs.write(job, asker, lambda: 60.0))
+
+    carry_on(flow())
+    return outcomes
+
+
 @pytest.mark.parametrize("position", ["being-written", "waiting"])
-def test_whoever_waits_for_what_is_held_is_told_when_it_is_about_to_change(
+def test_what_reads_held_memory_is_given_up_when_that_is_about_to_change(
     jobs: WriterJobs, processes: list[Process], position: str
 ) -> None:
-    answers: list[Any] = []
-    own: list[Any] = []
-    run_s_own = save_of(1, "run"), own.append, False
-    waited_for = save_of(2, "beside"), answers.append, True
-    for save, done, waited in [waited_for, run_s_own] if position == "being-written" else [run_s_own, waited_for]:
-        jobs.submit(Job(save, []), lambda: 60.0, done, waited)
+    run, export = Run("run"), Export("beside", lambda message: None)
+    outcomes = {
+        asker.url: write(jobs, Job(save_of(1, asker.url), []), asker)
+        for asker in ([export, run] if position == "being-written" else [run, export])
+    }
+    assert jobs.reads_held
     jobs.give_up_held()
-    assert [(type(answer), answer.step) for answer in answers] == [(SaveFailed, 2)]
-    assert "training has resumed" in answers[0].reason
-    assert own == [], "memory has it; a failure would only worry people"
+    assert outcomes == {"run": [None], "beside": [None]}
     assert not jobs.busy
+    assert not jobs.reads_held
     assert processes[0].closed
 
 
 def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, processes: list[Process]) -> None:
-    answers: list[Any] = []
     region = Region.create("snapshot", 4096)
-    jobs.submit(Job(save_of(1, "run"), []), lambda: 60.0, answers.append)
-    jobs.submit(Job(save_of(2, "run"), [region], region), lambda: 60.0, answers.append)
+    held = write(jobs, Job(save_of(1, "run"), []), Run("run"))
+    copied = write(jobs, Job(save_of(2, "run"), [region], region), Run("run"))
     jobs.give_up_held()
+    assert (held, copied) == ([None], [])
     assert [message.part.record for message in processes[-1].sent] == [2]
     assert processes[-1].sent[0].abandoned == (part_of(1),), "what was half written is deleted first"
     jobs.finished(Saved(2, 2, 1, 1.0, 1.0))
-    assert [type(answer) for answer in answers] == [Saved]
+    assert [type(outcome) for outcome in copied] == [Saved]
     assert region.fd < 0
