@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
 from memckpt.checkpointing.saver import Saver
 from memckpt.config import StorageConfig
@@ -147,7 +147,7 @@ class Node:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, saver_module, schedule, writer_jobs):
+    for module in (record_log, run_storage, saver_module, schedule, writer_jobs):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

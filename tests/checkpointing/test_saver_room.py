@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from memckpt.checkpointing import record_log, schedule, writer_jobs
+from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
 from memckpt.checkpointing.writer import records
 from memckpt.processes.helper_process import HelperProcess
@@ -26,7 +26,7 @@ from tests.support.faults.full_disk import LimitedDisk
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (record_log, saver_module, schedule, writer_jobs, records):
+    for module in (record_log, run_storage, saver_module, schedule, writer_jobs, records):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

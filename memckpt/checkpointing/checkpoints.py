@@ -1,0 +1,164 @@
+"""Checkpoints on their way from memory to storage: copied, described, written, told.
+
+While training runs, a checkpoint begins with a snapshot (:mod:`memckpt.checkpointing.snapshots`), which costs trainers
+one copy of the state at most. When no trainer runs, nothing is copied: the replica, or the ring, stands still.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from memckpt.checkpointing.askers import Export, Peers, Run
+from memckpt.checkpointing.job_maker import JobMaker
+from memckpt.checkpointing.run_storage import RunStorage
+from memckpt.checkpointing.snapshots import Snapshot, Snapshots
+from memckpt.checkpointing.writer_jobs import Job, WriterJobs
+from memckpt.errors import MemckptError
+from memckpt.node.generation import Generation
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import Message, Saved, SaveFailed
+
+_log = logging.getLogger("memckpt.agent")
+
+
+class Checkpoints:
+    """Belongs to the agent's event loop. Each checkpoint is a flow, which begins in a ``save_`` method.
+
+    Args:
+        maker: describes what is to be written.
+        storage: the run's storage.
+        order: sends a message, with a descriptor, to all trainers of the attempt.
+        open_writer: starts the writer process.
+        failed: called when one of the run's could not be written, and nothing that is held is still to be written.
+        hurried: called with the records that an order has to be ahead when one was too late.
+
+    Attributes:
+        asked: exports that wait for the next commit.
+        held: what is still to be written of a generation that stands still, oldest first: its record; whether
+            training has ended.
+    """
+
+    def __init__(
+        self,
+        maker: JobMaker,
+        storage: RunStorage,
+        order: Callable[[Message, int], None],
+        open_writer: Callable[[], HelperProcess],
+        failed: Callable[[], None],
+        hurried: Callable[[int], None],
+    ) -> None:
+        self._maker = maker
+        self._storage = storage
+        self._failed = failed
+        self.snapshots = Snapshots(order, hurried)
+        self.jobs = WriterJobs(open_writer)
+        self.asked: deque[Export] = deque()
+        self.held: deque[tuple[Generation, int, bool]] = deque()
+        self._saving_held = False
+
+    @property
+    def busy(self) -> bool:
+        return self.snapshots.asker is not None or self.jobs.busy
+
+    # While training runs
+
+    async def save_ahead(self, asker: Run | Export, generation: Generation, record: int) -> None:
+        """Save the state after a record that lies ahead."""
+        try:
+            snapshot = await self.snapshots.take(asker, generation, record)
+        except (MemckptError, OSError, RuntimeError) as error:
+            snapshot = SaveFailed(generation.newest_step() or 0, f"no snapshot can be taken: {error}")
+        match snapshot:
+            case Snapshot():
+                if isinstance(asker, Run):
+                    self._storage.schedule.copied(snapshot.seconds)
+                await self._write(asker, self._maker.of_snapshot(snapshot, asker.url))
+            case SaveFailed():
+                self._tell(asker, snapshot)
+            case None:
+                self._want_again(asker)
+
+    async def copy_for_peers(
+        self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]
+    ) -> None:
+        """Have the state after a record that lies ahead copied; `taken` gets the copy, which it owns, or None."""
+        try:
+            snapshot = await self.snapshots.take(Peers(), generation, record)
+        except (MemckptError, OSError, RuntimeError) as error:
+            snapshot = SaveFailed(generation.newest_step() or 0, str(error))
+        if isinstance(snapshot, SaveFailed):
+            _log.warning("no state is copied for peers: %s", snapshot.reason)
+            snapshot = None
+        taken(snapshot)
+
+    # When no trainer runs
+
+    async def save_standing(self, asker: Run | Export, generation: Generation, record: int, last: bool = False) -> None:
+        """Save the state after a record that stands still in memory; `last`: training has ended."""
+        try:
+            job = self._maker.of_held(generation, record, asker.url, last=last)
+        except MemckptError as error:
+            self._tell(asker, SaveFailed(generation.newest_step() or 0, str(error)))
+        else:
+            await self._write(asker, job)
+
+    async def save_all_held(self) -> None:
+        """Save what is :attr:`held` for the run, one after the other: a replica stands still until it is written."""
+        if self._saving_held:
+            return
+        self._saving_held = True
+        while self.held:
+            generation, record, last = self.held.popleft()
+            await self.save_standing(Run(self._storage.url), generation, record, last)
+        self._saving_held = False
+
+    # How each of them ends
+
+    async def _write(self, asker: Run | Export, job: Job) -> None:
+        """Have the writer process write and commit a checkpoint, and tell who asked for it."""
+        storage = self._storage
+        outcome = await self.jobs.write(
+            replace(job, save=storage.add_terms(job)), asker, storage.schedule.limit_seconds
+        )
+        if outcome is not None:
+            self._tell(asker, outcome)
+        elif isinstance(asker, Export):  # of the run's own nobody need know: memory has it
+            asker.done(SaveFailed(job.save.part.step, "training has resumed meanwhile; try again"))
+
+    def _tell(self, asker: Run | Export, outcome: Saved | SaveFailed) -> None:
+        match asker, outcome:
+            case Export(), _:
+                asker.done(outcome)
+            case Run(), Saved():
+                self._storage.saved(outcome)
+            case Run(), SaveFailed():
+                self._storage.not_saved(outcome)
+                if not self.held and not self.jobs.reads_held:  # else what is held is still to come
+                    self._failed()
+
+    def _want_again(self, asker: Run | Export) -> None:
+        match asker:
+            case Run():
+                self._storage.schedule.again()
+            case Export():
+                self.asked.appendleft(replace(asker, record=None))
+
+    # What takes their memory away
+
+    def forget(self, generation: Generation) -> None:
+        """A generation is about to be closed: nothing of it may be used any more."""
+        self.snapshots.drop_of(generation)
+        self.held = deque(one for one in self.held if one[0] is not generation)
+
+    def abort(self) -> None:
+        """What is held is about to change: nothing is written from it any more."""
+        self.held.clear()
+        self.snapshots.drop(again=True)  # the new trainers have not got the order
+        self.jobs.give_up_held()
+
+    def close(self) -> None:
+        self.snapshots.drop(again=False)
+        self.jobs.close()

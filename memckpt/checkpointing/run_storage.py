@@ -1,0 +1,260 @@
+"""The run's own storage, as an agent knows it: what is there, what is due, what was refused, and whether it logs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from memckpt.checkpointing.record_log import RecordLog, record_bytes, room_to_log, snapshot_bytes
+from memckpt.checkpointing.schedule import Schedule, alone
+from memckpt.checkpointing.storage_mode import Measured, choose_mode
+from memckpt.checkpointing.writer_jobs import Job
+from memckpt.config import StorageConfig, StorageMode
+from memckpt.node.attempt import Attempt
+from memckpt.node.generation import Generation
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.trainer import Logged, Message, Saved, SaveFailed, StorageStatus
+from memckpt.protocol.writer import Appended, Room, Save
+from memckpt.state.layout import Layout
+from memckpt.state.records import Timeline
+from memckpt.storage.batch import not_loggable
+from memckpt.storage.owner import CLAIM
+
+_log = logging.getLogger("memckpt.agent")
+#: Seconds between two looks whether a full storage has room again.
+_ROOM_SECONDS = 2.0
+
+
+class RunStorage:
+    """Belongs to the agent's event loop. Owns the log; :meth:`RecordLog.close` it.
+
+    Args:
+        name: name of this node's parts.
+        schedule: tells when checkpoints are due.
+        open_log_writer: starts the process that writes records.
+        tell: sends a message to all trainers of the attempt.
+
+    Attributes:
+        config: None: nothing is written.
+        url: of the store.
+        witness: the file without which the store is away.
+        timeline: the one that the attempt trains on.
+        log: the records between checkpoints.
+        last: the newest checkpoint.
+        alarm: why the last checkpoint could not be written; empty if it could.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        schedule: Schedule,
+        open_log_writer: Callable[[], HelperProcess],
+        tell: Callable[[Message], None],
+    ) -> None:
+        self.schedule = schedule
+        self._tell_trainers = tell
+        self.log = RecordLog(name, open_log_writer, self._log_broken)
+        self.config: StorageConfig | None = None
+        self.url = self.witness = ""
+        self.timeline: Timeline | None = None
+        self.mode: StorageMode = "replica"
+        self._mode_reason = ""
+        #: The generation that the mode was chosen for.
+        self._mode_of: int | None = None
+        self.last: Saved | None = None
+        self._saved_record: tuple[Timeline, int] | None = None
+        self.alarm = ""
+        #: Bytes that have to be free before the next checkpoint is tried; None: as far as is known there are.
+        self._missing: int | None = None
+        self._looked_for_room = float("-inf")
+
+    def configure(self, config: StorageConfig | None, run_dir: Path, timeline: Timeline, claimed: bool) -> None:
+        """Take a new attempt's configuration; arguments as for :meth:`Saver.configure`."""
+        self.config = config
+        self.witness = CLAIM if claimed else ""
+        self.schedule.configure(config)
+        self.url = (config.url if config is not None else None) or str(run_dir / "storage")
+        if timeline != self.timeline:
+            self.timeline = timeline
+            self.schedule.restart()
+            self._missing = self._mode_of = None
+        if config is None:
+            self.log.pause()
+        else:
+            self.log.configure(
+                self.url, config.batch_steps, config.timeout_seconds, timeline, config.owner or "", self.witness
+            )
+
+    # What is due
+
+    def due_record(self, generation: Generation, attempt: Attempt, lead: int) -> int | None:
+        """The record after which a checkpoint begins now; None: not now. `lead`: records that an order is ahead."""
+        # Without a checkpoint to redo it on, the log is of no use yet; one may also make room for it.
+        unbased = self.mode == "log" and (not self.log.based or bool(self.log.short))
+        if self.mode == "log" and self.log.too_large(snapshot_bytes(generation.layout)):
+            self.schedule.at_once = True
+        record = self.schedule.due_record(generation, attempt, lead, unbased)
+        if self.config is not None and record is not None:
+            self._choose_mode(generation, self.config)
+            self.schedule.began()
+        return record
+
+    def add_terms(self, job: Job) -> Save:
+        """What the writer process is told of a job, with its urgency and what holds in this store."""
+        save, ours = job.save, job.save.url == self.url
+        steps = self.config.batch_steps if self.config is not None else None
+        return msgspec.structs.replace(
+            save,
+            urgent=save.urgent or job.own is None or self.schedule.preempted,
+            reserve=room_to_log(Layout(save.spec), steps) if ours and self.mode == "log" else 0,
+            witness=self.witness if ours else "",
+        )
+
+    # What is there, and what was refused
+
+    def has(self, record: int) -> bool:
+        """Whether the newest checkpoint is the one after a record of this attempt."""
+        return self.last is not None and self._saved_record == (self.timeline, record)
+
+    def forget_saved(self) -> None:
+        """What comes next is of another attempt, or under another name."""
+        self._saved_record = None
+
+    def saved(self, message: Saved) -> None:
+        """A checkpoint is there."""
+        if message.untidy and (self.last is None or not self.last.untidy):
+            _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
+        self.last, self.alarm, self._missing = message, "", None
+        if message.timeline is not None and message.timeline == self.timeline:
+            self._saved_record = message.timeline, message.record
+            self.log.checkpoint_saved(message.record)
+        self.schedule.wrote(message)
+        _log.info("step %d is in storage: %d MiB, %.2f s", message.step, message.nbytes >> 20, message.seconds)
+        self._tell_trainers(message)
+
+    def not_saved(self, message: SaveFailed) -> None:
+        """A checkpoint could not be written."""
+        _log.error("step %d is not in storage: %s", message.step, message.reason)
+        # Trainers are told once: of a full disk the message says each time how full.
+        again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
+        self.alarm = message.reason
+        self._missing = message.missing
+        self._looked_for_room = time.monotonic()
+        self.schedule.failed()
+        if not again:
+            self._tell_trainers(message)
+
+    def look_is_due(self) -> bool:
+        """Whether to look if a full storage has room again. That costs nothing, and a snapshot does."""
+        now = time.monotonic()
+        due = self._missing is not None and now >= self._looked_for_room + _ROOM_SECONDS
+        if due:
+            self._looked_for_room = now
+        return due
+
+    def found_room(self, found: Room) -> None:
+        """The writer process has looked."""
+        if self._missing is None or found.url != self.url or found.free is None:
+            return
+        if found.free >= self._missing:
+            self._missing = None
+            self.schedule.now_it_may_work()
+
+    # The log
+
+    def log_records(self, generation: Generation) -> None:
+        """Log what has been committed, if records are logged."""
+        if self.config is None:
+            return
+        self.schedule.pace.note(min(generation.committed.values()), time.monotonic())
+        if self._mode_of != generation.number:
+            self._choose_mode(generation, self.config)
+        if self.mode == "log":
+            self.log.collect(generation)
+            if self.schedule.at_once and self.log.based and alone(generation):
+                self.schedule.at_once = False
+                self.log.flush()
+
+    def _choose_mode(self, generation: Generation, config: StorageConfig) -> None:
+        layout = generation.layout
+        measured = Measured(
+            record_bytes=record_bytes(layout),
+            checkpoint_bytes=snapshot_bytes(layout),
+            step_seconds=self.schedule.pace.seconds,
+            bytes_per_second=self._bytes_per_second,
+            interval_steps=self.schedule.interval_steps(),
+        )
+        impossible = not_loggable(generation.spec)
+        if config.mode == "auto" and not alone(generation):
+            impossible = "with several nodes that has to be asked for, since each measures for itself"
+        self._mode_of = generation.number
+        known = measured.step_seconds is not None and measured.bytes_per_second is not None
+        if config.mode == "auto" and self._mode_reason and not known and not impossible:
+            return  # a new attempt goes on as the one before has found right
+        mode, reason = choose_mode(config.mode, impossible, measured)
+        if mode != self.mode:
+            _log.info("storage mode %s: %s", mode, reason)
+            self.log.pause()
+        self.mode, self._mode_reason = mode, reason
+
+    @property
+    def _bytes_per_second(self) -> float | None:
+        return self.last.nbytes / max(self.last.seconds, 1e-9) if self.last is not None else None
+
+    def appended(self, message: Appended) -> None:
+        """The process that writes records has taken some."""
+        before = self.log.written
+        self.log.appended(message)
+        written = self.log.written
+        if written is not None and written != before and self.log.based:
+            self._tell_trainers(Logged(written[1], written[0]))
+
+    def _log_broken(self) -> None:
+        """The log has a hole. In a grace period it was to be flushed: then a checkpoint takes its place."""
+        self.schedule.at_once = self.schedule.at_once or self.schedule.preempted
+
+    @property
+    def log_deadline(self) -> float | None:
+        """Time until which writing records may take (monotonic clock); None while none are written."""
+        return self.log.deadline(self.schedule.preempted_until)
+
+    def status(self, newest_step: int | None, lead: int, saving: bool) -> StorageStatus | None:
+        """What the command line shows.
+
+        Args:
+            newest_step: the newest one that memory holds.
+            lead: records that an order for a snapshot is ahead.
+            saving: whether something is being written.
+        """
+        if self.config is None:
+            return None
+        config, last = self.config, self.last
+        steps = [last.step] if last is not None else []
+        if self.log.based and self.log.written is not None:
+            steps.append(self.log.written[1])
+        stored = max(steps, default=None)
+        if self.mode == "log" and self.log.based:
+            at_most = self.log.unwritten_at_most
+        else:
+            at_most = self.schedule.loses_at_most(last, lead)
+        if at_most is not None and stored is not None and newest_step is not None:
+            at_most = max(at_most, newest_step - stored)
+        return StorageStatus(
+            url=self.url,
+            step=stored,
+            interval_seconds=None if config.every_steps is not None else self.schedule.interval_seconds(),
+            every_steps=config.every_steps,
+            bytes_per_second=self._bytes_per_second,
+            saving=saving,
+            alarm=self.alarm or self.log.alarm,
+            mode=self.mode,
+            reason=self._mode_reason,
+            batch_steps=self.log.batch_steps if self.mode == "log" else None,
+            logged=self.log.taken,
+            loses_at_most=at_most,
+            untidy=last.untidy if last is not None else "",
+        )
