@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -16,9 +16,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
-from memckpt.protocol.writer import (
-    Save,
-)
+from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import FORMAT_VERSION, Part
 
@@ -32,40 +30,32 @@ def standing_still(generation: Generation) -> list[int]:
     return generation.reachable()
 
 
+@dataclass(frozen=True)
+class Terms:
+    """An attempt's settings for its checkpoints.
+
+    Attributes:
+        timeline: the one that the attempt trains on; None: no attempt is known.
+        threads: of the process that redoes.
+        search_path: where the trainers find modules.
+    """
+
+    config: StorageConfig = field(default_factory=StorageConfig)
+    timeline: Timeline | None = None
+    threads: int = 1
+    search_path: tuple[str, ...] = ()
+
+
 class JobMaker:
-    """Describes what the writer process is to write.
+    """Describes what the writer process is to write, on :attr:`terms`.
 
     Args:
         node: name of this node's parts; no other part of the checkpoint may have it.
     """
 
     def __init__(self, node: str) -> None:
-        self._node = node
-        self._config = StorageConfig()
-        self._timeline: Timeline | None = None
-        self._threads = 1
-        self._search_path: tuple[str, ...] = ()
-
-    def configure(
-        self, config: StorageConfig, timeline: Timeline, threads: int, search_path: tuple[str, ...] = ()
-    ) -> None:
-        """Take the attempt's configuration, and the places where its trainers find modules."""
-        self._config, self._timeline, self._threads = config, timeline, threads
-        self._search_path = search_path
-
-    @property
-    def attempt_number(self) -> int:
-        """Number of the current attempt; 0: none is known."""
-        return self._timeline.number if self._timeline is not None else 0
-
-    def configure_like(self, other: JobMaker) -> None:
-        """Take what another one has been told of an attempt."""
-        assert other._timeline is not None
-        self.configure(other._config, other._timeline, other._threads, other._search_path)
-
-    def rename(self, name: str) -> None:
-        """What the parts are called from now on."""
-        self._node = name
+        self.node = node
+        self.terms = Terms()
 
     def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
@@ -144,17 +134,18 @@ class JobMaker:
         plain: bytes = b"",
         metas: tuple[bytes, ...] = (),
     ) -> Save:
-        config, spec = self._config, generation.spec
-        assert self._timeline is not None
+        terms, spec = self.terms, generation.spec
+        config = terms.config
+        assert terms.timeline is not None
         step = generation.step_of(record)
         part = Part(
             format=FORMAT_VERSION,
-            timeline=self._timeline,
+            timeline=terms.timeline,
             record=record,
             step=step if step is not None else record,
             world_size=spec.world_size,
             ranks=spec.local_ranks,
-            node=self._node,
+            node=self.node,
             full=spec.full,
             created=time.time(),
             content=spec.content(),
@@ -174,8 +165,8 @@ class JobMaker:
             missing=missing,
             plain=plain,
             metas=metas,
-            threads=self._threads,
-            search_path=self._search_path,
+            threads=terms.threads,
+            search_path=terms.search_path,
         )
 
 

@@ -1,7 +1,7 @@
-"""Which records go to storage between checkpoints. Copying and writing them is a process's of its own.
+"""Records that go to storage between checkpoints; another process copies and writes them.
 
-Belongs to the agent's event loop and never waits: records that the process has not taken by the time their slots are
-filled anew are a hole, behind which the log goes on and a checkpoint is due.
+Records that it has not taken by the time their slots are filled anew are a hole. Behind a hole the log goes on, and a
+checkpoint is due.
 """
 
 from __future__ import annotations
@@ -15,41 +15,36 @@ from dataclasses import dataclass
 from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.writer import (
-    Append,
-    Appended,
-    LogRecord,
-    OpenLog,
-)
+from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 
 _log = logging.getLogger("memckpt.agent")
 BATCH_BYTES = 64 << 20
 _BATCH_STEPS, _BATCH_SECONDS = 64, 10.0
-#: How large the log becomes before a checkpoint ends it: of one, and at least in bytes.
+#: Size of the log at which a checkpoint ends it: in checkpoints, and at least in bytes.
 _CHECKPOINTS, _LEAST_BYTES = 10, 1 << 30
-#: How long to wait before a process that failed is started again.
+#: Seconds before a process that failed is started again.
 _RETRY_SECONDS = 5.0
 
 
 def record_bytes(layout: Layout) -> int:
-    """How large a record is in the log, about: gradients and by-value tensors."""
+    """Bytes of a record in the log, about: gradients and by-value tensors."""
     return layout.gradient_bytes + layout.by_value_bytes
 
 
 def batch_steps_for(layout: Layout, asked: int | None) -> int:
-    """How many records make a batch."""
+    """Records in a batch."""
     return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(record_bytes(layout), 1)))
 
 
 def snapshot_bytes(layout: Layout) -> int:
-    """How large a checkpoint is, about."""
+    """Bytes of a checkpoint, about."""
     return layout.snapshot_bytes + layout.static_bytes
 
 
 def room_to_log(layout: Layout, asked: int | None) -> int:
-    """How many bytes a log takes at least: two batches of as many records as asked for, and the checkpoint behind."""
+    """Bytes that a log takes at least: two batches of as many records as asked for, and the checkpoint behind."""
     return snapshot_bytes(layout) + 2 * batch_steps_for(layout, asked) * record_bytes(layout)
 
 
@@ -57,8 +52,8 @@ def room_to_log(layout: Layout, asked: int | None) -> int:
 class _Stretch:
     """Records `first` to `last`, collected without a hole.
 
-    `checkpoint` is the newest that storage has of the records ``first - 1`` to `last`, with the timeline that it is
-    stored under; without one the stretch is of no use yet.
+    `checkpoint`: the newest in storage of the records ``first - 1`` to `last`, and the timeline that it is stored
+    under; without one the stretch is of no use yet.
     """
 
     first: int
@@ -68,10 +63,7 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record on its way to the process, with what belongs to it whatever attempt has begun meanwhile.
-
-    `url` and `timeline`: where to; `follows`: the timeline of the record before it.
-    """
+    """A record on its way to the process. `follows`: the timeline of the record before it."""
 
     url: str
     timeline: Timeline
@@ -80,18 +72,18 @@ class _Waiting:
 
 
 class RecordLog:
-    """The log of one run on one node.
+    """The log of one run on one node. Belongs to the agent's event loop, and never waits.
 
     Args:
-        node: this node's name.
+        node: name of this node's parts.
         open_writer: starts the process that writes records.
-        broken: called when storage could produce what is logged, and cannot go on with it: there is a hole.
+        broken: called when a hole follows records that storage can produce.
 
     Attributes:
-        taken: the newest record that has been copied out of its slot.
-        written: the newest record of this attempt that is in storage, and its step.
-        alarm: why there was a hole; empty once records are being written again.
-        short: why records wait for room in the storage; empty: they do not.
+        taken: the newest record copied out of its slot.
+        written: the newest record of this attempt in storage, and its step.
+        alarm: reason of a hole; empty once records are being written again.
+        short: reason why records wait for room in the storage; empty: they do not.
     """
 
     def __init__(self, node: str, open_writer: Callable[[], HelperProcess], broken: Callable[[], None]) -> None:
@@ -103,10 +95,10 @@ class RecordLog:
         self._asked_steps: int | None = None
         self._timeout_seconds = 0.0
         self._timeline: Timeline | None = None
-        #: The record behind which the timeline branched off, and the timeline of that record.
+        #: The record behind which the timeline branched off, and that record's timeline.
         self._branched: tuple[int, Timeline] | None = None
         self._generation: Generation | None = None
-        #: The timeline and generation that the process was told of last, and the newest record that it was given.
+        #: The timeline and generation last opened in the process, and the newest record given to it.
         self._opened: tuple[Timeline, int] | None = None
         self._given = 0
         self._pending: deque[_Waiting] = deque()
@@ -119,11 +111,11 @@ class RecordLog:
         self.written: tuple[int, int] | None = None
         self.alarm = ""
         self.short = ""
-        #: What has been written since the last checkpoint, about.
+        #: Bytes written since the last checkpoint, about.
         self._nbytes = 0
 
     def rename(self, name: str) -> None:
-        """What the batches of the next attempt are called; one that is open keeps its name."""
+        """Take a name for the batches of the next attempt; one that is open keeps its own."""
         self._node = name
 
     def configure(
@@ -135,7 +127,7 @@ class RecordLog:
         run: str = "",
         witness: str = "",
     ) -> None:
-        """Where to, and for which attempt of which run; `witness`: the file without which the store is away."""
+        """Log to a store, for an attempt of a run; `witness`: the file without which the store is away."""
         self._run, self._witness = run, witness
         if timeline != self._timeline:
             self._timeline, self._branched = timeline, None
@@ -144,7 +136,7 @@ class RecordLog:
         self._url, self._asked_steps, self._timeout_seconds = url, batch_steps, timeout_seconds
 
     def branch(self, record: int, follows: Timeline) -> None:
-        """The attempt goes on behind a record that memory held, of the timeline `follows`."""
+        """Go on behind a record that memory held, of the timeline `follows`."""
         # What lies beyond has its slots filled anew under the same numbers.
         self._pending = deque(one for one in self._pending if one.record.record <= record)
         if self._busy_since is not None and self._given > record:
@@ -153,8 +145,8 @@ class RecordLog:
         self._branched = record, follows
         if before is not None and before.first - 1 <= record <= before.last:
             known = before.checkpoint
-            # An attempt may have stored the very record that it began behind. That is under its own name, where
-            # another one that goes back to this record is not looked for.
+            # An attempt may have stored the very record that it began behind under its own name, where another one
+            # that goes back to this record does not look.
             reached = known is not None and (known[0] < record or known == (record, follows))
             self._stretch = _Stretch(before.first, record, known if reached else None)
 
@@ -162,11 +154,11 @@ class RecordLog:
 
     @property
     def based(self) -> bool:
-        """Whether storage can produce what is logged: it has a checkpoint for the records to be redone on."""
+        """Whether storage can produce what is logged: it has a checkpoint to redo the records on."""
         return self._stretch is not None and self._stretch.checkpoint is not None
 
     def reaches(self, record: int) -> bool:
-        """Whether storage can produce a record as soon as all that has been collected is written."""
+        """Whether storage can produce a record once all that has been collected is written."""
         return self.based and self._stretch is not None and self._stretch.last >= record
 
     def covers(self, record: int) -> bool:
@@ -174,14 +166,14 @@ class RecordLog:
         return self.reaches(record) and self.written is not None and self.written[0] >= record
 
     def checkpoint_saved(self, record: int) -> None:
-        """Storage has a checkpoint of this attempt."""
+        """Note a checkpoint of this attempt in storage."""
         stretch = self._stretch
         if stretch is not None and self._timeline is not None and stretch.first - 1 <= record <= stretch.last:
             self._stretch = _Stretch(stretch.first, stretch.last, (record, self._timeline))
             self._nbytes = 0
 
     def too_large(self, checkpoint_bytes: int) -> bool:
-        """Whether a checkpoint should end the log, which grows without bounds else."""
+        """Whether a checkpoint should end the log, which else grows without bounds."""
         return self._nbytes > max(_LEAST_BYTES, _CHECKPOINTS * checkpoint_bytes)
 
     def collect(self, generation: Generation) -> None:
@@ -210,13 +202,13 @@ class RecordLog:
         self._pump()
 
     def forget(self, generation: Generation) -> None:
-        """A generation is about to be closed: what of it has not been handed on is lost."""
+        """Let go of a generation that is about to be closed: what has not been handed on of it is lost."""
         if self._generation is generation:
             self._generation = None
             self._pending.clear()
 
     def pause(self) -> None:
-        """Begin or stop to log: what comes next does not go on from what there is."""
+        """Let what comes next not go on from what there is."""
         self.close()
         self._pending.clear()
         self._stretch = self._stretch_before = None
@@ -228,12 +220,12 @@ class RecordLog:
 
     @property
     def unwritten_at_most(self) -> int | None:
-        """Records that are not in storage yet, at most: a batch that is not full, and what waits for the process."""
+        """Records not in storage yet, at most: a batch that is not full, and what waits for the process."""
         steps = self.batch_steps
         return steps + self._generation.layout.ring if steps is not None and self._generation is not None else None
 
     def flush(self) -> None:
-        """Have everything written that has been collected, as soon as it can be."""
+        """Have all that has been collected written as soon as possible."""
         self._flush = True
         self._pump()
 
@@ -250,7 +242,7 @@ class RecordLog:
     # The process
 
     def _pump(self) -> None:
-        """Hand on what has been collected, if the process has nothing to do."""
+        """Hand on what has been collected, if the process is idle."""
         generation = self._generation
         if self._busy_since is not None or generation is None or not (self._pending or self._flush):
             return
@@ -274,7 +266,7 @@ class RecordLog:
         self._busy_since = time.monotonic()
 
     def _open(self, generation: Generation, first: _Waiting) -> None:
-        """Tell the process, which is started if there is none, what the records from `first` on belong to."""
+        """Start the process if there is none, and tell it what the records from `first` on belong to."""
         if self._writer is None:
             self._opened = None
             self._writer = self._open_writer()
@@ -303,10 +295,9 @@ class RecordLog:
         return self._busy_since is not None or (self._flush and self._generation is not None)
 
     def deadline(self, preempted_until: float) -> float | None:
-        """Until when the process may take (monotonic clock); None while it does nothing.
+        """Time by which the process has to be done (monotonic clock); None while it is idle.
 
-        Args:
-            preempted_until: when the machine may be gone; in the past if nobody has said so.
+        `preempted_until`: the end of a grace period; in the past where none runs.
         """
         if self._busy_since is None:
             return None
@@ -314,7 +305,7 @@ class RecordLog:
         return min(limit, preempted_until) if preempted_until > self._busy_since else limit
 
     def appended(self, message: Appended) -> None:
-        """The process has taken what it was given."""
+        """Take the process's answer."""
         self._busy_since = None
         self.taken = message.taken
         if message.written is not None and self._opened is not None and self._opened[0] == self._timeline:
@@ -332,7 +323,7 @@ class RecordLog:
         self._pump()
 
     def writer_ended(self, reason: str) -> None:
-        """The process is gone, and with it what it had not written."""
+        """Note the end of the process: what it had not written is lost."""
         self.close()
         self._pending.clear()
         self.alarm = reason
@@ -340,7 +331,6 @@ class RecordLog:
         self._break(reason)
 
     def close(self) -> None:
-        """End the process."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

@@ -15,7 +15,7 @@ from typing import Literal
 from memckpt.checkpointing.askers import Done, Export, Peers, Run
 from memckpt.checkpointing.checkpoints import Checkpoints
 from memckpt.checkpointing.flow import Answer, carry_on
-from memckpt.checkpointing.job_maker import JobMaker, standing_still
+from memckpt.checkpointing.job_maker import JobMaker, Terms, standing_still
 from memckpt.checkpointing.run_storage import RunStorage
 from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.snapshots import Snapshot
@@ -108,24 +108,24 @@ class Saver:
             self._flushing = None
             self._checkpoints.held.clear()
         self._storage.configure(config, run_dir, timeline, claimed)
-        self._making.configure(config or StorageConfig(), timeline, threads, search_path)
+        self._making.terms = Terms(config or StorageConfig(), timeline, threads, search_path)
         if config is not None:
             self._jobs.warm()
 
     @property
     def attempt_number(self) -> int:
         """Number of the attempt whose parts are written; 0: none is known."""
-        return self._making.attempt_number
+        timeline = self._making.terms.timeline
+        return timeline.number if timeline is not None else 0
 
     def configure_like(self, other: Saver, name: str) -> None:
         """Write for the attempt that another saver knows, under this name; for ranks that are not here."""
         self._storage.forget_saved()
-        self._making.rename(name)
-        self._making.configure_like(other._making)
+        self._making.node, self._making.terms = name, other._making.terms
 
     def rename(self, name: str) -> None:
         """Take a name for the parts of the next attempt, which :meth:`configure` then tells of."""
-        self._making.rename(name)
+        self._making.node = name
         self._log.rename(name)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:

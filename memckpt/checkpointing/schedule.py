@@ -1,7 +1,7 @@
-"""When a checkpoint is due, and after which record; how many steps may be lost until it is there.
+"""Times and records of checkpoints; steps that may be lost until one is there.
 
 Ranks that hold other shards, or that run on other nodes, are saved apart and have to be saved after the same record.
-Where steps decide, that is so by itself. Else who saves the first rank chooses: those on its own node are told; the
+Where steps decide, that is so by itself. Else the saver of the first rank chooses. Savers on its own node are told; the
 agents of other nodes look in the storage, where the record is announced long before.
 """
 
@@ -19,11 +19,11 @@ from memckpt.node.generation import Generation
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.trainer import Saved
 
-#: How many records before a snapshot its memory is taken and its order given, where steps decide.
+#: Records before a snapshot at which its memory is taken and its order given, where steps decide.
 _ORDER_RECORDS = 16
-#: With several nodes: how far ahead the first rank's announces a checkpoint, and how often the others look.
+#: With several nodes: seconds by which the first rank's announces a checkpoint ahead, and between others' looks.
 _ANNOUNCE_SECONDS, _LOOK_SECONDS = 8.0, 2.0
-#: How many records ahead of the newest one those on the same node are told.
+#: Records ahead of the newest one at which savers on the same node are told.
 _TELL_RECORDS = 4
 
 
@@ -33,12 +33,12 @@ def alone(generation: Generation) -> bool:
 
 
 class Schedule:
-    """When the checkpoints of a run are due.
+    """The schedule of a run's checkpoints.
 
     Args:
-        announce: tells those on the same node that a checkpoint is taken after a record and, if the second argument
-            says so, writes it down where other nodes' agents look.
-        look: asks what has been announced there; the answer goes to :meth:`announced`.
+        announce: tells savers on the same node that a checkpoint is taken after a record; with True, also notes it
+            where other nodes' agents look.
+        look: asks for what has been noted there; the answer goes to :meth:`announced`.
     """
 
     def __init__(self, announce: Callable[[int, bool], None], look: Callable[[], None]) -> None:
@@ -46,12 +46,12 @@ class Schedule:
         self._look = look
         self._config: StorageConfig | None = None
         self.pace = Pace()
-        #: No checkpoint of this run has begun yet: until one is there, losing the machine loses everything.
+        #: Whether no checkpoint of this run has begun yet: until one is there, losing the machine loses everything.
         self._first = True
-        #: A checkpoint, or what is in the log's buffers, is wanted as soon as possible.
+        #: Whether a checkpoint, or what is in the log's buffers, is wanted as soon as possible.
         self.at_once = False
         self._began = time.monotonic()
-        #: What failed is tried again at once, then after 1, 2, 4, ... seconds.
+        #: Pauses after failures: none, then 1, 2, 4, ... seconds.
         self._backoff = Backoff(lambda: time.monotonic(), at_once=1)
         self._not_before = float("-inf")
         self._copy_seconds = self._cost_seconds = 0.0
@@ -65,7 +65,7 @@ class Schedule:
         self._config = config
 
     def restart(self) -> None:
-        """A new attempt begins."""
+        """Begin a new attempt."""
         self.pace.restart()
         self._began = time.monotonic()
         self._preempted_until, self.at_once = float("-inf"), False
@@ -74,7 +74,7 @@ class Schedule:
         self._announced = None
 
     def preempt(self, grace_seconds: float) -> None:
-        """The machine may be gone after this time. It may also be an ordinary restart, so that is all."""
+        """Want a checkpoint at once, and have it written in this time: the machine may then be gone."""
         self._preempted_until = time.monotonic() + grace_seconds
         self.at_once = True
 
@@ -85,23 +85,23 @@ class Schedule:
 
     @property
     def preempted_until(self) -> float:
-        """When it ends, or has ended (monotonic clock)."""
+        """End of the newest grace period (monotonic clock)."""
         return self._preempted_until
 
     def limit_seconds(self) -> float:
-        """How long writing a checkpoint may take."""
+        """Seconds that writing a checkpoint may take."""
         config = self._config or StorageConfig()
         return config.grace_seconds if self.preempted else config.timeout_seconds
 
     # When, after which record
 
     def interval_seconds(self) -> float:
-        """The least time from one checkpoint to the next: what one costs is then the configured share of it."""
+        """Least time from one checkpoint to the next, of which its cost is then the configured share."""
         assert self._config is not None
         return max(self._config.min_seconds, self._cost_seconds / self._config.overhead)
 
     def interval_steps(self) -> float | None:
-        """About how many records lie between two checkpoints; None before that can be told."""
+        """Records between two checkpoints, about; None before that can be told."""
         assert self._config is not None
         if self._config.every_steps is not None:
             return self._config.every_steps
@@ -109,12 +109,12 @@ class Schedule:
         return self.interval_seconds() / max(seconds, 1e-9) if seconds is not None else None
 
     def due_record(self, generation: Generation, attempt: Attempt, lead: int, unbased: bool) -> int | None:
-        """After which record to take a snapshot, so that every rank learns of it in time; None: not now.
+        """The record after which to take a snapshot, so that every rank learns of it in time; None: not now.
 
         Args:
-            generation: which is held and complete.
-            attempt: whose ranks are to copy.
-            lead: how many records ahead an order must be.
+            generation: the complete one that is held.
+            attempt: the ranks that are to copy.
+            lead: records that an order must be ahead.
             unbased: whether a log is kept that has no checkpoint yet, without which it is of no use, or no room.
         """
         config = self._config
@@ -150,7 +150,7 @@ class Schedule:
         return record
 
     def _announced_record(self, ahead: int, look: bool) -> int | None:
-        """What has been announced, if it can still be done; with `look` looks for news now and then."""
+        """The announced record, if there is still time for it; `look`: look for news now and then."""
         record, self._announced = self._announced, None
         if record is not None and record >= ahead:
             return record
@@ -161,35 +161,35 @@ class Schedule:
         return None
 
     def announced(self, record: int | None) -> None:
-        """What has been announced on this attempt's timeline."""
+        """Note the record that has been announced on this attempt's timeline."""
         self._announced = record
 
-    # What became of it
+    # How checkpoints go
 
     def began(self) -> None:
-        """The checkpoint that was due has begun."""
+        """Note the beginning of the checkpoint that was due."""
         self.at_once = self._first = False
         self._began = time.monotonic()
         self._backoff.started()
 
     def failed(self) -> None:
-        """A checkpoint could not be written: the next one waits, the longer the more have failed."""
+        """Have the next checkpoint wait, the longer the more have failed."""
         self._not_before = time.monotonic() + self._backoff.died()
 
     def now_it_may_work(self) -> None:
-        """What it failed for is no more: the next one is due at once."""
+        """Have the next one at once: the reason of the failure is no more."""
         self._not_before, self.at_once = float("-inf"), True
 
     def again(self) -> None:
-        """It came to nothing: the next one is due at once."""
+        """Have the next one at once: the last one came to nothing, and has not failed."""
         self._began = float("-inf")
 
     def copied(self, seconds: float) -> None:
-        """A snapshot took the trainers so long."""
+        """Note the time that a snapshot took of the trainers."""
         self._copy_seconds = seconds
 
     def wrote(self, saved: Saved) -> None:
-        """A checkpoint is in storage."""
+        """Note the cost of a checkpoint that is in storage."""
         self._not_before = float("-inf")
         self._backoff.reset()
         self._cost_seconds = self._copy_seconds + saved.cpu_seconds / len(os.sched_getaffinity(0))
@@ -197,14 +197,12 @@ class Schedule:
     def loses_at_most(self, last: Saved | None, lead: int) -> int | None:
         """Steps from one checkpoint until the next is written; None before that can be told.
 
-        Args:
-            last: the newest checkpoint.
-            lead: as for :meth:`due_record`.
+        `last`: the newest checkpoint. `lead`: as for :meth:`due_record`.
         """
         steps, seconds = self.interval_steps(), self.pace.seconds
         if last is None or steps is None or seconds is None:
             return None
-        # Twice the last time: storage is not always as fast.
+        # Twice the last one's time: storage is not always as fast.
         delay = self._copy_seconds + 2 * last.seconds + (_ANNOUNCE_SECONDS if self._by_announcement else 0.0)
         writing = math.ceil(delay / max(seconds, 1e-6)) + lead
         return math.ceil(steps) + writing

@@ -1,4 +1,4 @@
-"""Whether records are logged between checkpoints: decided from what was measured, with the reason. A pure function."""
+"""The storage mode (are records logged between checkpoints?), decided from measurements by a pure function."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SHARE = 0.1
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a run and its storage.
+    """Measurements of a run and its storage.
 
     Attributes:
-        record_bytes: of one record in the log.
-        checkpoint_bytes: of one checkpoint.
-        step_seconds: from one record to the next; None before enough of them have come.
-        bytes_per_second: of the last checkpoint; None before the first.
+        record_bytes: size of one record in the log.
+        checkpoint_bytes: size of one checkpoint.
+        step_seconds: time from one record to the next; None before enough of them have come.
+        bytes_per_second: rate of the last checkpoint; None before the first.
         interval_steps: records from one checkpoint to the next, about.
     """
 
@@ -30,12 +30,12 @@ class Measured:
 
 
 def choose_mode(asked: StorageChoice, impossible: str, measured: Measured) -> tuple[StorageMode, str]:
-    """The mode and, in words, why it is that one.
+    """The mode and, in words, its reason.
 
     Args:
-        asked: what is configured.
-        impossible: why records of this run cannot be logged at all; empty if they can.
-        measured: as far as anything has been.
+        asked: the configured mode.
+        impossible: reason why records of this run cannot be logged at all; empty if they can.
+        measured: measurements so far.
     """
     if asked == "replica":
         return "replica", "as configured"
@@ -74,7 +74,7 @@ def _text(nbytes: float) -> str:
 
 
 class Pace:
-    """How long a record takes, over those since :meth:`restart`."""
+    """Time per record, over those since :meth:`restart`."""
 
     _ENOUGH = 8
 
@@ -83,17 +83,17 @@ class Pace:
         self._newest: tuple[int, float] | None = None
 
     def restart(self) -> None:
-        """What was measured belongs to another attempt."""
+        """Forget what was measured in another attempt."""
         self._first = self._newest = None
 
     def note(self, record: int, now: float) -> None:
-        """A record was committed at `now`, in seconds of the monotonic clock."""
+        """Note a record that was committed at `now`, in seconds of the monotonic clock."""
         self._first = self._first or (record, now)
         self._newest = record, now
 
     @property
     def seconds(self) -> float | None:
-        """Per record; None before there are enough of them."""
+        """Seconds per record; None before there are enough of them."""
         if self._first is None or self._newest is None or self._newest[0] - self._first[0] < self._ENOUGH:
             return None
         return (self._newest[1] - self._first[1]) / (self._newest[0] - self._first[0])

@@ -1,4 +1,4 @@
-"""Checkpoints on their way to the writer process, one after the other."""
+"""Jobs of the writer process, one after the other."""
 
 from __future__ import annotations
 
@@ -15,20 +15,12 @@ from memckpt.checkpointing.flow import Answer
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import (
-    Saved,
-    SaveFailed,
-)
-from memckpt.protocol.writer import (
-    Announce,
-    LookForAnnounced,
-    LookForRoom,
-    Save,
-)
+from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
 
-#: How long the writer may take to look for what another node has announced.
+#: Seconds that the writer may take to look for what another node has announced.
 _LOOK_LIMIT_SECONDS = 120.0
 _log = logging.getLogger("memckpt.agent")
 
@@ -59,11 +51,7 @@ class _Queued:
 
 
 class WriterJobs:
-    """Owns the writer process, which it starts when it may soon have something to do.
-
-    Args:
-        open_writer: starts it.
-    """
+    """Owns the writer process, which `open_writer` starts."""
 
     def __init__(self, open_writer: Callable[[], HelperProcess]) -> None:
         self._open_writer = open_writer
@@ -72,7 +60,7 @@ class WriterJobs:
         self._current: _Queued | None = None
         self._deadline = 0.0
         self._looking_since: float | None = None
-        #: What killed writers may have left half-written, and where.
+        #: Parts that killed writers may have left half-written, by URL.
         self._abandoned: list[tuple[str, Part]] = []
 
     @property
@@ -81,7 +69,7 @@ class WriterJobs:
 
     @property
     def reads_held(self) -> bool:
-        """Whether something of the run's own is being written from held memory, or will be."""
+        """Whether the run has a job here that reads held memory."""
         return any(one.job.own is None and isinstance(one.asker, Run) for one in self._all)
 
     @property
@@ -90,7 +78,7 @@ class WriterJobs:
 
     @property
     def deadline(self) -> float | None:
-        """Until when the writer may take (monotonic clock); None while it does nothing."""
+        """Time by which the writer has to be done (monotonic clock); None while it is idle."""
         if self._current is not None:
             return self._deadline
         return None if self._looking_since is None else self._looking_since + _LOOK_LIMIT_SECONDS
@@ -129,19 +117,19 @@ class WriterJobs:
         self._say(Announce(url, timeline, record, witness))
 
     def look(self, url: str, timeline: Timeline) -> None:
-        """Look for what the first rank's agent has announced; Announced comes back."""
+        """Have it look for what the first rank's agent has announced; Announced comes back."""
         if self._current is None and self._looking_since is None:
             self._looking_since = time.monotonic()
             self._say(LookForAnnounced(url, timeline))
 
     def look_for_room(self, url: str, witness: str = "") -> None:
-        """Look how many bytes are free in a store; Room comes back."""
+        """Have it look how many bytes are free in a store; Room comes back."""
         if self._current is None and self._looking_since is None:
             self._looking_since = time.monotonic()
             self._say(LookForRoom(url, witness))
 
     def looked(self) -> None:
-        """It has answered."""
+        """Note that it has looked."""
         self._looking_since = None
 
     def _say(self, message: Save | Announce | LookForAnnounced | LookForRoom, regions: Sequence[Region] = ()) -> None:
@@ -155,7 +143,7 @@ class WriterJobs:
     # How a job ends
 
     def finished(self, message: Saved | SaveFailed) -> None:
-        """The writer process is done with a job."""
+        """Take the writer's answer to a job."""
         queued = self._current
         if queued is None:
             return
@@ -166,7 +154,7 @@ class WriterJobs:
         self._begin()
 
     def ended(self, reason: str) -> None:
-        """The writer process is gone, or has to go: what it was to do fails."""
+        """End the writer process, which is gone or has to go: its jobs fail."""
         self._end_writer()
         failed = self._all
         if self._current is not None:

@@ -17,12 +17,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.backoff import Backoff
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.writer import (
-    Append,
-    Appended,
-    LogRecord,
-    OpenLog,
-)
+from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
 from memckpt.storage.batch import FileTensor, RecordCopy, write_batch
