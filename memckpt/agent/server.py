@@ -346,7 +346,7 @@ class Agent:
             if group is None:
                 continue  # it has been let go of since
             if isinstance(message, ReplicaCopied):
-                group.saver.replica_copied(message)
+                group.saver.snapshots.copied(message)
                 continue
             if isinstance(message, Drift):
                 self._max_drift = max(self._max_drift, message.max_ulp)
@@ -430,7 +430,7 @@ class Agent:
             case Recover():
                 self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():
-                group.saver.snapshot_taken(trainer.rank, message)
+                group.saver.snapshots.taken(trainer.rank, message)
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
                 trainer.next_record = message.record + 1

@@ -84,7 +84,10 @@ class Checkpoints:
     async def copy_for_peers(
         self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]
     ) -> None:
-        """Have the state after a record that lies ahead copied; `taken` gets the copy, which it owns, or None."""
+        """Have the state after a record copied, if nothing else is just being copied."""
+        if self.snapshots.asker is not None:
+            taken(None)
+            return
         try:
             snapshot = await self.snapshots.take(Peers(), generation, record)
         except (MemckptError, OSError, RuntimeError) as error:

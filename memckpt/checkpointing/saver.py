@@ -24,8 +24,8 @@ from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Message, ReplicaCopied, Saved, SaveFailed, SnapshotTaken, StorageStatus
-from memckpt.protocol.writer import Announced, Appended, Room
+from memckpt.protocol.trainer import Message, Saved, SaveFailed, StorageStatus
+from memckpt.protocol.writer import Announce, Announced, Appended, LookForAnnounced, LookForRoom, Room
 from memckpt.state.records import Timeline
 
 _log = logging.getLogger("memckpt.agent")
@@ -41,8 +41,8 @@ StartWriter = Callable[
 
 
 class Saver:
-    """Belongs to the agent's event loop. Nothing here waits for storage; a replica that is busy with a record is
-    waited for where it must stand still.
+    """Belongs to the agent's event loop. Only a replica that is busy with a record is waited for, where it must stand
+    still.
 
     Args:
         node: this node's name, or the name of its parts of a checkpoint where others of the same node have theirs.
@@ -79,7 +79,7 @@ class Saver:
             failed,
             hurried,
         )
-        self._snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
+        self.snapshots, self._jobs = self._checkpoints.snapshots, self._checkpoints.jobs
         self._retry_at = float("-inf")
         #: The generation whose records are being flushed to the log because it stands still; the answer: they are.
         self._flushing: tuple[Generation, Answer[None]] | None = None
@@ -164,24 +164,25 @@ class Saver:
             return
         if self._checkpoints.asked:
             export = self._checkpoints.asked.popleft()
-            record = export.record or attempt.newest_record + self._snapshots.lead
+            record = export.record or attempt.newest_record + self.snapshots.lead
             carry_on(self._checkpoints.save_ahead(export, generation, record))
             return
         if self._storage.look_is_due():
-            self._jobs.look_for_room(self._storage.url, self._storage.witness)
-        due = self._storage.due_record(generation, attempt, self._snapshots.lead)
+            self._jobs.look(LookForRoom(self._storage.url, self._storage.witness))
+        due = self._storage.due_record(generation, attempt, self.snapshots.lead)
         if due is not None:
             carry_on(self._checkpoints.save_ahead(Run(self._storage.url), generation, due))
 
     def _announce(self, record: int, elsewhere: bool) -> None:
-        assert self._storage.timeline is not None
+        storage = self._storage
+        assert storage.timeline is not None
         self._tell_siblings(record)
         if elsewhere:
-            self._jobs.announce(self._storage.url, self._storage.timeline, record, self._storage.witness)
+            self._jobs.announce(Announce(storage.url, storage.timeline, record, storage.witness))
 
     def hurry(self, lead: int) -> None:
         """Give orders so many records ahead, if not earlier: parts of one checkpoint are chosen alike."""
-        self._snapshots.lead = max(self._snapshots.lead, lead)
+        self.snapshots.lead = max(self.snapshots.lead, lead)
 
     def announced(self, record: int) -> None:
         """Whoever saves the first rank takes a checkpoint after this record."""
@@ -189,28 +190,11 @@ class Saver:
 
     def _look(self) -> None:
         assert self._storage.timeline is not None
-        self._jobs.look(self._storage.url, self._storage.timeline)
+        self._jobs.look(LookForAnnounced(self._storage.url, self._storage.timeline))
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
-        """Have the state after a record copied, if nothing else is just being copied.
-
-        Args:
-            generation: the one that is held.
-            record: a little ahead.
-            taken: gets the copy, which it owns; None if there is none.
-        """
-        if self._snapshots.asker is not None:
-            taken(None)
-        else:
-            carry_on(self._checkpoints.copy_for_peers(generation, record, taken))
-
-    def snapshot_taken(self, rank: int, message: SnapshotTaken) -> None:
-        """A trainer has copied its part of a snapshot, or could not."""
-        self._snapshots.taken(rank, message)
-
-    def replica_copied(self, message: ReplicaCopied) -> None:
-        """The redo thread has copied the replica, or could not."""
-        self._snapshots.copied(message)
+        """Have the state after a record that lies ahead copied; `taken` gets the copy, which it owns, or None."""
+        carry_on(self._checkpoints.copy_for_peers(generation, record, taken))
 
     # When no trainer runs
 
@@ -225,7 +209,7 @@ class Saver:
         storage, spec = self._storage, generation.spec
         if storage.config is None or storage.timeline is None or self._jobs.reads_held:
             return
-        self._snapshots.drop(again=True)
+        self.snapshots.drop(again=True)
         records = [one for one in standing_still(generation) if record is None or one <= record]
         committed = min(generation.committed.values(), default=0)
         if generation.ring.disagreed(committed):
@@ -296,8 +280,8 @@ class Saver:
             generation: the one that is held.
             record: the one that all ranks of the job have, where that is known.
         """
-        if isinstance(self._snapshots.asker, (Export, Peers)):
-            self._snapshots.drop(again=True)  # its order has died with the trainers
+        if isinstance(self.snapshots.asker, (Export, Peers)):
+            self.snapshots.drop(again=True)  # its order has died with the trainers
         while self._checkpoints.asked:
             export = self._checkpoints.asked.popleft()
             if records := standing_still(generation):
@@ -374,4 +358,4 @@ class Saver:
 
     def status(self, newest_step: int | None) -> StorageStatus | None:
         """What the command line shows; `newest_step` is the newest that memory holds."""
-        return self._storage.status(newest_step, self._snapshots.lead, self.saving)
+        return self._storage.status(newest_step, self.snapshots.lead, self.saving)

@@ -17,7 +17,6 @@ from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.trainer import Saved, SaveFailed
 from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
-from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
 
 #: Seconds that the writer may take to look for what another node has announced.
@@ -110,23 +109,17 @@ class WriterJobs:
             abandoned = tuple(part for url, part in self._abandoned if url == job.save.url)
             self._say(msgspec.structs.replace(job.save, abandoned=abandoned), job.regions)
 
-    # What several nodes agree on
+    # What else it does
 
-    def announce(self, url: str, timeline: Timeline, record: int, witness: str = "") -> None:
+    def announce(self, message: Announce) -> None:
         """Let the agents of other nodes know after which record a checkpoint will be taken."""
-        self._say(Announce(url, timeline, record, witness))
+        self._say(message)
 
-    def look(self, url: str, timeline: Timeline) -> None:
-        """Have it look for what the first rank's agent has announced; Announced comes back."""
+    def look(self, message: LookForAnnounced | LookForRoom) -> None:
+        """Have the writer look into a store, if it is idle; Announced or Room comes back."""
         if self._current is None and self._looking_since is None:
             self._looking_since = time.monotonic()
-            self._say(LookForAnnounced(url, timeline))
-
-    def look_for_room(self, url: str, witness: str = "") -> None:
-        """Have it look how many bytes are free in a store; Room comes back."""
-        if self._current is None and self._looking_since is None:
-            self._looking_since = time.monotonic()
-            self._say(LookForRoom(url, witness))
+            self._say(message)
 
     def looked(self) -> None:
         """Note that it has looked."""

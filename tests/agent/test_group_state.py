@@ -229,9 +229,9 @@ def test_what_an_attempt_that_got_nowhere_leaves_is_no_part_of_what_is_held() ->
 def test_all_are_told_as_early_as_the_one_that_was_told_too_late() -> None:
     groups = introduced((0,), (1,))
     try:
-        leads = {one.ranks: one.saver._snapshots.lead for one in groups}
-        groups[(0,)].saver._snapshots.hurry()
-        assert [one.saver._snapshots.lead for one in groups] == [2 * leads[0,]] * 2
+        leads = {one.ranks: one.saver.snapshots.lead for one in groups}
+        groups[(0,)].saver.snapshots.hurry()
+        assert [one.saver.snapshots.lead for one in groups] == [2 * leads[0,]] * 2
     finally:
         groups.close()
 

@@ -98,7 +98,7 @@ class Node:
     def copy(self, record: int, seconds: float = 0.1) -> None:
         """All ranks have copied their part of a snapshot."""
         for rank in self.held.spec.local_ranks:
-            self.saver.snapshot_taken(rank, SnapshotTaken(record, seconds))
+            self.saver.snapshots.taken(rank, SnapshotTaken(record, seconds))
 
     # What processes do
 
@@ -199,7 +199,7 @@ def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None
 def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(make: Any) -> None:
     node = make(every_steps=1, mode="replica")
     assert node.train_until_ordered() == 3
-    region = node.saver._snapshots._current.region
+    region = node.saver.snapshots._current.region
     node.held.pinned = None  # whatever has let go of them
     node.train(19)
     assert not node.held.knows(3)
@@ -335,7 +335,7 @@ def test_two_who_wait_are_both_answered_though_an_order_was_missed(make: Any) ->
     for url in ("first", "second"):
         node.saver.save_to(url, lambda answer, url=url: answers.setdefault(url, answer), node.held, training=True)
         node.train()
-    node.saver.snapshot_taken(0, SnapshotTaken(8, 0.0, missed=True))
+    node.saver.snapshots.taken(0, SnapshotTaken(8, 0.0, missed=True))
     for url in ("first", "second"):
         record = node.train_until_ordered()
         node.train(4)
