@@ -12,23 +12,16 @@ Done = Callable[["Saved | SaveFailed"], None]
 
 @dataclass(frozen=True)
 class Run:
-    """The run, for its own storage. Its trainers are told.
-
-    Attributes:
-        url: of the store.
-    """
+    """The run, for its own storage. Its trainers are told."""
 
     url: str
 
 
 @dataclass(frozen=True)
 class Export:
-    """Somebody who waits for an answer.
+    """Somebody who waits for an answer: `done` is called once.
 
-    Attributes:
-        url: of the store.
-        done: called once, with the result.
-        record: the one to save, where other groups of ranks save the same; None: the newest.
+    `record`: the one to save, where other groups of ranks save the same; None: the newest.
     """
 
     url: str

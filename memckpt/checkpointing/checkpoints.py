@@ -28,7 +28,7 @@ class Checkpoints:
     """Belongs to the agent's event loop. Each checkpoint is a flow, which begins in a ``save_`` method.
 
     Args:
-        maker: describes what is to be written.
+        node: name of this node's parts.
         storage: the run's storage.
         order: sends a message, with a descriptor, to all trainers of the attempt.
         open_writer: starts the writer process.
@@ -36,6 +36,7 @@ class Checkpoints:
         hurried: called with the records that an order has to be ahead when one was too late.
 
     Attributes:
+        maker: describes what is to be written; replaced with each attempt.
         asked: exports that wait for the next commit.
         held: what is still to be written of a generation that stands still, oldest first: its record; whether
             training has ended.
@@ -43,14 +44,14 @@ class Checkpoints:
 
     def __init__(
         self,
-        maker: JobMaker,
+        node: str,
         storage: RunStorage,
         order: Callable[[Message, int], None],
         open_writer: Callable[[], HelperProcess],
         failed: Callable[[], None],
         hurried: Callable[[int], None],
     ) -> None:
-        self._maker = maker
+        self.maker = JobMaker(node)
         self._storage = storage
         self._failed = failed
         self.snapshots = Snapshots(order, hurried)
@@ -75,7 +76,7 @@ class Checkpoints:
             case Snapshot():
                 if isinstance(asker, Run):
                     self._storage.schedule.copied(snapshot.seconds)
-                await self._write(asker, self._maker.of_snapshot(snapshot, asker.url))
+                await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
             case SaveFailed():
                 self._tell(asker, snapshot)
             case None:
@@ -102,7 +103,7 @@ class Checkpoints:
     async def save_standing(self, asker: Run | Export, generation: Generation, record: int, last: bool = False) -> None:
         """Save the state after a record that stands still in memory; `last`: training has ended."""
         try:
-            job = self._maker.of_held(generation, record, asker.url, last=last)
+            job = self.maker.of_held(generation, record, asker.url, last=last)
         except MemckptError as error:
             self._tell(asker, SaveFailed(generation.newest_step() or 0, str(error)))
         else:

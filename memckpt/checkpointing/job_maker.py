@@ -31,31 +31,21 @@ def standing_still(generation: Generation) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Terms:
-    """An attempt's settings for its checkpoints.
+class JobMaker:
+    """Describes what the writer process is to write in an attempt.
 
     Attributes:
+        node: name of this node's parts; no other part of the checkpoint may have it.
         timeline: the one that the attempt trains on; None: no attempt is known.
         threads: of the process that redoes.
         search_path: where the trainers find modules.
     """
 
+    node: str
     config: StorageConfig = field(default_factory=StorageConfig)
     timeline: Timeline | None = None
     threads: int = 1
     search_path: tuple[str, ...] = ()
-
-
-class JobMaker:
-    """Describes what the writer process is to write, on :attr:`terms`.
-
-    Args:
-        node: name of this node's parts; no other part of the checkpoint may have it.
-    """
-
-    def __init__(self, node: str) -> None:
-        self.node = node
-        self.terms = Terms()
 
     def of_snapshot(self, snapshot: Snapshot, url: str) -> Job:
         """A whole snapshot, whose region the job owns."""
@@ -66,13 +56,8 @@ class JobMaker:
     def of_held(self, generation: Generation, record: int, url: str, *, last: bool = False) -> Job:
         """The state after `record`, while no trainer changes the replica or the ring that hold it.
 
-        A node without the parameters writes what is private to its ranks, from the ring.
-
-        Args:
-            generation: the one that holds the record.
-            record: the one after which.
-            url: of the store.
-            last: whether training has ended, so that no resume repeats the record's step from the state before it.
+        A node without the parameters writes what is private to its ranks, from the ring. `last`: training has ended, so
+        that no resume repeats the record's step from the state before it.
 
         Raises:
             MemckptError: redo has failed.
@@ -134,13 +119,12 @@ class JobMaker:
         plain: bytes = b"",
         metas: tuple[bytes, ...] = (),
     ) -> Save:
-        terms, spec = self.terms, generation.spec
-        config = terms.config
-        assert terms.timeline is not None
+        config, spec = self.config, generation.spec
+        assert self.timeline is not None
         step = generation.step_of(record)
         part = Part(
             format=FORMAT_VERSION,
-            timeline=terms.timeline,
+            timeline=self.timeline,
             record=record,
             step=step if step is not None else record,
             world_size=spec.world_size,
@@ -165,8 +149,8 @@ class JobMaker:
             missing=missing,
             plain=plain,
             metas=metas,
-            threads=terms.threads,
-            search_path=terms.search_path,
+            threads=self.threads,
+            search_path=self.search_path,
         )
 
 

@@ -39,11 +39,9 @@ class RunStorage:
         tell: sends a message to all trainers of the attempt.
 
     Attributes:
-        config: None: nothing is written.
-        url: of the store.
+        config: the attempt's settings; None: nothing is written.
         witness: the file without which the store is away.
         timeline: the one that the attempt trains on.
-        log: the records between checkpoints.
         last: the newest checkpoint.
         alarm: why the last checkpoint could not be written; empty if it could.
     """
@@ -223,13 +221,7 @@ class RunStorage:
         return self.log.deadline(self.schedule.preempted_until)
 
     def status(self, newest_step: int | None, lead: int, saving: bool) -> StorageStatus | None:
-        """What the command line shows.
-
-        Args:
-            newest_step: the newest one that memory holds.
-            lead: records that an order for a snapshot is ahead.
-            saving: whether something is being written.
-        """
+        """What the command line shows; `newest_step` is the newest that memory holds, `lead` as for a due record."""
         if self.config is None:
             return None
         config, last = self.config, self.last

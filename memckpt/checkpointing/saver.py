@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from memckpt.checkpointing.askers import Done, Export, Peers, Run
 from memckpt.checkpointing.checkpoints import Checkpoints
 from memckpt.checkpointing.flow import Answer, carry_on
-from memckpt.checkpointing.job_maker import JobMaker, Terms, standing_still
+from memckpt.checkpointing.job_maker import JobMaker, standing_still
 from memckpt.checkpointing.run_storage import RunStorage
 from memckpt.checkpointing.schedule import Schedule, alone
 from memckpt.checkpointing.snapshots import Snapshot
@@ -70,9 +71,8 @@ class Saver:
             node, self._schedule, lambda: start_writer("records", self._records_said, self._records_ended), tell
         )
         self._log = self._storage.log
-        self._making = JobMaker(node)
         self._checkpoints = Checkpoints(
-            self._making,
+            node,
             self._storage,
             order,
             lambda: start_writer("checkpoints", self._checkpoints_said, self._jobs.ended),
@@ -93,39 +93,34 @@ class Saver:
         search_path: tuple[str, ...] = (),
         claimed: bool = False,
     ) -> None:
-        """Take a new attempt's configuration.
+        """Take a new attempt's configuration (None: nothing is written), and the timeline it trains on.
 
-        Args:
-            config: None: nothing is written.
-            run_dir: the run's directory.
-            timeline: the one that the attempt trains on.
-            threads: of the process that redoes.
-            search_path: where the trainers find modules.
-            claimed: whether the run has claimed its store, so that one without a claim is not it.
+        `claimed`: the run has claimed its store, so that one without a claim is not it.
         """
         if timeline != self._storage.timeline:
             self._retry_at = float("-inf")
             self._flushing = None
             self._checkpoints.held.clear()
         self._storage.configure(config, run_dir, timeline, claimed)
-        self._making.terms = Terms(config or StorageConfig(), timeline, threads, search_path)
+        node = self._checkpoints.maker.node
+        self._checkpoints.maker = JobMaker(node, config or StorageConfig(), timeline, threads, search_path)
         if config is not None:
             self._jobs.warm()
 
     @property
     def attempt_number(self) -> int:
         """Number of the attempt whose parts are written; 0: none is known."""
-        timeline = self._making.terms.timeline
+        timeline = self._checkpoints.maker.timeline
         return timeline.number if timeline is not None else 0
 
     def configure_like(self, other: Saver, name: str) -> None:
         """Write for the attempt that another saver knows, under this name; for ranks that are not here."""
         self._storage.forget_saved()
-        self._making.node, self._making.terms = name, other._making.terms
+        self._checkpoints.maker = replace(other._checkpoints.maker, node=name)
 
     def rename(self, name: str) -> None:
         """Take a name for the parts of the next attempt, which :meth:`configure` then tells of."""
-        self._making.node = name
+        self._checkpoints.maker = replace(self._checkpoints.maker, node=name)
         self._log.rename(name)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
@@ -202,7 +197,7 @@ class Saver:
         """Write the newest record that stands still in memory, unless it is there already.
 
         Args:
-            generation: the one that holds it.
+            generation: the one that is held.
             as_checkpoint: write it as a whole, though the log could do with a few records: training has ended.
             record: the one that all ranks of the job have, where that is known; a later one is not written.
         """
