@@ -1,7 +1,7 @@
 """``python -m memckpt.checkpointing.writer``: the process that writes what an agent holds. Not for people.
 
-A process of its own because storage may hang, and because an agent that redoes lazily lives without torch. It dies with
-its agent; what it has not committed by then does not count.
+Storage may hang, and an agent that redoes lazily lives without torch: hence a process of its own. It dies with its
+agent; what it has not committed by then does not count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The writer process's loop: does one job after the other, until the agent is gone.
+"""The writer process's loop, which does one job after the other until the agent is gone.
 
-What somebody waits for (the end of a training, a machine that may be gone soon) is written by the main thread, with the
-agent's own priority, and so is what torch imports beside the first steps of a training. All else is written by a thread
-that takes what nobody else wants: a process can give priority up and, without privileges, not get it back, but threads
-have theirs.
+Urgent jobs (the end of a training, a machine that may be gone soon) are written by the main thread, with the agent's
+own priority. The main thread also imports torch's parts beside the first steps of a training. All else is written by a
+thread of the lowest priority: a process can give priority up and, without privileges, not get it back, but threads have
+theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memckpt.protocol.writer import Announce, Announced, LookForAnnounced, LookF
 
 
 def serve(channel: Channel) -> None:
-    """Do what the agent asks for; before the first job, import what that takes."""
+    """Do the agent's jobs; before the first one, import torch's parts."""
     if not readable(channel, 0):
         writer.warm_up()
     with ThreadPoolExecutor(1, "memckpt-writer", step_back) as background:

@@ -1,4 +1,4 @@
-"""What goes wrong in a writer process: with a traceback in the log once, and in one line while it is the same."""
+"""Failures in a writer process: logged with a traceback once, and in one line while they are the same."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ import logging
 
 
 class Complaints:
-    """Log of the failures of one kind of work: one traceback for each new one.
-
-    Args:
-        log: where to.
-    """
+    """Log of the failures of one kind of work: one traceback for each new one."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
         self._last: object = None
 
     def tell(self, what: str, error: BaseException) -> None:
-        """Log an error that is being handled."""
+        """Log an error that is being handled; `what` has failed, in words."""
         cause = error.__cause__
         kind = (type(error), type(cause), getattr(cause, "errno", None))
         self._log.error("%s: %s: %s", what, type(error).__name__, error, exc_info=kind != self._last)
         self._last = kind
 
     def forget(self) -> None:
-        """It has worked: what comes next is new."""
+        """Take the next failure for a new one: the work has succeeded."""
         self._last = None

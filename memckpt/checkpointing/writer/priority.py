@@ -1,4 +1,4 @@
-"""What a writer process may take from the training beside it: what nobody else wants."""
+"""Priorities of a writer process: CPU, disk and memory go to the training beside it first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger("memckpt.writer")
 #: The number of the system call ioprio_set, which the C library has no function for.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282}
 _OF_THREAD = 1
-#: Than the agent, whose default niceness is 10: 19 is the lowest priority that there is.
+#: Niceness above the agent's, which is 10 by default: 19 is the lowest priority that there is.
 _NICER = 9
 _CLASS_SHIFT, _IDLE = 13, 3
 #: A writer that the kernel ends for want of memory costs one checkpoint; a trainer or an agent costs more.

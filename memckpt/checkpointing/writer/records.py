@@ -1,7 +1,7 @@
-"""Writes records: out of the slots of an agent into batches in a store. Needs no torch.
+"""The writer of records: from an agent's slots into batches in a store. Needs no torch.
 
-Nobody waits for it. A slot may be filled anew while it is being copied; its stamps, looked at before and after, say
-whether the copy is good. What could not be had leaves a hole, and the log goes on behind it.
+Nobody waits for it. A slot may be filled anew while it is being copied; its stamps, checked before and after, say
+whether the copy is good. A record that could not be copied leaves a hole, and the log goes on behind it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROOM_SECONDS = 10.0
 
 
 def serve(channel: Channel) -> None:
-    """Take records until the agent is gone."""
+    """Take records from the agent until it is gone."""
     log: RecordWriter | None = None
     try:
         while True:
@@ -56,7 +56,7 @@ def serve(channel: Channel) -> None:
 
 @dataclass(frozen=True)
 class _Taken:
-    """A record that has been copied and waits for its batch to be full."""
+    """A copied record that waits for its batch to be full."""
 
     copy: RecordCopy
     record: LogRecord
@@ -67,9 +67,9 @@ class RecordWriter:
     """Writes the records of one generation on one timeline. Owns the region; :meth:`close` it.
 
     Args:
-        opened: what to write, and how.
+        opened: the agent's terms.
         slots: the region with the records.
-        hole: what was lost before, to be reported with the first answer.
+        hole: an earlier loss, to be reported with the first answer.
     """
 
     def __init__(self, opened: OpenLog, slots: Region, hole: str = "") -> None:
@@ -83,7 +83,7 @@ class RecordWriter:
         self._last: int | None = None
         self._written: LogRecord | None = None
         self._hole = hole
-        #: Why what has been taken waits for room, and until when; it may take as much memory as a batch.
+        #: Why taken records wait for room, and until when; they may take as much memory as a batch.
         self._short = ""
         self._not_before = float("-inf")
         self._backoff = Backoff(lambda: time.monotonic(), at_once=0, longest=_ROOM_SECONDS)
@@ -114,14 +114,14 @@ class RecordWriter:
         )
 
     def seconds_left(self) -> float | None:
-        """Until the oldest record that was taken has waited long enough; None while there is none."""
+        """Seconds until the oldest taken record has waited long enough; None while there is none."""
         if not self._taken:
             return None
         # A timeout of zero would not wait at all, and one that is over by now is as good as due.
         return max(0.001, max(self._taken[0].at + self._opened.batch_seconds, self._not_before) - time.monotonic())
 
     def write_if_due(self) -> None:
-        """Write a batch whose records have waited long enough; what becomes of it is in the next answer."""
+        """Write a batch whose records have waited long enough; the next answer says whether that failed."""
         if self._taken and time.monotonic() >= self._taken[0].at + self._opened.batch_seconds:
             try:
                 self._write_if_there_is_room()
@@ -131,10 +131,10 @@ class RecordWriter:
                 self._lose(f"{type(error).__name__}: {error}")
 
     def _write_if_there_is_room(self) -> int:
-        """Write what has been taken as one batch, if the storage has room; returns its bytes.
+        """Write the taken records as one batch, if the storage has room; returns its bytes.
 
         Raises:
-            StorageError: there is none, or the storage is away, and no memory to wait for it in.
+            StorageError: there is no room, or the storage is away, and there is no memory to wait in.
         """
         if time.monotonic() >= self._not_before:
             try:
@@ -187,7 +187,7 @@ class RecordWriter:
         self._last = None
 
     def _write(self) -> int:
-        """Write what has been taken as one batch; returns its bytes."""
+        """Write the taken records as one batch; returns its bytes."""
         opened, taken = self._opened, self._taken
         last = taken[-1].record
         batch = Batch(
@@ -227,7 +227,7 @@ class RecordWriter:
         return list(taken.copy.tensors(meta, sub_steps, taken.record.rank_states))
 
     def close(self, write: bool = True) -> str:
-        """Let go of the region, with `write` after writing what has been taken; returns what was lost, in words."""
+        """Let go of the region, with `write` after writing the taken records; returns the loss, in words."""
         try:
             if write and self._taken:
                 self._write()

@@ -1,4 +1,4 @@
-"""Writes checkpoints: from the regions of an agent into a store."""
+"""The writer of checkpoints: from an agent's regions into a store."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from memckpt.storage.store import Store, is_missing, open_store, store_is_away
 from memckpt.storage.tidying import read_pins
 
 _log = logging.getLogger("memckpt.writer")
-#: After which record the first rank's node will take a checkpoint.
+#: The file that names the record after which the first rank's node will take a checkpoint.
 _ANNOUNCED = "announced.json"
-#: What a checkpoint takes beside its tensors, about: for each of them, and for all.
+#: Bytes of a checkpoint beside its tensors, about: for each of them, and for all.
 _TENSOR_BYTES, _FILES_BYTES = 512, 16 << 10
 _complaints = Complaints(_log)
-#: The commit files that have been read, by the store's URL.
+#: Commit files that have been read, by the store's URL.
 _known: dict[str, dict[str, Part | Batch]] = {}
 
 
@@ -66,7 +66,7 @@ def warm_up() -> None:
 
 
 def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
-    """What has become of it; the caller closes the regions."""
+    """The result of :func:`save`, or why it failed; the caller closes the regions."""
     try:
         saved = save(job, regions)
     except (MemckptError, OSError, RuntimeError, MemoryError) as error:
@@ -80,7 +80,7 @@ def try_to_save(job: Save, regions: list[Region]) -> Saved | SaveFailed:
 
 
 def save(job: Save, regions: list[Region]) -> Saved:
-    """Write, verify, and let go of what retention no longer keeps."""
+    """Write and verify a part of a checkpoint; let go of what retention no longer keeps."""
     started, cpu = time.perf_counter(), time.process_time()
     store = open_store(job.url, job.witness)
     layout = Layout(job.spec)
@@ -109,10 +109,10 @@ def save(job: Save, regions: list[Region]) -> Saved:
 
 
 def _write(store: Store, job: Save, state: NodeState, tensors: dict[str, torch.Tensor]) -> Part:
-    """Write a part, once room has been made for it.
+    """Make room for a part, and write it.
 
     Raises:
-        StorageFullError: there is none.
+        StorageFullError: there is no room.
         ForeignStateError: a part of other ranks is there under the same name.
     """
     _refuse_other_ranks(store, job.part)
@@ -168,7 +168,7 @@ def announced(job: LookForAnnounced) -> int | None:
 
 
 def free(job: LookForRoom) -> int | None:
-    """The bytes that are free in a store, if anybody says."""
+    """Bytes that are free in a store; None where nobody says."""
     try:
         return open_store(job.url, job.witness).free()
     except StorageError as error:
@@ -195,7 +195,7 @@ def _redo(job: Save, layout: Layout, slots: Region, static: Region | None) -> tu
 
 @contextlib.contextmanager
 def _only_logged(message: str, step: int) -> Iterator[None]:
-    """For what is done after a failure, which must not take its place."""
+    """Log errors of what follows a failure, so that they do not take its place."""
     try:
         yield
     except StorageError:
@@ -203,7 +203,7 @@ def _only_logged(message: str, step: int) -> Iterator[None]:
 
 
 def _catalog_for(store: Store, part: Part, witness: str = "") -> Catalog:
-    """All that is there of the part's run.
+    """The catalog of the part's run.
 
     Raises:
         ForeignStateError: the store is another's.
@@ -229,7 +229,7 @@ def _clear(store: Store, part: Part, abandoned: Sequence[Part], witness: str = "
 
 
 def _claimed_by(store: Store) -> str:
-    """The run that a store says it belongs to; empty: it does not say so in a word."""
+    """The run that claims a store; empty: none that can be read does."""
     try:
         claim = read_claim(store)
     except DamagedStateError:
@@ -263,7 +263,7 @@ def _refuse_other_ranks(store: Store, part: Part) -> None:
 
 
 def _is_last(store: Store, part: Part) -> bool:
-    """Whether a checkpoint is complete with a part that has just been committed: then its writer tidies up for all."""
+    """Whether a part that has just been committed completes its checkpoint: then its writer tidies up for all."""
     found, known = Checkpoint(part.timeline, part.record, {}), _known.setdefault(store.url, {})
     for path in store.find(part.commit_path.rpartition("/")[0]):
         try:
@@ -278,9 +278,9 @@ def _is_last(store: Store, part: Part) -> bool:
 
 
 class Untidy:
-    """What could not be tidied up, in words: the first of it, and how often there was more.
+    """Refusals while tidying up, in words: the first one, and the number of others.
 
-    Entered around each thing that may be refused, it lets the others go on.
+    A refusal inside ``with`` is counted, and the rest goes on.
     """
 
     def __init__(self) -> None:
@@ -312,10 +312,10 @@ def _delete(store: Store, left: Sequence[str], untidy: Untidy) -> None:
 
 
 def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
-    """Make one of all parts for stock tools, and delete what is superseded, once a checkpoint is complete.
+    """Make one checkpoint of all parts for stock tools, and delete what is superseded, once all parts are there.
 
-    Each part has been read back before it was committed. Whoever commits the last one finds all of them; it may be
-    that several do, and then they do the same.
+    Each part has been read back before it was committed. The writer of the last one finds all of them; where several
+    do, they do the same.
     """
     catalog = _catalog_for(store, part)
     _delete(store, leftovers(catalog, part.node, ()), untidy)
