@@ -25,7 +25,7 @@ _log = logging.getLogger("memckpt.agent")
 
 
 class Checkpoints:
-    """Belongs to the agent's event loop. Each checkpoint is a flow, which begins in a ``save_`` method.
+    """Belongs to the agent's event loop. Each checkpoint is one flow: :meth:`save_ahead` or :meth:`save_standing`.
 
     Args:
         node: name of this node's parts.
@@ -79,8 +79,10 @@ class Checkpoints:
                 await self._write(asker, self.maker.of_snapshot(snapshot, asker.url))
             case SaveFailed():
                 self._tell(asker, snapshot)
+            case None if isinstance(asker, Run):
+                self._storage.schedule.again()
             case None:
-                self._want_again(asker)
+                self.asked.appendleft(replace(asker, record=None))
 
     async def copy_for_peers(
         self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]
@@ -114,10 +116,12 @@ class Checkpoints:
         if self._saving_held:
             return
         self._saving_held = True
-        while self.held:
-            generation, record, last = self.held.popleft()
-            await self.save_standing(Run(self._storage.url), generation, record, last)
-        self._saving_held = False
+        try:
+            while self.held:
+                generation, record, last = self.held.popleft()
+                await self.save_standing(Run(self._storage.url), generation, record, last)
+        finally:
+            self._saving_held = False
 
     # How each of them ends
 
@@ -142,13 +146,6 @@ class Checkpoints:
                 self._storage.not_saved(outcome)
                 if not self.held and not self.jobs.reads_held:  # else what is held is still to come
                     self._failed()
-
-    def _want_again(self, asker: Run | Export) -> None:
-        match asker:
-            case Run():
-                self._storage.schedule.again()
-            case Export():
-                self.asked.appendleft(replace(asker, record=None))
 
     # What takes their memory away
 
