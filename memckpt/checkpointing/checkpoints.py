@@ -150,12 +150,12 @@ class Checkpoints:
     # What takes their memory away
 
     def forget(self, generation: Generation) -> None:
-        """A generation is about to be closed: nothing of it may be used any more."""
+        """Use nothing more of a generation that is about to be closed."""
         self.snapshots.drop_of(generation)
         self.held = deque(one for one in self.held if one[0] is not generation)
 
     def abort(self) -> None:
-        """What is held is about to change: nothing is written from it any more."""
+        """Write nothing more from what is held: it is about to change."""
         self.held.clear()
         self.snapshots.drop(again=True)  # the new trainers have not got the order
         self.jobs.give_up_held()

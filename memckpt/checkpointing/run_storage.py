@@ -102,7 +102,7 @@ class RunStorage:
         return record
 
     def add_terms(self, job: Job) -> Save:
-        """What the writer process is told of a job, with its urgency and what holds in this store."""
+        """A job's message to the writer process, with its urgency and this store's room for the log and witness."""
         save, ours = job.save, job.save.url == self.url
         steps = self.config.batch_steps if self.config is not None else None
         return msgspec.structs.replace(
@@ -119,11 +119,11 @@ class RunStorage:
         return self.last is not None and self._saved_record == (self.timeline, record)
 
     def forget_saved(self) -> None:
-        """What comes next is of another attempt, or under another name."""
+        """Forget which record that is: what comes next is of another attempt, or under another name."""
         self._saved_record = None
 
     def saved(self, message: Saved) -> None:
-        """A checkpoint is there."""
+        """Note a checkpoint that is there, and tell trainers."""
         if message.untidy and (self.last is None or not self.last.untidy):
             _log.warning("step %d is in storage, which could not be tidied up: %s", message.step, message.untidy)
         self.last, self.alarm, self._missing = message, "", None
@@ -135,7 +135,7 @@ class RunStorage:
         self._tell_trainers(message)
 
     def not_saved(self, message: SaveFailed) -> None:
-        """A checkpoint could not be written."""
+        """Note a checkpoint that could not be written, and tell trainers if that is news."""
         _log.error("step %d is not in storage: %s", message.step, message.reason)
         # Trainers are told once: of a full disk the message says each time how full.
         again = message.reason == self.alarm or (message.missing is not None and self._missing is not None)
@@ -155,7 +155,7 @@ class RunStorage:
         return due
 
     def found_room(self, found: Room) -> None:
-        """The writer process has looked."""
+        """Take the answer of the writer process, which has looked."""
         if self._missing is None or found.url != self.url or found.free is None:
             return
         if found.free >= self._missing:
@@ -204,7 +204,7 @@ class RunStorage:
         return self.last.nbytes / max(self.last.seconds, 1e-9) if self.last is not None else None
 
     def appended(self, message: Appended) -> None:
-        """The process that writes records has taken some."""
+        """Take the answer of the process that writes records, and tell trainers of what is there."""
         before = self.log.written
         self.log.appended(message)
         written = self.log.written
@@ -212,12 +212,12 @@ class RunStorage:
             self._tell_trainers(Logged(written[1], written[0]))
 
     def _log_broken(self) -> None:
-        """The log has a hole. In a grace period it was to be flushed: then a checkpoint takes its place."""
+        """Have a checkpoint in the log's place where it was to be flushed in a grace period, and has a hole."""
         self.schedule.at_once = self.schedule.at_once or self.schedule.preempted
 
     @property
     def log_deadline(self) -> float | None:
-        """Time until which writing records may take (monotonic clock); None while none are written."""
+        """Time by which records have to be written (monotonic clock); None while none are."""
         return self.log.deadline(self.schedule.preempted_until)
 
     def status(self, newest_step: int | None, lead: int, saving: bool) -> StorageStatus | None:

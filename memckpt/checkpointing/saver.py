@@ -1,4 +1,4 @@
-"""What goes to storage and when, as an agent decides it; other processes write.
+"""The agent's decisions about storage: what goes there, and when. Other processes write.
 
 A checkpoint's way to storage is in :mod:`memckpt.checkpointing.checkpoints`. In log mode the records between
 checkpoints are written, too (:mod:`memckpt.checkpointing.record_log`).
@@ -30,9 +30,9 @@ from memckpt.protocol.writer import Announce, Announced, Appended, LookForAnnoun
 from memckpt.state.records import Timeline
 
 _log = logging.getLogger("memckpt.agent")
-#: A trainer that died may be back at once; then memory serves, and nothing need be written.
+#: Seconds in which a trainer that died may be back: then memory serves, and nothing need be written.
 _RETURN_SECONDS = 3.0
-#: What is held with no trainer could not be saved: a disk may have room again after so long.
+#: Seconds before what is held with no trainer, and could not be saved, is tried again: a disk may have room.
 _RETRY_SECONDS = 60.0
 
 #: Starts a process that writes; its messages go to the first function, the reason of its end to the second.
@@ -124,7 +124,7 @@ class Saver:
         self._log.rename(name)
 
     def resumed(self, record: int, follows: Timeline | None) -> None:
-        """The attempt goes on behind a record that memory holds, and that was made on the timeline `follows`."""
+        """Note that the attempt goes on behind a record that memory holds, made on the timeline `follows`."""
         if follows is not None:
             self._log.branch(record, follows)
 
@@ -142,7 +142,7 @@ class Saver:
         return self._storage.alarm
 
     def preempt(self) -> bool:
-        """Somebody got SIGTERM: save at once, within the grace period. False where nothing is to be written."""
+        """Save at once, within the grace period: somebody got SIGTERM. False where nothing is to be written."""
         if self._storage.config is None:
             return False
         self._schedule.preempt(self._storage.config.grace_seconds)
@@ -151,7 +151,7 @@ class Saver:
     # While training runs
 
     def after_commit(self, generation: Generation, attempt: Attempt) -> None:
-        """A record was committed: log it, and begin with a checkpoint if one is due."""
+        """Log a record that was committed, and begin with a checkpoint if one is due."""
         if not generation.complete:
             return
         self._storage.log_records(generation)
@@ -180,7 +180,7 @@ class Saver:
         self.snapshots.lead = max(self.snapshots.lead, lead)
 
     def announced(self, record: int) -> None:
-        """Whoever saves the first rank takes a checkpoint after this record."""
+        """Note the record after which the saver of the first rank takes a checkpoint."""
         self._schedule.announced(record)
 
     def _look(self) -> None:
@@ -245,7 +245,7 @@ class Saver:
             self._flushing[1].give(None)
 
     def save_record(self, generation: Generation, record: int, url: str, done: Done) -> None:
-        """Write one record that stands still in memory, wherever; `done` is told."""
+        """Write one record that stands still in memory to any store; `done` gets the result."""
         if url == self._storage.url and self._storage.last is not None and self._storage.has(record):
             done(self._storage.last)
         else:
@@ -259,7 +259,7 @@ class Saver:
             done: called once, with the result.
             generation: the one that is held.
             training: whether a trainer runs.
-            record: which one, if that is not free.
+            record: the one to write, where other groups of ranks write the same; None: the newest.
         """
         if self._checkpoints.asked:
             done(SaveFailed(0, "somebody else is waiting for the same; try again"))
@@ -269,7 +269,7 @@ class Saver:
                 self.save_asked(generation)
 
     def save_asked(self, generation: Generation, record: int | None = None) -> None:
-        """No trainer runs: whoever has asked for the state gets what stands still.
+        """Write what stands still for whoever has asked; no trainer runs.
 
         Args:
             generation: the one that is held.
@@ -286,7 +286,7 @@ class Saver:
                 export.done(SaveFailed(0, "no step can be produced from memory"))
 
     def retry_later(self) -> None:
-        """What is held could not be saved: let :meth:`patience` end once more, after a while."""
+        """Let :meth:`patience` end once more after a while: what is held could not be saved."""
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
     def patience(self, idle_since: float) -> float:
@@ -322,12 +322,12 @@ class Saver:
         self._look_at_flush()
 
     def deadline(self) -> float | None:
-        """Until when the writing may take (monotonic clock); None while nothing is written."""
+        """Time by which the writing has to be done (monotonic clock); None while nothing is written."""
         limits = (self._jobs.deadline, self._storage.log_deadline)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def look_at_clock(self) -> None:
-        """Give up what has taken too long."""
+        """End processes that have taken too long."""
         now = time.monotonic()
         checkpoint, log = self._jobs.deadline, self._storage.log_deadline
         if checkpoint is not None and now >= checkpoint:
@@ -336,14 +336,14 @@ class Saver:
             self._records_ended("the storage took too long")
 
     def forget(self, generation: Generation) -> None:
-        """A generation is about to be closed: nothing of it may be used any more."""
+        """Use nothing more of a generation that is about to be closed."""
         self._checkpoints.forget(generation)
         self._log.forget(generation)
         if self._flushing is not None and self._flushing[0] is generation:
             self._flushing = None
 
     def abort(self) -> None:
-        """What is held is about to change: nothing is written from it any more."""
+        """Write nothing more from what is held: it is about to change."""
         self._flushing = None
         self._checkpoints.abort()
 

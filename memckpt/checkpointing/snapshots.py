@@ -111,7 +111,7 @@ class Snapshots:
         return self._current
 
     def taken(self, rank: int, message: SnapshotTaken) -> None:
-        """A trainer has copied its part, or could not: the order came too late, or its layout has changed."""
+        """Take a trainer's part. It has none where the order came too late, or its layout has changed."""
         order = self._current
         if order is None or message.record != order.record:
             return
@@ -135,12 +135,12 @@ class Snapshots:
         self._complete(order, first.missing, first.plain, max(part.seconds for part in parts.values()))
 
     def hurry(self) -> None:
-        """An order was too late: give the next ones earlier."""
+        """Give the next orders earlier: one was too late."""
         self.lead = min(2 * self.lead, _LONGEST_LEAD)
         self._hurried(self.lead)
 
     def copied(self, message: ReplicaCopied) -> None:
-        """The redo thread has copied the replica, or could not. Its time is hidden behind the slots."""
+        """Take the redo thread's copy of the replica, or why it has none. Its time is hidden behind the slots."""
         order = self._current
         if order is None or order.record != message.record:
             return
@@ -167,6 +167,5 @@ class Snapshots:
             order.answer.give(None)
 
     def drop_of(self, generation: Generation) -> None:
-        """A generation is about to be closed."""
         if self._current is not None and self._current.generation is generation:
             self.drop(again=True)

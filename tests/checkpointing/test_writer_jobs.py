@@ -10,9 +10,10 @@ import pytest
 from memckpt.checkpointing.askers import Export, Run
 from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.writer_jobs import Job, WriterJobs
+from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Saved
+from memckpt.protocol.trainer import Saved, SaveFailed
 from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part
@@ -84,3 +85,16 @@ def test_what_has_memory_of_its_own_is_written_all_the_same(jobs: WriterJobs, pr
     jobs.finished(Saved(2, 2, 1, 1.0, 1.0))
     assert [type(outcome) for outcome in copied] == [Saved]
     assert region.fd < 0
+
+
+def test_a_job_fails_at_once_where_no_writer_can_be_started() -> None:
+    def start() -> HelperProcess:
+        raise AgentError("no process")
+
+    region = Region.create("snapshot", 4096)
+    jobs = WriterJobs(start)
+    (outcome,) = write(jobs, Job(save_of(1, "run"), [region], region), Run("run"))
+    assert isinstance(outcome, SaveFailed)
+    assert "cannot be used: no process" in outcome.reason
+    assert region.fd < 0
+    assert not jobs.busy
