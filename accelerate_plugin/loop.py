@@ -93,7 +93,7 @@ class LoopWatch:
         if not self.place_is_known:
             raise UsageError(
                 "commit(): expected a loop that knows where it resumes, found neither `for epoch in ckpt.epochs(n)` "
-                "nor a look at ckpt.step; begin the loop with one of them"
+                "nor a use of ckpt.step; begin the loop with one of them"
             )
         if has_loaders and place is None:
             raise UsageError(

@@ -170,7 +170,7 @@ class MemCheckpointPlugin:
         if held.world_size != self.accelerator.num_processes:
             raise UnsupportedError(
                 f"expected {held.world_size} process(es), as in the run that is continued, found "
-                f"{self.accelerator.num_processes}: the place in the data does not carry over to another number; "
+                f"{self.accelerator.num_processes}: the data position does not carry over to another number; "
                 'start as many, or use resume="never"'
             )
 
@@ -248,8 +248,8 @@ class MemCheckpointPlugin:
         """Note that the loop knows where it resumes: later iterations continue there."""
         if not self._watch.place_is_known and any(each.active for each in self._followers):
             raise UsageError(
-                f"{what}: expected the first look at it before the loop over a prepared loader, found it inside: "
-                "that loop has begun with its first batch, whatever is held; look at ckpt.step before it"
+                f"{what}: expected its first use before the loop over a prepared loader, found it inside: "
+                "that loop has begun with its first batch, whatever is held; read ckpt.step before it"
             )
         self._watch.place_is_known = True
 

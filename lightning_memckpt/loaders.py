@@ -92,7 +92,7 @@ class Loaders:
         if late:
             self._note(
                 "training loaders were built before MemCheckpoint.setup(), by setup() of a datamodule or of another "
-                "callback: they are iterated anew, so their order differs from that of a run without MemCheckpoint"
+                "callback: they are iterated again, so their order differs from that of a run without MemCheckpoint"
             )
         for loader in loaders:
             self._resume(loader)
@@ -128,7 +128,7 @@ class Loaders:
         if index >= len(held):
             raise ValueError(
                 f"the held state has positions of {len(held)} train loader(s), this run has more; resume with the "
-                'same loaders, or start anew with MemCheckpoint(resume="never")'
+                'same loaders, or start over with MemCheckpoint(resume="never")'
             )
         position = held[index]
         if position is None:

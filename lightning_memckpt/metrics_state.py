@@ -163,7 +163,7 @@ def _expect(modules: dict[str, nn.Module], name: str, kind: type[Any]) -> Any:
     if not isinstance(module, kind):
         raise ValueError(
             f"the held state has a {kind.__name__} at {name!r}, this model has {type(module).__name__} there; "
-            'resume with the model that was trained, or start anew with MemCheckpoint(resume="never")'
+            'resume with the model that was trained, or start over with MemCheckpoint(resume="never")'
         )
     return module
 

@@ -124,7 +124,7 @@ def _restore_schedulers(trainer: pl.Trainer, states: list[dict[str, Any]]) -> No
     if len(configs) != len(states):
         raise ValueError(
             f"the held state has {len(states)} LR schedulers, configure_optimizers() returned {len(configs)}; "
-            'resume with the same schedulers, or start anew with MemCheckpoint(resume="never")'
+            'resume with the same schedulers, or start over with MemCheckpoint(resume="never")'
         )
     for config, state in zip(configs, states, strict=True):
         if state is None:  # could not be stored

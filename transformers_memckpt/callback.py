@@ -130,7 +130,7 @@ class MemCheckpointTrainerCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Exclude the step from a repetition: a checkpoint file is not written again."""
         if self._protection is not None:
-            self._protection.unrepeatable("a checkpoint file was written behind it")
+            self._protection.unrepeatable("a checkpoint file was written after it")
 
     def on_log(
         self,

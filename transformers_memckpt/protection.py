@@ -186,7 +186,7 @@ class Protection:
         raise UnsupportedError(
             f"expected a checkpoint from the end of an epoch, found {self._file[0]}, {self._file[2]} batches into one: "
             "the loader that skips them cannot be followed; set ignore_data_skip=True, take a checkpoint from an "
-            "epoch's end, or let memckpt's own storage bring the state back (no resume_from_checkpoint)"
+            "epoch's end, or restore from memckpt's own storage (no resume_from_checkpoint)"
         )
 
     def _checked(self, held: memckpt.HeldState) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Attributes:
             value = self._value(name)
             if value is _MISSING:
                 raise ConfigurationError(
-                    f"attributes: expected {name!r} to be there when training starts, found nothing of that name; "
+                    f"attributes: expected {name!r} to exist when training starts, found no such attribute; "
                     f"names begin with one of {sorted(self._roots())}. Set it in __init__() or setup(), or take it out "
                     "of `attributes`"
                 )

@@ -24,8 +24,8 @@ from memckpt.errors import UnsupportedError
 _MARK = "_fsdp_flattened"
 
 REMEDY = (
-    "FullyShardedDataParallel (FSDP1) cuts flattened parameters, and what it has cut goes back into as many ranks with "
-    "the same wrapping only; fully_shard (FSDP2; fsdp_version: 2 in Accelerate) can be resumed by any number of ranks"
+    "FullyShardedDataParallel (FSDP1) shards flattened parameters, which only as many ranks with the same wrapping can "
+    "restore; fully_shard (FSDP2; fsdp_version: 2 in Accelerate) can be resumed by any number of ranks"
 )
 
 
@@ -51,7 +51,7 @@ def check(model: nn.Module, world_size: int) -> None:
         for name in ("_handle", "process_group"):
             if not hasattr(one, name):
                 raise UnsupportedError(
-                    f"FullyShardedDataParallel.{name} is relied upon, and torch {torch.__version__} does not have it; "
+                    f"memckpt relies on FullyShardedDataParallel.{name}, which torch {torch.__version__} lacks; "
                     "use fully_shard (FSDP2)"
                 )
         ranks = dist.get_world_size(one.process_group)
@@ -59,7 +59,7 @@ def check(model: nn.Module, world_size: int) -> None:
         ranks *= dist.get_world_size(between) if between is not None else 1
         if ranks != world_size:
             raise UnsupportedError(
-                f"FullyShardedDataParallel over {ranks} of {world_size} ranks: those of different groups may be steps "
+                f"FullyShardedDataParallel over {ranks} of {world_size} ranks: ranks of different groups may be steps "
                 "apart; expected all ranks of the job to reduce gradients together"
             )
 

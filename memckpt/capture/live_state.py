@@ -175,7 +175,7 @@ class LiveState:
             if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
                 raise UnsupportedError(
                     f"{name} is a DTensor with the placements {tensor.placements}: expected Shard or Replicate, since "
-                    "a partial sum is nobody's value"
+                    "no rank holds the value of a partial sum"
                 )
             if type(local(tensor)) is not torch.Tensor:
                 raise UnsupportedError(
@@ -197,14 +197,14 @@ class LiveState:
         if len(strangers) == len(self.optimizers):
             raise UnsupportedError(
                 f"expected an optimizer of the parameters of the {type(self.model).__name__} that is protected, found "
-                f"{', '.join(type(each).__name__ for each in self.optimizers)}, which steps none of them; make it from "
-                "the parameters that the model has now (one that was made before fully_shard() or a copy has others)"
+                f"{', '.join(type(each).__name__ for each in self.optimizers)}, which steps none of them; create it "
+                "from the model's current parameters (one created before fully_shard() or a copy has others)"
             )
         for index in strangers:
             _log.warning(
-                "memckpt: optimizer %d (%s) steps none of the model's parameters: they are carried by position. "
-                "Where that belongs to a module, give attach() that, too, in the model or in extra_modules, or its "
-                "buffers are not carried",
+                "memckpt: optimizer %d (%s) steps none of the model's parameters: these are stored by position. "
+                "If they belong to a module, pass it to attach() in the model or extra_modules, or its buffers are not "
+                "stored",
                 index,
                 type(self.optimizers[index]).__name__,
             )

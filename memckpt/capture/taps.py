@@ -137,7 +137,7 @@ class _ParameterHooks(ABC):
                 self.reductions += 1
                 self._fired(param, gradient)
         except Exception as error:
-            self._recorder.broke("looking at a gradient", error)
+            self._recorder.broke("handling a gradient", error)
         self._recorder.clock.hooks += time.perf_counter() - started
 
     @abstractmethod
@@ -208,14 +208,14 @@ class ShardTap(ParameterTap):
             if any(is_dtensor(param) for param in module.parameters(recurse=False)) or is_fsdp2(module):
                 self._handles.append(module.register_forward_hook(self._watch_outputs))
 
-    @_survives("looking at what a module returns")
+    @_survives("inspecting a module's output")
     def _watch_reduction(self, module: nn.Module, args: Any, output: Any) -> None:
         """Detect backwards with deferred reduction (``set_requires_gradient_sync(False)``): no other hook sees them."""
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._backward_begins())
 
-    @_survives("looking at a backward")
+    @_survives("tracking a backward")
     def _backward_begins(self) -> None:
         if self._reduction.ask():
             self._reductions_before = self.reductions
@@ -224,12 +224,12 @@ class ShardTap(ParameterTap):
         # fully_shard reduces the rest in its own callback; one queued from inside a callback runs after it.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduction_ended)
 
-    @_survives("looking at a backward")
+    @_survives("tracking a backward")
     def _reduction_ended(self) -> None:
         if self.reductions == self._reductions_before:
             self._recorder.pending.unreduced()
 
-    @_survives("looking at what a module returns")
+    @_survives("inspecting a module's output")
     def _watch_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
@@ -250,7 +250,7 @@ class ShardTap(ParameterTap):
         else:
             super()._fired(param, gradient)
 
-    @_survives("staging what is offloaded")
+    @_survives("staging offloaded gradients")
     def _backward_ended(self) -> None:
         offloaded, self._offloaded = self._offloaded, []
         with self._recorder.clock.in_hook():
@@ -375,7 +375,7 @@ class CommHookTap:
             if not self._copier.recording_graph():
                 self._recorder.gradient_seen(param)
         except Exception as error:
-            self._recorder.broke("looking at a gradient", error)
+            self._recorder.broke("handling a gradient", error)
         self._recorder.clock.hooks += time.perf_counter() - started
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -394,7 +394,7 @@ class CommHookTap:
 
         return self._average(bucket).then(staged)
 
-    @_survives("looking at a bucket")
+    @_survives("handling a bucket")
     def _look(self, bucket: GradBucket) -> None:
         with self._recorder.clock.in_hook():
             if self._at_end.ask():

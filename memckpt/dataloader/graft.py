@@ -221,11 +221,11 @@ def unreplayable(loader: DataLoader[Any]) -> str | None:
     name = type(loader.dataset).__name__
     kind = getattr(type(loader), "_memckpt_base", type(loader))
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
-        return "in_order=False: which batches have been handed out is not decided by their number"
+        return "in_order=False: the number of batches does not tell which ones were handed out"
     if isinstance(loader.dataset, IterableDataset):
         return f"{name} is an IterableDataset: on resume its earlier samples are read again and discarded"
     if not kind.__iter__.__module__.startswith(("torch.", "torchdata.")):
-        return f"{kind.__name__} overrides __iter__: only what its base class hands out is counted"
+        return f"{kind.__name__} overrides __iter__: only batches from its base class are counted"
     roots = {"batch_sampler": loader.batch_sampler, "sampler": loader.sampler, "dataset": loader.dataset}
     stateless = own_state.unrepeatable_generator(roots)
     if stateless is not None:

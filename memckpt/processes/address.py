@@ -144,7 +144,7 @@ class AgentAddress:
             return None
         except msgspec.DecodeError as error:
             # The file is written in full and renamed, but not synced: the machine has crashed, and the agent with it.
-            _log.warning("%s names no agent (%s); it will be written anew", self.file_path, error)
+            _log.warning("%s names no agent (%s); it will be rewritten", self.file_path, error)
             return None
 
     def original(self) -> str:
@@ -244,8 +244,8 @@ class AgentAddress:
                 select.select([], [], [], 0.01)
         if time.monotonic() > deadline:
             raise AgentError(
-                f"pid {holder or '?'} has been starting or ending an agent of {self.run_dir} for {_LOCK_SECONDS:.0f} s "
-                "and more; end it if it hangs"
+                f"pid {holder or '?'} has been starting or ending an agent of {self.run_dir} for more than "
+                f"{_LOCK_SECONDS:.0f} s; end it if it hangs"
             )
 
     # For trainers and commands

@@ -82,10 +82,10 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
         while not isinstance(channel.receive(timeout)[0], Leaving):
             continue
         if not readable(process, timeout):
-            raise AgentError(f"agent pid {pid} said that it leaves but has not ended within {timeout:.0f} s")
+            raise AgentError(f"agent pid {pid} announced its end but has not ended within {timeout:.0f} s")
     except AgentGoneError as error:
         if not readable(process, timeout):
-            raise AgentError(f"agent pid {pid} does not leave: {error}") from error
+            raise AgentError(f"agent pid {pid} does not end: {error}") from error
     finally:
         channel.close()
         os.close(process)

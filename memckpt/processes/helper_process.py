@@ -47,7 +47,7 @@ def _signals_held_back() -> Iterator[None]:
 def _cannot_start(module: str, error: OSError) -> AgentError:
     return AgentError(
         f"expected to start a process of {module}, found {error}; raise the limit on processes, open files or memory "
-        "that this speaks of"
+        "that the error names"
     )
 
 
@@ -198,7 +198,7 @@ class HelperProcess:
         if not self._waiting and self._channel.offer(body, fds):
             return
         if self._waiting_bytes + len(body) > _MOST_WAITING_BYTES:
-            raise AgentGoneError(f"the process takes nothing, and {self._waiting_bytes} bytes wait for it")
+            raise AgentGoneError(f"the process reads nothing, and {self._waiting_bytes} bytes wait for it")
         self._waiting.append((body, [os.dup(fd) for fd in fds]))
         self._waiting_bytes += len(body)
         self._selector.modify(self._channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, self._attend)
@@ -234,7 +234,7 @@ class HelperProcess:
         self._send_waiting()
         while self._waiting:
             if not self._wait(self._writable, deadline - time.monotonic()):
-                raise AgentGoneError("the process takes no message (stopped or overloaded?)")
+                raise AgentGoneError("the process reads no messages (stopped or overloaded?)")
             self._send_waiting()
         longer = 0.0
         while True:
@@ -244,7 +244,7 @@ class HelperProcess:
                     raise AgentGoneError(f"no answer within {timeout + longer:.0f} s")
                 longer = max(0.1, patience - timeout)
                 _log.warning(
-                    "pid %d has not answered for %.0f s; it lives, and gets %.0f s more",
+                    "pid %d has not answered for %.0f s; it is alive, and gets %.0f s more",
                     self._process.pid,
                     timeout,
                     longer,

@@ -58,7 +58,7 @@ def make_run_dir(run_dir: Path) -> None:
         ) from error
     if not os.access(run_dir, os.W_OK | os.X_OK):
         raise ConfigurationError(
-            f"{expected}, found {run_dir}, where uid {os.geteuid()} may not write, or that is mounted read-only; name "
+            f"{expected}, found {run_dir}, which uid {os.geteuid()} may not write to, or which is read-only; name "
             "another one, or change its owner or its mount"
         )
 
@@ -101,8 +101,8 @@ def spawn_agent(address: AgentAddress, config: AgentConfig) -> int:
     if parent_of(pid) == os.getpid():
         _log.warning(
             "memckpt: the agent (pid %d) has become a child of this process, which adopts orphans: it is the first "
-            "process of a container, or a child subreaper, as launchers make their workers. What ends this process may "
-            "end the agent, and what it holds. Start `memckpt agent %s` outside of it, before training",
+            "process of a container, or a child subreaper, as launchers make their workers. A kill of this process may "
+            "end the agent, and the state that it holds. Start `memckpt agent %s` outside of it, before training",
             pid,
             address.run_dir,
         )

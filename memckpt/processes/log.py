@@ -39,7 +39,7 @@ class QueuedLines(logging.Handler):
         try:
             line = self.format(record)
             if self.dropped:
-                line = f"(the log takes nothing: {self.dropped} lines were dropped here)\n{line}"
+                line = f"(the log was blocked: {self.dropped} lines were dropped here)\n{line}"
             self._lines.put_nowait(f"{line}\n".encode(errors="backslashreplace"))
         except queue.Full:
             self.dropped += 1

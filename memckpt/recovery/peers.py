@@ -389,11 +389,11 @@ class Sources:
         if lacking:
             return "memory cannot produce the states of all ranks (" + "; ".join(lacking) + ")"
         spans = "; ".join(f"ranks {list(unit)}: {min(each)} to {max(each)}" for unit, each in found.items())
-        return f"what nodes hold, and their peers have pieces of, has no record in common ({spans})"
+        return f"the states and pieces that nodes hold have no record in common ({spans})"
 
     def _missing(self, unit: Unit) -> str:
         generations = self._coded.get(unit, ())
         for generation in generations:
             if any(generation.decodes(record) for record in generation.steps):
-                return "no node holds what they share with other ranks after the records of which pieces are left"
-        return generations[0].missing() if generations else "nobody holds them or has pieces of them"
+                return "no node holds the state that they share with other ranks at the records whose pieces are left"
+        return generations[0].missing() if generations else "no node holds them or pieces of them"

@@ -243,8 +243,7 @@ class _OwnMemory:
         held = _not_stored(self._nodes, self.common(), stored)
         if held is not None:
             raise _changed_error(
-                f"node {held.node} holds a run of {held.world_size} ranks that is cut into other shards than those of "
-                "this attempt",
+                f"node {held.node} holds a run of {held.world_size} ranks with other shards than those of this attempt",
                 store,
             )
 
@@ -262,7 +261,7 @@ class _OwnMemory:
             f"{held.node}, ranks {list(held.ranks)}: {min(held.records)} to {max(held.records)}"
             for held in sorted(holding, key=lambda one: (one.node, one.ranks))
         )
-        return f"what is held has no record in common ({spans})"
+        return f"the held states have no record in common ({spans})"
 
 
 class _PeersMemory:
@@ -291,7 +290,7 @@ class _PeersMemory:
         if _is_other(self._sources.held, world_size, shardings):
             self.changed = _OTHER_SHARDS
         elif not self._sources.units <= self._places.keys():
-            self.changed = "whose ranks were grouped over nodes in another way"
+            self.changed = "whose ranks were distributed over nodes in another way"
 
     def common(self) -> dict[int, int]:
         return self._sources.common(self._places)
@@ -320,7 +319,7 @@ def _without_standbys(inventories: Sequence[HeldRecords]) -> list[HeldRecords]:
     return [held for held in inventories if not held.standby]
 
 
-_OTHER_SHARDS = "of another number of ranks, or cut into other shards"
+_OTHER_SHARDS = "with another number of ranks, or other shards"
 _NOTHING = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
 
 
@@ -337,8 +336,8 @@ def _refuse_problems(everything: Iterable[HeldRecords | HeldPieces]) -> None:
     for held in everything:
         if held.problem:
             raise ForeignStateError(
-                f"what node {held.node} holds belongs to another model or optimizer. First difference: {held.problem}. "
-                "Use another run directory, or resume='never' to drop what is held"
+                f"the state held on node {held.node} belongs to another model or optimizer. First difference: "
+                f"{held.problem}. Use another run directory, or resume='never' to drop the held state"
             )
 
 
@@ -352,9 +351,9 @@ def _not_stored(
 
 def _changed_error(what: str, store: str) -> ForeignStateError:
     return ForeignStateError(
-        f"{what}; such a change is resumed from {store}, and what is in memory is not there. Start with as many "
-        "ranks, the same mesh and the same ranks together on a node as before, or use resume='never' to drop what is "
-        "held"
+        f"{what}; such a change can be resumed from {store} only, which lacks the state in memory. Start with as many "
+        "ranks, the same mesh and the same ranks together on a node as before, or use resume='never' to drop the "
+        "held state"
     )
 
 

@@ -46,8 +46,8 @@ def refuse_what_cannot_be_cut(stored: StateSpec, live: StateSpec) -> None:
                 if not state.elementwise and prod(state.shape) > 1:
                     optimizer = stored.optimizers[owner.optimizer].qualname
                     raise UnsupportedError(
-                        f"the state {state.key!r} that {optimizer} keeps for {name} cannot be put together for other "
-                        f"pieces of it: expected a single value, or one for each element, found {list(state.shape)}; "
+                        f"the state {state.key!r} that {optimizer} keeps for {name} cannot be assembled for other "
+                        f"shards of it: expected a single value, or one for each element, found {list(state.shape)}; "
                         "resume with the number of ranks and the sharding that the run had, or use resume='never' to "
                         "start over"
                     )

@@ -251,7 +251,7 @@ def test_a_place_that_is_asked_for_inside_the_loop(lab: Lab) -> None:
             for _ in batches:
                 for look in looks:
                     with pytest.raises(
-                        UsageError, match=r"ckpt\.\w+(\(\))?: expected the first look .* found it inside"
+                        UsageError, match=r"ckpt\.\w+(\(\))?: expected its first use .* found it inside"
                     ):
                         look()
             assert ckpt.step == 0

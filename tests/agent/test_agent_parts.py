@@ -242,7 +242,7 @@ def test_no_more_than_so_much_waits_for_a_process(replicator: Replicator, monkey
         while True:
             process.send(ListPieces({}), [])
 
-    with pytest.raises(AgentGoneError, match=r"takes nothing, and \d+ bytes wait"):
+    with pytest.raises(AgentGoneError, match=r"reads nothing, and \d+ bytes wait"):
         send_for_ever()
     assert process._waiting_bytes <= 10_000
 

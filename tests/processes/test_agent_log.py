@@ -61,7 +61,7 @@ def test_what_finds_no_room_is_dropped_and_counted() -> None:
         handler.stop()
         os.close(write_fd)
         rest = stream.read()
-    assert rest == "(the log takes nothing: 990 lines were dropped here)\nafter\n"
+    assert rest == "(the log was blocked: 990 lines were dropped here)\nafter\n"
 
 
 def test_a_log_that_takes_nothing_holds_no_agent_up(tmp_path: Path) -> None:

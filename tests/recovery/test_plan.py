@@ -161,7 +161,7 @@ def test_never_drops_whatever_is_held() -> None:
 
 
 def test_another_world_size_is_refused() -> None:
-    with pytest.raises(ForeignStateError, match="holds a run of 4 ranks that is cut into other shards"):
+    with pytest.raises(ForeignStateError, match="holds a run of 4 ranks with other shards"):
         make_plan([held("a", range(3, 8))], "auto", 2, "n")
 
 
@@ -211,7 +211,7 @@ def test_other_shards_are_resumed_from_storage_after_the_newest_record_of_all_ra
         assert must_reshard(units, world_size, shardings)
         plan = make_plan(units, "auto", world_size, "n", [stored(1, 7), stored(1, 5)], shardings=shardings)
         assert isinstance(plan, RestoreStored)
-        with pytest.raises(ForeignStateError, match="what is in memory is not there"):
+        with pytest.raises(ForeignStateError, match="which lacks the state in memory"):
             make_plan(units, "auto", world_size, "n", [stored(1, 6)], shardings=shardings)
     assert record_to_reshard(units, "auto") == 7
     assert record_to_reshard(units, 50) == 5
@@ -278,7 +278,7 @@ def test_another_number_of_ranks_is_resumed_from_storage_and_only_if_all_is_ther
     inventories = [held("a", range(3, 9))]
     plan = make_plan(inventories, "auto", 2, "b", [stored(1, 8), stored(1, 5)])
     assert isinstance(plan, RestoreStored)
-    with pytest.raises(ForeignStateError, match="what is in memory is not there"):
+    with pytest.raises(ForeignStateError, match="which lacks the state in memory"):
         make_plan(inventories, "auto", 2, "b", [stored(1, 5)])
 
 

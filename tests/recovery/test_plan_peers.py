@@ -97,7 +97,7 @@ SURVIVORS_AT_7 = [live("a", 0, range(5, 8)), live("b", 1), HeldRecords(node="c")
 @pytest.mark.parametrize(
     ("kept", "why"),
     [
-        ([], r"ranks \[2\]: nobody holds them or has pieces of them"),
+        ([], r"ranks \[2\]: no node holds them or pieces of them"),
         (ITS_PIECES[:1], r"ranks \[2\]: 1 of 2 pieces needed are left\)"),
         ([pieces("a", 2, 0), pieces("b", 2, 0)], "1 of 2 pieces needed are left"),
         ([pieces("a", 2, 0), pieces("b", 2, 1, generation="h")], "1 of 2 pieces needed are left"),
@@ -225,7 +225,7 @@ def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
 
 def test_private_pieces_without_a_replica_are_of_no_use() -> None:
     others = [live("a", 0, replicas=(0, 1)), live("b", 1, replicas=(0, 1)), live("d", 3, replicas=(2, 3), sharding="s")]
-    with pytest.raises(NothingHeldError, match=r"ranks \[2\]: no node holds what they share with other ranks"):
+    with pytest.raises(NothingHeldError, match=r"ranks \[2\]: no node holds the state that they share"):
         plan(others, PRIVATE, resume="require", shardings=["", "", "", "s"])
 
 
@@ -265,7 +265,7 @@ def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> Non
     assert must_reshard(together, WORLD, [], units=PLACES)
     found = plan(together, stored=[checkpoint(8)])
     assert isinstance(found, RestoreStored)
-    assert found.reason == "memory holds a run whose ranks were grouped over nodes in another way"
+    assert found.reason == "memory holds a run whose ranks were distributed over nodes in another way"
     for stored in ([], [checkpoint(7)]):
         with pytest.raises(ForeignStateError, match=r"grouped .* the same ranks together on a node as before"):
             plan(together, stored=stored)
@@ -283,11 +283,11 @@ def test_pieces_of_other_shards_are_resumed_from_storage() -> None:
     for each in other:
         assert must_reshard([], WORLD, [], [each], PLACES)
         found = plan([], [each], stored=[checkpoint(2)])
-        assert found.reason == "memory holds a run of another number of ranks, or cut into other shards"
+        assert found.reason == "memory holds a run with another number of ranks, or other shards"
 
 
 def test_another_model_in_pieces_is_refused() -> None:
-    with pytest.raises(ForeignStateError, match="what node b holds belongs to another model or optimizer"):
+    with pytest.raises(ForeignStateError, match="the state held on node b belongs to another model or optimizer"):
         plan(SURVIVORS, [*ITS_PIECES, pieces("b", 3, 0, range(0), problem="w [3]")])
 
 
