@@ -10,7 +10,7 @@ from torch import nn
 
 
 def digest(model: nn.Module) -> str:
-    """Digest of all parameters and buffers, 16 hex digits: equal if and only if two runs ended bit for bit alike."""
+    """Digest of all parameters and buffers, 16 hex digits: equal for runs that ended bit for bit alike."""
     return digest_of(model.state_dict())
 
 

@@ -529,7 +529,7 @@ def _encode(step: _PendingSubStep) -> SubStep:
 def _skipped(optimizer: Optimizer, wait: bool = False) -> bool:
     """Whether a gradient scaler makes this step void: fused optimizers run it nevertheless.
 
-    Only the device knows. Unless `wait` is set the step is noted, and dropped when it is encoded.
+    If only the device knows, `wait` waits for it; else the step is noted, and dropped when it is encoded.
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and (wait or codec.on_host(found)) and bool(found.item())
