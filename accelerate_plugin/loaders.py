@@ -1,9 +1,8 @@
 """Data positions of prepared loaders: followed in place, read at each step, restored on a resume.
 
 Accelerate's loaders take one round of batches from an ordinary DataLoader ahead of the user. So the DataLoader inside
-is
-grafted (`memckpt.dataloader`) and counts fetched batches, and the loader around it counts batches given to the user. It
-keeps its identity; while it is followed its class is a subclass of its own.
+is grafted (`memckpt.dataloader`) and counts fetched batches, and the loader around it counts batches given to the user.
+It keeps its identity; while it is followed its class is a subclass of its own.
 """
 
 from __future__ import annotations

@@ -105,8 +105,7 @@ class MemCheckpointPlugin:
 
         Args:
             objects: model, optimizer, loaders, schedulers, in any order; returned in the same order. A model that you
-                have
-                sharded yourself (fully_shard, parallelize_module) stays as it is.
+                have sharded yourself (fully_shard, parallelize_module) stays as it is.
             device_placement: as for `accelerator.prepare`.
 
         Raises:
@@ -229,8 +228,7 @@ class MemCheckpointPlugin:
 
         Raises:
             UsageError: called before `prepare`, or inside the loop over a prepared loader; or no step of an epoch was
-                ended
-                with `commit`.
+                ended with `commit`.
         """
         self._attached_session("epochs()")
         self._place_is_asked("ckpt.epochs()")
@@ -300,8 +298,7 @@ class MemCheckpointPlugin:
         """Whether the gradient scaler has skipped a step since the last commit.
 
         Accelerate's own flag stays set until an optimizer's next step: in a loop that accumulates by hand also after
-        batches
-        whose gradients are still pending. A skipped step changes the scale.
+        batches whose gradients are still pending. A skipped step changes the scale.
         """
         if not self.accelerator.optimizer_step_was_skipped:
             return False
@@ -438,8 +435,7 @@ class MemCheckpointPlugin:
         """End the protection, and leave nothing on loaders and optimizers.
 
         With `finished` no state has to be held any more: the agent writes the last step to storage and ends. Otherwise
-        it
-        keeps the state.
+        it keeps the state.
 
         Raises:
             UsageError: the training has stepped its optimizer and never committed.

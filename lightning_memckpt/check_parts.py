@@ -18,8 +18,7 @@ class CheckParts:
     """Names the parts of `Protection`'s captured state as the user knows them.
 
     Excluded are the time of the capture, the measurements of `Timer`, and the directory of `ModelCheckpoint`, which
-    each
-    start may create anew.
+    each start may create anew.
 
     Args:
         trainer: the trainer with the callbacks.

@@ -87,8 +87,7 @@ class MemCheckpointCLI(LightningCLI):
 
         Raises:
             ConfigurationError: --run_dir beside a MemCheckpoint in the configuration; --resume without either; or an
-                invalid
-                setting.
+                invalid setting.
         """
         run_dir, resume, flags = (self._get(self.config_init, name) for name in _FLAGS)
         config: MemckptConfig = from_mapping(to_mapping(flags))

@@ -34,8 +34,7 @@ def checkpoint_of(state: ExportedState) -> dict[str, Any]:
     """The contents of Lightning's own file of the batch, as if saved in ``on_train_batch_end``.
 
     It includes entries that ``on_save_checkpoint`` hooks added, unless they refer to tensors of modules beside the
-    model;
-    and hyperparameters, as far as they are plain values.
+    model; and hyperparameters, as far as they are plain values.
 
     Raises:
         ForeignStateError: the run was not trained with Lightning's callback.

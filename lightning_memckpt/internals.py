@@ -1,10 +1,8 @@
 """All private names of Lightning that this package relies on, in one place.
 
 The public hooks cannot express a resume after the last optimizer step, so some of Lightning's inner state has to be
-read
-and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning that has renamed
-one
-is refused by name, instead of resuming wrongly.
+read and written. :meth:`TrainerInternals.verify` looks every name up before training starts: a Lightning that has
+renamed one is refused by name, instead of resuming wrongly.
 
 Lightning 2.4 and older lack the restart stages that this depends on, so 2.5 is the oldest supported version.
 """

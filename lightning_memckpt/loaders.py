@@ -48,9 +48,8 @@ class Loaders:
     def building(self) -> Iterator[None]:
         """Wrap the building of the training loaders, which is user code and may draw random numbers.
 
-        A restart builds the first loaders as the first start did, before training. Loaders that Lightning reloaded
-        during
-        training a restart builds before training, too: under the generators of that time.
+        The first loaders are built before training, in a restart as in a first start. Loaders that Lightning reloads
+        during training are built before training by a restart, too, under the generators of their first building.
         """
         if self._held is not None:
             if self.built_under is None:
@@ -221,8 +220,7 @@ def _consumed(position: dict[str, Any], ahead: int) -> dict[str, Any]:
     """The position without the batches that the fetcher holds and training has not seen.
 
     A loader without a length is read one batch ahead, and the next fetcher will do so again. Such a loader is
-    positioned
-    by reading and discarding, so only the number of batches matters.
+    positioned by reading and discarding, so only the number of batches matters.
     """
     current = position["pass"]
     return {**position, "pass": {**current, "batches": max(current["batches"] - ahead, 0)}}
@@ -232,8 +230,7 @@ def _still_yields(loader: Any) -> bool:
     """Whether a loader at the end of an epoch has another batch.
 
     If not, the call has made it notice the epoch's end. Nothing else would: the loops re-enter after the last batch and
-    ask
-    for none, and a generator does nothing until it is asked.
+    ask for none, and a generator does nothing until it is asked.
     """
     for _ in loader:
         return True

@@ -2,8 +2,7 @@
 
 Lightning's own state, saved at the end of a training batch, does not lead back to that point: the batch would not count
 as completed, a validation due after it would be skipped, and an epoch that it finished would end without its hooks.
-Each
-function returns an edited copy for one situation, so that the loops, having loaded it, continue directly after the
+Each function returns an edited copy for one situation, so that the loops, having loaded it, continue directly after the
 batch.
 """
 

@@ -15,8 +15,7 @@ class _Shadow:
     """The entry in the instance's ``__dict__`` while a method is shadowed.
 
     Copies and pickles of the instance get their class's method back: a user's deep copy or file of the whole module
-    must
-    not contain our hook, and through it the trainer.
+    must not contain our hook, and through it the trainer.
     """
 
     def __init__(self, instance: Any, name: str, function: Callable[..., Any]) -> None:

@@ -2,8 +2,7 @@
 
 OmegaConf does not support `Literal`; an Enum with the same names replaces it, and its error lists them. Nor does it
 support a field with one of several dataclasses: each becomes an option of its own group (``memckpt/peers=erasure``),
-and
-its node names its class under ``kind``.
+and its node names its class under ``kind``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Trainer's prepared loader: Accelerate's DataLoaderShard around a torch DataLoader.
 
 The shard reads one batch ahead of the one it hands out, and the Trainer takes the batches of a whole accumulation
-before
-it trains on the first. Only the torch loader inside is modified.
+before it trains on the first. Only the torch loader inside is modified.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ class Recorder:
         self._sub_steps: list[_PendingSubStep] = []
         self._steps_taken: dict[int, int] = {}
         # For each parameter: 0 until its gradient is staged for the coming step, then 1 + the number of in-place
-        # changes
-        # made before it was staged.
+        # changes made before it was staged.
         self._staged_after: list[int] = []
         # The staged gradient of each parameter (None: unknown), and its version counter after the last known change.
         self._held: list[torch.Tensor | None] = []

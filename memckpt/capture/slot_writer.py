@@ -141,8 +141,7 @@ class SlotWriter:
         """Destinations of gradients in that sub-step, by parameter.
 
         An entry is None if this rank does not stage the parameter, or if its room fits sparse gradients only. The
-        result
-        is None if the record has no room for another step of the optimizer.
+        result is None if the record has no room for another step of the optimizer.
         """
         if sub_step >= self.sub_step_room[optimizer]:
             return None

@@ -299,9 +299,8 @@ class CommHookTap:
     itself does, by multiplying with 1/N (torch's stock hook divides, which gives other bits at N = 3).
 
     With three ranks or more the order of a sum depends on an element's position in a buffer, and DDP rebuilds its
-    buckets
-    after the first backward of a process. So the bucket layout is part of the state: the first backward after a resume
-    is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
+    buckets after the first backward of a process. So the bucket layout is part of the state: the first backward after a
+    resume is reduced in the layout that the uninterrupted run would have used (:attr:`layout`).
     """
 
     name = "streaming (DDP communication hook)"

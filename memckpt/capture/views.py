@@ -112,8 +112,7 @@ class Batch:
         """Copy each of `sources` to its place, offset by `base` bytes; without autograd.
 
         Returns False, and copies nothing, unless all are plain tensors in host memory with the shapes and dtypes of
-        their
-        places: a copy would silently cast and broadcast.
+        their places: a copy would silently cast and broadcast.
         """
         if not sources:
             return True

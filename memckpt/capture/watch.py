@@ -1,8 +1,7 @@
 """Detection of changes to parameters, frozen ones too, by anything but their optimizer.
 
 Such a change is in no gradient, so redo would not make it. Torch counts in-place changes of every tensor. Writes
-through
-``.data`` escape that count and are detected by a sample of the values.
+through ``.data`` escape that count and are detected by a sample of the values.
 """
 
 from __future__ import annotations
@@ -133,8 +132,7 @@ class StaticWatch:
     """Watches tensors that are staged once per generation: if a counter has moved, the copy is compared.
 
     Writes that escape the counters (a momentum encoder updated through ``.data``) show in the values of host tensors:
-    the
-    first checks compare all values with the copy, later ones a sample with its former values.
+    the first checks compare all values with the copy, later ones a sample with its former values.
     """
 
     def __init__(self, writer: SlotWriter) -> None:

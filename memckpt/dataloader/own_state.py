@@ -27,8 +27,7 @@ _EDGES = frozenset({"sampler", "_sampler", "batch_sampler", "base_sampler", "dat
 _SCALARS = (bool, int, float, str, bytes, type(None))
 _LARGEST_INT = 2**63
 #: Attributes that belong to the pass and not to the sampler's configuration. The second is that of Accelerate's and
-#: HF's
-#: samplers, which may have drawn another value in this process.
+#: HF's samplers, which may have drawn another value in this process.
 _ALWAYS = ("epoch", "initial_seed")
 
 

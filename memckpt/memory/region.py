@@ -58,8 +58,7 @@ class Region:
             name: purpose of the region.
             nbytes: size of the region.
             ranges: offsets and lengths, in bytes, of the parts to reserve now; None: all. Other parts must not be
-                touched
-                before :meth:`reserve` has returned.
+                touched before :meth:`reserve` has returned.
 
         Raises:
             MemoryBudgetError: the kernel has no room for it.

@@ -199,8 +199,7 @@ class AgentAddress:
         """Hold the lock for starting an agent: one starter at a time, and none while an agent withdraws.
 
         The lock is a name in the abstract namespace. It goes with its holder, needs no file system with locks, and
-        belongs
-        to this node, which may share the run directory with others.
+        belongs to this node, which may share the run directory with others.
 
         Raises:
             AgentError: another process has held the lock for too long.

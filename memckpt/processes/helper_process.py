@@ -226,8 +226,7 @@ class HelperProcess:
 
         Raises:
             AgentGoneError: the process is gone, stands still, or has not answered in time; or an earlier message of it
-                has
-                ended the connection.
+                has ended the connection.
         """
         deadline = time.monotonic() + (patience or _TAKE_SECONDS)
         self.send(message, ())

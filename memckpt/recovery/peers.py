@@ -1,8 +1,7 @@
 """The recovery plan's view of peers: who can produce which state, and who fetches it from where. Pure functions.
 
 A *unit* is the ranks of one node that hold the same shards. It is identified by its ranks, not by its node: a unit of
-an
-earlier attempt may be on another node now.
+an earlier attempt may be on another node now.
 """
 
 from __future__ import annotations

@@ -40,8 +40,7 @@ class RestoreTarget:
 
         Args:
             keep: hold it in `before`. Its element-wise tensors are then restored into, not allocated anew: a second
-                copy
-                of all of them may not fit on the device.
+                copy of all of them may not fit on the device.
         """
         for index, (spec, param) in enumerate(zip(self.layout.spec.params, self.params, strict=True)):
             for owner in spec.owners:

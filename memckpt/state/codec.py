@@ -262,8 +262,7 @@ def _pack_rare(value: Any, path: str, refuse: Callable[[str, str], None]) -> Any
         tag = "ndarray" if isinstance(value, numpy.ndarray) else "npscalar"
         return [_MARK + tag, value.dtype.str, list(value.shape), numpy.ascontiguousarray(value).tobytes()]
     # A subclass of str, int or float (a StrEnum member; numpy's float64 is handled above) is encoded as its plain
-    # value,
-    # except true enums: their identity would be lost.
+    # value, except true enums: their identity would be lost.
     if isinstance(value, (str, int, float)) and not _is_enum(value):
         for plain in (str, int, float):
             if isinstance(value, plain):

@@ -136,8 +136,7 @@ class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
     """A parameter that some optimizer steps.
 
     `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes` is the room for
-    one
-    sparse gradient, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs from its own.
+    one sparse gradient, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs from its own.
     """
 
     tensor: TensorSpec
@@ -187,10 +186,8 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `replicas`: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
 
     `aliases` and `outside` relate these names to the model's ``state_dict()``. `aliases`: further keys of a tensor,
-    with
-    its name here (tied weights). `outside`: names that the ``state_dict()`` lacks (non-persistent buffers, modules
-    beside
-    the model).
+    with its name here (tied weights). `outside`: names that the ``state_dict()`` lacks (non-persistent buffers, modules
+    beside the model).
 
     `flattened`: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
 
@@ -200,8 +197,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
     `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots.
 
     `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
-    of
-    those known to differ between ranks.
+    of those known to differ between ranks.
     """
 
     params: tuple[ParamSpec, ...]
@@ -255,8 +251,7 @@ class StateSpec(msgspec.Struct, frozen=True, array_like=True):
         """One line per property that must match for a held state to be restored into a model.
 
         Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
-        the
-        sharding.
+        the sharding.
         """
         tensors = sorted(self.tensors(), key=lambda one: one.name)
         lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]

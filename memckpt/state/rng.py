@@ -63,8 +63,7 @@ def restore(state: RngState) -> None:
 
     Raises:
         ValueError: `state` did not come from `capture`, or it belongs to a CUDA device that this machine lacks.
-            Whatever
-            can be checked is checked before the first generator is changed.
+            Whatever can be checked is checked before the first generator is changed.
     """
     if not isinstance(state, dict) or not _STATE_KEYS.issubset(state):
         found = sorted(map(str, state)) if isinstance(state, dict) else type(state).__name__

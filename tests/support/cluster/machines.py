@@ -1,8 +1,7 @@
 """Machines for a test, each with its own network address, host name and processes, which can be lost as a whole.
 
 A machine is a set of namespaces (network, UTS, PID, mount) whose first process is ours. The kernel ends every process
-of
-a PID namespace with its first one. Requires root.
+of a PID namespace with its first one. Requires root.
 """
 
 from __future__ import annotations

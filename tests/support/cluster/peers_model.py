@@ -1,10 +1,8 @@
 """Model of several nodes in one process: a test delivers replicators' messages, and loses nodes.
 
 Owners, holders, leaders and the code are real. In place of an agent's state there is a ring of slots with made-up
-bytes,
-and by record the attempts that made the records up to it. With eager redo there is also a replica, which advances when
-a
-test says so and no further than it may; its earlier states are lost.
+bytes, and by record the attempts that made the records up to it. With eager redo there is also a replica, which
+advances when a test says so and no further than it may; its earlier states are lost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A training for a service manager: dies where it is told to, once per attempt.
 
 Takes memckpt's own flags. Its working directory has ``plan.json``: the actions of each attempt by point and step,
-"kill"
-itself or "wait" until a file ``go-N`` exists. Each attempt writes a ``report-N`` there.
+"kill" itself or "wait" until a file ``go-N`` exists. Each attempt writes a ``report-N`` there.
 """
 
 from __future__ import annotations

@@ -442,8 +442,7 @@ class Pair:
 
     def check(self, record: int) -> None:
         """Check the standby replica's state after a record against the training, bit for bit; later ones can be asked
-        for
-        afterwards.
+        for afterwards.
         """
         standby = self.standbys.find(RANKS, record, HISTORY)
         assert standby is not None

@@ -1,9 +1,8 @@
 """Accelerate trainings in processes that are killed, and their comparison with an undisturbed training.
 
 A training is killed at each of a list of points in turn; every process is told only the same directory, and the last
-one
-trains to the end. All notes of all processes, and the final state, must equal those of the undisturbed training, which
-has no plugin, bit for bit.
+one trains to the end. All notes of all processes, and the final state, must equal those of the undisturbed training,
+which has no plugin, bit for bit.
 """
 
 from __future__ import annotations

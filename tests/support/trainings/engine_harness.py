@@ -185,8 +185,7 @@ class Lab:
 
         Args:
             unchecked: reasons, or parts of them, for which the check of a resume may say *none*; None: the test checks
-                the
-                verdict.
+                the verdict.
 
         Raises:
             AssertionError: the child ended in another way than planned, or its resume was not proved.
