@@ -131,7 +131,7 @@ def until_stored(session: Session, step: int) -> None:
     while (session.stored_step or 0) < step:
         if not select.select([session._link.client.channel], [], [], 120)[0]:
             raise RuntimeError(f"step {step} does not get to storage")
-        session._listen()
+        session._protection.listen()
 
 
 def measure_resume(report: Report, size: str, repetitions: int) -> None:

@@ -1,51 +1,317 @@
-"""When a new generation begins."""
+"""When and how a new generation begins: one state machine, asked at the end of each record.
+
+A *generation* is a fresh start of base and log. All ranks that share slots begin it after the same record.
+
+States (:class:`SwitchState`):
+
+- EMPTY: there is nothing to write to, and no generation is due. Records are told to the agent as void.
+- OPEN: the log goes on. Records are committed to the current generation.
+- DUE: a generation begins after the record `after`. Records up to it are committed as far as they can be staged.
+
+Events, each a method of :class:`GenerationSwitch`, and the state that follows:
+
+- ``start``, the attempt has begun: DUE where there is no held generation to go on with.
+- ``resume``, a held state is back: OPEN; DUE with other settings than before, and with peers.
+- ``end_self_test``, redo has been tested: DUE at this record, in the mode that the test allows.
+- ``end_record``, a record ends: OPEN stays OPEN as long as records can be staged, and becomes DUE where one cannot. DUE
+  becomes OPEN with the record `after`, behind which the whole state is written.
+- ``obey``, the agent orders a generation of all local ranks: DUE.
+- ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
+- ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.
+- ``capture_last``, training has ended: no change.
+
+The loss of the agent makes OPEN EMPTY: :class:`memckpt.session.protection.Protection` closes what is written to.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import logging
+import time
 
-from memckpt.capture.live_state import SpecRequest
-from memckpt.protocol.trainer import Begin
-from memckpt.session.ranks import Ranks
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.protocol.trainer import Begin, Void
+from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.changes import Changes
+from memckpt.session.gradient_tap import GradientTap
+from memckpt.session.link import AgentLink
+from memckpt.session.local_training import LocalTraining
+from memckpt.session.mode import ModeChoice
+from memckpt.session.staging import RestorePoint, Staging
+
+_log = logging.getLogger("memckpt")
 
 
-class DueGeneration:
-    """After which record the next generation begins, the same on all ranks that share slots.
+class SwitchState(enum.Enum):
+    """State of a :class:`GenerationSwitch`."""
+
+    EMPTY = enum.auto()
+    OPEN = enum.auto()
+    DUE = enum.auto()
+
+
+class GenerationSwitch:
+    """Brings records to the current generation, and begins the next one.
 
     Args:
-        request: what the next generation is to be like.
+        training: whose records are written.
+        link: connection to the agent, which allocates generations.
+        staging: what is written to.
+        changes: changes that the optimizer did not make.
+        mode: how records are protected.
+        tap: how gradients are taken.
 
     Attributes:
-        after: that record; None while none is to begin.
-        began: after which record the current one did.
+        request: what the next generation is to be like.
+        after: record after which the next generation begins; None while none is due.
+        began: record after which the current generation began; 0 before the first.
     """
 
-    def __init__(self, ranks: Ranks, request: Callable[[], SpecRequest]) -> None:
-        self._ranks = ranks
-        self._request = request
+    def __init__(
+        self,
+        training: LocalTraining,
+        link: AgentLink,
+        staging: Staging,
+        changes: Changes,
+        mode: ModeChoice,
+        tap: GradientTap,
+    ) -> None:
+        self._training = training
+        self._ranks = training.ranks
+        self._live = training.live
+        self._recorder = training.recorder
+        self._link = link
+        self._staging = staging
+        self._changes = changes
+        self._mode = mode
+        self._tap = tap
         self.after: int | None = None
         self.began = 0
-
-    def has_begun(self, record: int) -> None:
-        """The one that was due has."""
-        self.after, self.began = None, record
+        self.use_mode()
 
     @property
-    def _in_turns(self) -> bool:
-        """Whether a generation has to begin with a record that others capture, too, who go on as they are.
+    def state(self) -> SwitchState:
+        """The current state."""
+        if self.after is not None:
+            return SwitchState.DUE
+        return SwitchState.OPEN if self._staging.writer is not None else SwitchState.EMPTY
 
-        Captured records must be common: one that only these ranks have could not be restored.
+    def use_mode(self) -> None:
+        """Ask for the current mode from the next generation on."""
+        self._staging.not_redoable = self._mode.not_redoable
+        self._recorder.needs_steps = self._mode.redoes
+        self.request = self._mode.request(self._training.copier.asynchronous)
+
+    # Events
+
+    def start(self, after: int | None) -> None:
+        """The attempt has begun.
+
+        Args:
+            after: record after which its first generation begins; None where it goes on with a held one.
         """
-        return self._request().mode == "capture" and len(self._ranks.unit) < self._ranks.world_size
+        self.after = after
 
-    def turn(self, record: int) -> int:
-        """The first record, from this one on, after which a generation may begin."""
-        if not self._in_turns:
+    def resume(self, writer: SlotWriter, record: int, anew: bool) -> None:
+        """The state after `record` is back, and `writer` is on its generation.
+
+        Args:
+            writer: adopted by the staging.
+            record: number of the record.
+            anew: whether the whole state has to be written, whatever generation holds it.
+
+        Raises:
+            MemoryBudgetError: there is no room for the slots of the held generation.
+        """
+        if self._live.spec(self.request) == writer.spec and not anew:
+            self._begin_record(record + 1)
+            return
+        # Other settings than the last attempt's, or a state that has grown, or peers that need all of it.
+        self._recorder.begin(None, record + 1)
+        same = (writer.spec.mode, writer.spec.every) == (self.request.mode, self.request.every)
+        self.after = self._turn(record + 1) if same else record + 1
+
+    def end_self_test(self, record: int) -> None:
+        """Change the mode where the self-test is over, on all ranks at the same record."""
+        if self._mode.after_record(self._recorder.compiled):
+            self.use_mode()
+            self.after = record
+
+    def obey(self, order: Begin) -> None:
+        """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
+        self._live.growth.changing |= order.changing
+        self._live.growth.apart |= order.apart
+        if order.record > self.began:
+            self.after = self._turn(order.record)
+
+    def lose_replica(self, reason: str) -> None:
+        """The agent cannot redo: the trainer will, from the next generation on."""
+        self._recorder.fail(reason)
+        if self.request.mode == "eager":
+            self._mode.fall_back(f"the agent's redo failed: {reason}")
+            self.use_mode()
+
+    def rejoin(self, record: int) -> None:
+        """A new agent is there, which holds nothing. Ranks that share slots wait for its order."""
+        self.after = self._turn(record) if len(self._ranks.unit) == 1 else None
+
+    def look_for_changes(self) -> None:
+        """Look, at the end of a record, for changes that the optimizer did not make."""
+        self._changes.look_at_commit()
+
+    def end_record(self, point: RestorePoint) -> bool:
+        """Commit the record, or begin a generation after it, or tell the agent that it is void.
+
+        OPEN stays OPEN where the record is staged as it stands. Otherwise a generation is ordered, and DUE follows. DUE
+        becomes OPEN where the record `after` is reached: the whole state is written.
+
+        Returns:
+            True if a generation has begun.
+
+        Raises:
+            MemckptError: the agent is gone, or refuses.
+        """
+        record = point.record
+        if self._staging.ranks_disagree(record):
+            self.after = record
+        if not self._is_reached(record):
+            self._staging.stage_by_value(record)
+        problem = self._find_problem()
+        if self.after is None and problem is not None:
+            self._order(record, problem)
+        if self._is_reached(record):
+            self._write(point)
+            self._begin_record(record + 1)
+            return True
+        if self._staging.ready and (problem is None or self._staging.owes(record)):
+            self._send_commit(point)
+            self._obey_snapshot_order(point)
+            self._tell_left_out()
+            self._begin_record(record + 1)
+        else:
+            self._link.send(Void(record, problem or self._recorder.problem or "no generation to write to"))
+        return False
+
+    def capture_last(self, point: RestorePoint) -> bool:
+        """Have the final step held, so that it gets to storage: by value where only this process can redo it.
+
+        Returns:
+            True if a generation has begun for that.
+        """
+        only_here = self._mode.mode == "lazy" and bool(self._live.redone_only_here)
+        if point.record == self.began or not (only_here or self._staging.owes(point.record)):
+            return False
+        if self._staging.moved if not only_here else not self._staging.stands_at(point.record):
+            _log.warning("memckpt: parameters were changed since step %d, which storage will not have", point.step)
+            return False
+        try:
+            self._write(point)
+        except Exception as error:
+            _log.warning("memckpt: the final step %d cannot be captured: %s", point.step, error)
+            return False
+        return True
+
+    # When
+
+    def _is_reached(self, record: int) -> bool:
+        return self.after is not None and record >= self.after
+
+    def _turn(self, record: int) -> int:
+        """The first record, from this one on, after which a generation may begin.
+
+        Captured records must be common: where other ranks go on as they are, a generation begins with a record that
+        they capture, too. One that only these ranks have could not be restored.
+        """
+        if self.request.mode != "capture" or len(self._ranks.unit) == self._ranks.world_size:
             return record
-        every = self._request().every
+        every = self.request.every
         return -(-record // every) * every
 
-    def note(self, order: Begin) -> None:
-        """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
-        if order.record > self.began:
-            self.after = self.turn(order.record)
+    def _find_problem(self) -> str | None:
+        """Why this record cannot be staged as it stands."""
+        if self._recorder.tap_mismatch is not None:
+            self._tap.take_later(self._recorder.tap_mismatch)
+        if self._recorder.problem is not None:
+            return self._recorder.problem
+        changed = self._changes.static_changes()
+        if changed:
+            self._live.growth.changing.update(changed)
+            others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            return f"{changed[0]}{others} changed and will be staged with every record from now on"
+        if self._staging.outgrown(self._recorder.record, self.request):
+            return "parameters or groups have changed"
+        return self._changes.problem
+
+    def _order(self, record: int, reason: str) -> None:
+        """A new generation is due: now if nobody shares its slots, else after a record that all those reach."""
+        _log.info("memckpt: a new generation begins: %s", reason)
+        turn = self._turn(record)
+        if len(self._ranks.unit) == 1:
+            self.after = turn
+            return
+        changing = frozenset(self._live.growth.changing)
+        self.obey(self._link.client.ask_for_generation(max(turn, record + 1), reason, changing))
+
+    # How
+
+    def _write(self, point: RestorePoint) -> None:
+        """Write the whole state by value; the log goes on from here."""
+        record = point.record
+        self._link.finish_sending()
+        started = time.perf_counter()
+        writer, commit = self._staging.write_generation(self._regions(record), point)
+        try:
+            self._link.client.applied = record
+            self._link.send(commit)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt(writer)
+        self._tell_left_out()
+        self.after, self.began = None, record
+        self._changes.problem = None
+        self._recorder.check.restart()
+        self._recorder.pending.regroup()
+        self._tap.reinstall()  # parameters may have been unfrozen since
+        _log.debug("memckpt: generation %d began in %.3f s", writer.generation, time.perf_counter() - started)
+
+    def _regions(self, record: int) -> PreparedRegions:
+        spec = self._live.spec(self.request)
+        regions = self._staging.take_prepared(spec)
+        return regions or self._link.prepare(spec, record, reason=self._mode.reason)
+
+    def _begin_record(self, record: int) -> None:
+        """Go on to the next record, as soon as its slot is free."""
+        writer = self._staging.writer
+        assert writer is not None
+        if not writer.whole:
+            if not self._link.client.make_slots(writer.generation):
+                self._staging.drop()
+                self._recorder.begin(None, record)
+                return
+            writer.use_all_slots()
+        self._training.clock.slot_wait += self._link.wait_for_room(record, writer.spec, self.began)
+        self._staging.begin_record(record)
+
+    def _send_commit(self, point: RestorePoint) -> None:
+        finish = self._staging.seal(point)
+        if not self._training.copier.asynchronous:
+            self._link.send(finish())
+            return
+        self._link.send_later(finish)
+        if not self._tap.holds_reductions_back and self._ranks.world_size > 1:
+            self._link.finish_sending()
+
+    def _obey_snapshot_order(self, point: RestorePoint) -> None:
+        """Copy the state for a checkpoint, where the agent has asked for it."""
+        order = self._link.take_order(point.record)
+        if order is not None:
+            self._link.finish_sending()
+            self._link.send(self._staging.take_snapshot(order, point))
+
+    def _tell_left_out(self) -> None:
+        """Say once what of the optimizers no record can hold."""
+        caveats = self._training.caveats
+        for text in [text for text in self._live.left_out if text not in caveats]:
+            _log.warning("memckpt: %s; after a resume it is as the new process makes it", text)
+            caveats.append(text)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.address import AgentAddress
@@ -42,6 +44,7 @@ class AgentLink:
         self.claimed = False
         #: Whether training waits for what peers acknowledge.
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
+        self._timeline: Timeline | None = None
         self._client: AgentClient | None = None
         self._sender: threading.Thread | None = None
         self._send_problem: AgentGoneError | None = None
@@ -85,24 +88,38 @@ class AgentLink:
         )
         return self._client.hello(hello)
 
-    def configure(self, timeline: Timeline, compute_threads: int) -> None:
+    def reconnect(self, spec: StateSpec, next_record: int) -> None:
+        """Connect to another agent than before, starting it if there is none; this attempt goes on.
+
+        Args:
+            spec: of the live state.
+            next_record: the record that is being collected.
+        """
+        assert self._timeline is not None
+        self.connect(spec, next_record, rejoining=True)
+        self.configure(self._timeline)
+
+    def configure(self, timeline: Timeline) -> None:
         """Give the agent the run's settings and the timeline that this attempt trains on."""
+        self._timeline = timeline
         linger, storage = self._config.linger_seconds, self._storage
         if storage is not None:
             storage = replace(storage, owner=self.owner or None)
         paths, claimed = user_search_path(), self.claimed
-        self.client.configure(Configure(linger, timeline, storage, compute_threads, search_path=paths, claimed=claimed))
+        threads = torch.get_num_threads()
+        self.client.configure(Configure(linger, timeline, storage, threads, search_path=paths, claimed=claimed))
 
     def prepare(
         self,
         spec: StateSpec,
-        timeline: Timeline,
         record: int,
         discard: bool = False,
         reason: str = "",
         whole: bool = False,
     ) -> PreparedRegions:
         """Have a generation allocated that begins after `record`; `whole`: with all of its slots."""
+        assert self._timeline is not None
+        timeline = self._timeline
         threads, budget = self._config.threads, self._config.memory_budget_bytes
         return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole))
 

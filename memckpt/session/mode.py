@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from memckpt.capture.live_state import LiveState
+from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.self_test import STEPS, SelfTest
-from memckpt.config import MemckptConfig, RedoMode
+from memckpt.config import MemckptConfig, MirrorConfig, RedoMode
 from memckpt.session.policy import choose_redo
 from memckpt.session.ranks import Ranks
 from memckpt.session.room import lazy_shortage
@@ -33,6 +33,7 @@ class ModeChoice:
         self._config = config
         self._live = live
         self._ranks = ranks
+        self._device = device
         self._test: SelfTest | None = None
         self._asked = False
         self.not_redoable = ""
@@ -70,6 +71,51 @@ class ModeChoice:
     def testing(self) -> bool:
         """Whether it is still to be seen if steps can be redone."""
         return self._test is not None
+
+    def request(self, asynchronous: bool) -> SpecRequest:
+        """What a generation has to be like in this mode.
+
+        Args:
+            asynchronous: whether commits are sent later than they are made.
+        """
+        config, ranks = self._config, self._ranks
+        # A replica of this node, or those of a lazy node on others.
+        replicas = self.mode == "eager" or (self.mode == "lazy" and isinstance(config.peers, MirrorConfig))
+        trails = config.replays and replicas
+        # The replica is one record further behind, and with several ranks one of them may be filling the next slot.
+        # Ranks may differ by one commit, and a commit from an accelerator is sent one record later.
+        more = (ranks.world_size > 1 or config.slots < 3) + asynchronous if trails else 0
+        return SpecRequest(
+            mode=self.mode,
+            period=config.anchor_period(self.mode),
+            every=self.every,
+            slots=config.slots + (more if self.mode == "eager" else 0),
+            trails=trails,
+            local_ranks=ranks.unit,
+            world_size=ranks.world_size,
+            replicas=ranks.replicas if len(ranks.groups) > 1 else (),
+            reads_late=config.reads_late,
+            shares=ranks.shares,
+            asynchronous=asynchronous,
+        )
+
+    def caveats(self) -> list[str]:
+        """What this mode cannot do here, in words, one line each. Rank 0 logs what is worth a warning."""
+        found = []
+        if self.mode == "eager" and self._device.type != "cpu":
+            found.append(
+                "the replica is redone on the CPU and may be off by units in the last place; redo='lazy' is exact"
+            )
+        if self._live.redone_only_here and self.redoes and self._config.storage is not None:
+            found.append(
+                f"{', '.join(self._live.redone_only_here)}: no other process can import this optimizer class, so what "
+                "an attempt that was killed leaves in memory gets to storage only once the run is started again; "
+                "checkpoints while training runs, and at its end, are made as ever. In a module of its own the class "
+                "can be imported"
+            )
+            if self._ranks.rank == 0:
+                _log.warning("memckpt: %s", found[-1])
+        return found
 
     def resume(self, held: RedoMode | None, not_redoable: str) -> None:
         """What was held shows what an earlier attempt's self-test has found.

@@ -112,6 +112,15 @@ def find_replicas(
     ranks.share(hashlib.blake2b(msgspec.msgpack.encode(held), digest_size=16).hexdigest())
 
 
+def find_own_buffers(live: LiveState, ranks: Ranks) -> set[str]:
+    """Names of large buffers in which ranks differ. Of what is static a node holds one copy only, so these are not."""
+    if ranks.world_size == 1:
+        return set()
+    own = {name: replica_digest([tensor], []) for name, tensor in live.large_buffers().items()}
+    everybody = ranks.gather(own)
+    return {name for name, digest in own.items() if any(each.get(name) != digest for each in everybody)}
+
+
 def _refuse_partial_meshes(live: LiveState, ranks: Ranks) -> None:
     reached: set[int] = set()
     for tensor in live.tensors().values():

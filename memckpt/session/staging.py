@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from memckpt.capture.copier import Copier
-from memckpt.capture.live_state import LiveState, SpecRequest
-from memckpt.capture.recorder import Recorder, StallClock
+from memckpt.capture.live_state import SpecRequest
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.protocol.trainer import Commit, GenerationCommit, SnapshotTaken
 from memckpt.session.agent_client import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
+from memckpt.session.local_training import LocalTraining
 from memckpt.state import codec
+from memckpt.state.layout import StateSpec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.tensors import version
 
@@ -39,33 +39,32 @@ class RestorePoint:
 
 
 class Staging:
-    """Owns the writer of the current generation and closes it.
+    """Owns the writer of the current generation, and the regions of the next one where they are prepared.
+
+    Args:
+        training: whose state is written.
+        changes: told of each generation that is written to.
 
     Attributes:
-        writer: None while there is no generation to write to.
+        writer: writer of the current generation; None while there is nothing to write to.
+        prepared: regions of a generation that is yet to be written; None where there are none.
     """
 
-    def __init__(
-        self, live: LiveState, recorder: Recorder, copier: Copier, clock: StallClock, changes: Changes, rank: int
-    ) -> None:
-        self._live = live
-        self._recorder = recorder
-        self._copier = copier
-        self._clock = clock
+    def __init__(self, training: LocalTraining, changes: Changes) -> None:
+        self._live = training.live
+        self._recorder = training.recorder
+        self._copier = training.copier
+        self._clock = training.clock
         self._changes = changes
-        self._rank = rank
+        self._rank = training.ranks.rank
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
         self._captured: bytes | None = None
         self._versions: list[int] = []
         #: Why a self-test has found that steps cannot be redone: a resume need not find it again.
         self.not_redoable = ""
-        self._stalled_before = clock.total
+        self._stalled_before = self._clock.total
         self.writer: SlotWriter | None = None
-
-    @property
-    def copier(self) -> Copier:
-        """Brings what is staged into slots."""
-        return self._copier
+        self.prepared: PreparedRegions | None = None
 
     def open(self, regions: PreparedRegions) -> SlotWriter:
         """A writer on regions that the agent has handed over; it owns them from now on."""
@@ -95,6 +94,21 @@ class Staging:
         self._changes.forget()
         if writer is not None:
             writer.close()
+
+    def take_prepared(self, spec: StateSpec) -> PreparedRegions | None:
+        """The prepared regions, once, if they are of this layout; the caller closes them."""
+        regions, self.prepared = self.prepared, None
+        if regions is not None and regions.message.spec != spec:
+            regions.close()
+            return None
+        return regions
+
+    def close(self) -> None:
+        """Close the generation, and regions that were prepared for the next one."""
+        self.drop()
+        regions, self.prepared = self.prepared, None
+        if regions is not None:
+            regions.close()
 
     @property
     def ready(self) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
-from memckpt.config import ResumeChoice, StorageConfig
-from memckpt.errors import DamagedStateError, ForeignStateError, NothingHeldError, StorageAwayError, StorageError
+from memckpt.config import StorageConfig
+from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
 from memckpt.recovery.from_storage import StoredState
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session.patience import Patience
 from memckpt.session.ranks import Ranks
 from memckpt.state import rng
@@ -333,56 +332,6 @@ def _may_be_newer(path: str, point: StoredPoint) -> bool:
     place = place_of(path)
     key = place.key if place is not None else directory_key(path)
     return key is not None and key > point.key
-
-
-def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
-    """The plan; where memory does not serve, storage that could not be read is waited for before it is given up.
-
-    Args:
-        tier: may be looked into again.
-        resume: what the user asked for.
-        make: makes the plan of what memory and the tier have.
-
-    Raises:
-        StorageError: neither memory nor what could be read of storage serves.
-        StorageAwayError: memory does not serve, and the store is not there.
-    """
-    if resume == "never":
-        tier.begin_anew()
-    if resume == "never" or not (tier.unread or tier.absent):
-        tier.say_unread()
-        return make()
-    plan, reason = _try_plan(make)
-    if tier.absent:
-        if isinstance(plan, RestoreRecord):
-            tier.go_on_without()
-            return plan
-        raise StorageAwayError(
-            f"memory cannot resume this run ({reason}), and {tier.absent} Bring it back, or set storage.url as it was, "
-            "and start again. resume='never' starts over"
-        )
-    if isinstance(plan, RestoreRecord) or (isinstance(plan, RestoreStored) and isinstance(resume, int)):
-        tier.say_unread()
-        return plan
-    tier.look_again()
-    if not tier.unread:
-        return make()
-    plan, reason = _try_plan(make)
-    if plan is None or isinstance(plan, StartOver):
-        raise StorageError(
-            f"memory cannot resume this run ({reason}), and {tier.name} cannot be looked into: {tier.unread}. "
-            "Try again when it can; resume='never' starts over"
-        )
-    return plan
-
-
-def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
-    """A plan, if there is one, and why memory does not serve."""
-    try:
-        plan = make()
-    except NothingHeldError as error:
-        return None, str(error)
-    return plan, "" if isinstance(plan, RestoreRecord) else plan.reason
 
 
 class _Owning:

@@ -15,7 +15,8 @@ from memckpt.memory.region import Region
 from memckpt.protocol.trainer import SaveFailed
 from memckpt.protocol.writer import Announce, LookForRoom, Save
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
-from memckpt.session.storage_tier import StorageTier, plan_patiently
+from memckpt.session.patient_plan import plan_patiently
+from memckpt.session.storage_tier import StorageTier
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

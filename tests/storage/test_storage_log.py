@@ -52,7 +52,7 @@ def until_taken(control: Control) -> None:
         if status.storage.mode == "log" and (status.storage.logged or 0) >= record:
             return
         assert time.monotonic() < deadline, f"record {record} is not taken: {status.storage}"
-        session._listen()
+        session._protection.listen()
 
 
 def until_based(control: Control, step: int = 0) -> None:
@@ -63,7 +63,7 @@ def until_based(control: Control, step: int = 0) -> None:
     deadline = time.monotonic() + LIMIT_SECONDS
     while (status := ask_status(address)) is None or status.storage is None or (status.storage.step or -1) < step:
         assert time.monotonic() < deadline, "there is no checkpoint"
-        session._listen()
+        session._protection.listen()
 
 
 def both(*actions: Action) -> Action:

@@ -50,7 +50,7 @@ def until_stored(step: int) -> Action:
             left = deadline - time.monotonic()
             if not select.select([session._link.client.channel], [], [], max(0.0, left))[0]:
                 raise TimeoutError(f"step {step} is not in storage, only {session.stored_step}")
-            session._listen()
+            session._protection.listen()
 
     return wait
 
@@ -64,7 +64,7 @@ def until_ordered(control: Control) -> None:
     assert session is not None
     while session.mode != "eager" and session._link.client._order is None:
         assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
-        session._listen()
+        session._protection.listen()
 
 
 # Of a run that stores every five steps: no order comes too late for step 5, nor for step 10 once step 5 is there.
@@ -78,7 +78,7 @@ def until_not_stored(control: Control) -> None:
     assert session is not None
     while "did not get to storage" not in Path("/proc/self/fd/2").read_text():
         assert select.select([session._link.client.channel], [], [], LIMIT_SECONDS)[0]
-        session._listen()
+        session._protection.listen()
 
 
 def until(condition: Callable[[], bool]) -> None:

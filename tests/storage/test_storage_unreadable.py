@@ -21,7 +21,8 @@ from memckpt.protocol.writer import Save
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
 from memckpt.session import storage_tier
 from memckpt.session.patience import Patience
-from memckpt.session.storage_tier import StorageTier, plan_patiently
+from memckpt.session.patient_plan import plan_patiently
+from memckpt.session.storage_tier import StorageTier
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import PASSED, leftovers, read_catalog, superseded, verify_files
 from memckpt.storage.store import LocalStore, Store, matches

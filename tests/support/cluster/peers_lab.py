@@ -165,7 +165,7 @@ class PeersRank(Rank):
         """Wait for a message of the agent, and handle it; False if there was none."""
         assert self.session is not None
         said = bool(select.select([self.session._link.client.channel], [], [], seconds)[0])
-        self.session._listen()
+        self.session._protection.listen()
         return said
 
 

@@ -265,13 +265,13 @@ class Rank:
         assert self.session is not None
         while self.session.mode != "eager" and self.session._link.client._order is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
-            self.session._listen()
+            self.session._protection.listen()
 
     def _await_storage(self) -> None:
         assert self.session is not None
         while self.session.stored_step is None:
             assert select.select([self.session._link.client.channel], [], [], PROCESS_GROUP_SECONDS * 0.6)[0]
-            self.session._listen()
+            self.session._protection.listen()
         dist.barrier()  # all must know before one continues and kills the agent
 
 

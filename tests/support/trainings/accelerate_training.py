@@ -373,4 +373,4 @@ def wait_until_stored(training: Training) -> None:
         left = deadline - time.monotonic()
         assert left > 0, "nothing got to storage"
         assert select.select([session._link.client.channel], [], [], left)[0], "nothing got to storage"
-        session._listen()
+        session._protection.listen()

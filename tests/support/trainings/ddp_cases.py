@@ -25,6 +25,7 @@ import memckpt
 from memckpt.capture.self_test import SelfTest
 from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE
+from memckpt.session.generation_switch import SwitchState
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import freeze
 from tests.support.trainings.engine_child import Journal
@@ -214,11 +215,11 @@ def train(job: Job, rank: int) -> None:
         if session is not None:
             assert commit(journal, session, step)
             _note_what_is_shared(journal, session)
-        if session is not None and session._unprotected_since is not None and session._link.up:
+        if session is not None and session._protection.unprotected_since is not None and session._link.up:
             # On a busy machine a new agent takes longer than all of these steps.
-            while session._due.after is None and session._staging.writer is None:
+            while session._switch.state is SwitchState.EMPTY:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
-                session._listen()
+                session._protection.listen()
         at(step, "committed")
         if job.die_when_stored and rank == 0 and session is not None and session.stored_step is not None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -228,11 +229,11 @@ def train(job: Job, rank: int) -> None:
             # On a busy machine the snapshot's order would come too late for steps this short.
             while session._link.client._order is None:
                 assert select.select([session._link.client.channel], [], [], PROCESS_GROUP_SECONDS / 2)[0]
-                session._listen()
+                session._protection.listen()
         if step == job.wait_at and session is not None:
             while session.stored_step is None:
                 assert select.select([session._link.client.channel], [], [], STORAGE_SECONDS)[0]
-                session._listen()
+                session._protection.listen()
     state = {
         "params": [param.detach().numpy().tobytes() for param in net.parameters()],
         "buffers": [buffer.numpy().tobytes() for buffer in net.buffers()],

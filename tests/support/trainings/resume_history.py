@@ -46,12 +46,12 @@ def note_resume(notes: Notes, report: RestoreReport | None, **fields: Any) -> in
 
 def commit(notes: Notes, session: Session, number: int, **arguments: Any) -> bool:
     """Commit step `number`, and note the outcome."""
-    pending, began = session.check.verdict == "pending", session._due.began
+    pending, began = session.check.verdict == "pending", session._switch.began
     done = session.commit(**arguments)
     record = session._last.record if session._last is not None else 0
     notes.note("commit", step=number, record=record, done=done)
-    if session._due.began != began:
-        notes.note("generation", record=session._due.began, every=session._request.every)
+    if session._switch.began != began:
+        notes.note("generation", record=session._switch.began, every=session._switch.request.every)
     if pending and session.check.verdict != "pending":
         notes.note("checked", verdict=session.check.verdict, line=session.check.line)
     return done

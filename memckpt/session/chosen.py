@@ -1,0 +1,95 @@
+"""The state that a resume has chosen and opened, until it is back in the live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from memckpt.recovery.from_storage import StoredState
+from memckpt.recovery.plan import RestoreRecord
+from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.report import HeldState
+from memckpt.session.staging import RestorePoint
+from memckpt.state import codec
+
+
+@dataclass
+class ChosenInMemory:
+    """A record in this node's memory. Owns the regions until they are taken.
+
+    Attributes:
+        plan: which record, and where it comes from.
+        held: what the user is told of it.
+        state: decoded rank state that is put back.
+        point: the record with its own rank state, which is another one where its step is repeated.
+        regions: regions of its generation; None once they are taken.
+        following: encoded rank states of records behind it, still to be compared, by record.
+        diverges: None: each rank gets its own generators back.
+    """
+
+    plan: RestoreRecord
+    held: HeldState
+    state: dict[str, Any]
+    point: RestorePoint
+    regions: PreparedRegions | None
+    following: dict[int, bytes] = field(default_factory=dict)
+    diverges: int | None = None
+
+    @property
+    def restored(self) -> bool:
+        """Whether it has been put back, or is being."""
+        return self.regions is None
+
+    def repeat_from(self, record: int, step: int, rank_state: bytes, world_size: int) -> None:
+        """Put back the state before the record, from which its step is taken once more."""
+        self.state = codec.decode(rank_state)
+        self.held = HeldState(step, record, self.plan.tier, self.state["provided"], world_size)
+
+    def take_regions(self) -> PreparedRegions:
+        """The regions, once; the caller closes them."""
+        regions, self.regions = self.regions, None
+        assert regions is not None
+        return regions
+
+    def close(self) -> None:
+        """Close the regions that nobody has taken."""
+        regions, self.regions = self.regions, None
+        if regions is not None:
+            regions.close()
+
+
+@dataclass
+class ChosenInStorage:
+    """A state in a store. Nothing of it is open.
+
+    Attributes:
+        held: what the user is told of it.
+        state: decoded rank state that is put back.
+        stored: reads it.
+        newest_known: newest record that memory knows of; None: it knows of none.
+        repeated: the state behind `stored`, whose step is repeated; None where none is.
+        diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
+        restored: whether it has been put back, or is being.
+    """
+
+    held: HeldState
+    state: dict[str, Any]
+    stored: StoredState
+    newest_known: int | None
+    repeated: StoredState | None = None
+    diverges: int | None = None
+    restored: bool = False
+
+    def repeat_from(self, before: StoredState, state: Mapping[str, Any]) -> None:
+        """Put back the state before the chosen one, from which its step is taken once more."""
+        self.repeated, self.stored = self.stored, before
+        self.state = dict(state)
+        point = before.point
+        self.held = HeldState(point.step, point.record, self.held.tier, self.state["provided"], point.world_size)
+
+    def close(self) -> None:
+        """Nothing is open between two reads."""
+
+
+Chosen = ChosenInMemory | ChosenInStorage

@@ -1,0 +1,38 @@
+"""One rank's training, as the parts of its session see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from memckpt.capture.copier import Copier
+from memckpt.capture.live_state import LiveState
+from memckpt.capture.recorder import Recorder, StallClock
+from memckpt.config import MemckptConfig
+from memckpt.session.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """Parts that each class of a session works on. Owns nothing that has to be closed.
+
+    Attributes:
+        config: settings of the session.
+        ranks: ranks of the job, and this one's place among them.
+        live: parameters, optimizer state and buffers that are trained.
+        device: device of the live tensors.
+        clock: seconds that the training thread has spent in the session, by cause.
+        copier: copies from that device to host memory.
+        recorder: collects the current record.
+        caveats: what cannot be made exact or be checked, in words, one line each.
+    """
+
+    config: MemckptConfig
+    ranks: Ranks
+    live: LiveState
+    device: torch.device
+    clock: StallClock
+    copier: Copier
+    recorder: Recorder
+    caveats: list[str] = field(default_factory=list)

@@ -1,0 +1,204 @@
+"""The restore: what a resume has chosen goes back into the live tensors, before training goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from memckpt.capture.presence import restore_gradients
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps import CommHookTap, Tap
+from memckpt.recovery.restore import Restorer, replica_digest
+from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
+from memckpt.session.held_record import InMemory, InStorage
+from memckpt.session.link import AgentLink
+from memckpt.session.local_training import LocalTraining
+from memckpt.session.repetition import Repetition
+from memckpt.session.report import RestoreReport
+from memckpt.session.resume_proof import ResumeProof
+from memckpt.session.staging import Staging
+from memckpt.state import codec, rng
+from memckpt.state.tensors import local
+
+_log = logging.getLogger("memckpt")
+
+
+class Restoration:
+    """Puts a chosen state back, in place.
+
+    Args:
+        training: whose tensors they are.
+        link: connection to the agent, whose replica goes on behind a repeated step.
+        staging: goes on with the generation that was resumed.
+        proof: gets what there is to compare with.
+    """
+
+    def __init__(self, training: LocalTraining, link: AgentLink, staging: Staging, proof: ResumeProof) -> None:
+        self._ranks = training.ranks
+        self._live = training.live
+        self._pending = training.recorder.pending
+        self._link = link
+        self._staging = staging
+        self._proof = proof
+
+    def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
+        """Put parameters, buffers, optimizer state and groups back.
+
+        Args:
+            chosen: a state that has not been put back yet.
+            tap: gets the layout back in which gradients were reduced.
+            go_on: called with the writer of the generation that was resumed and the record that is back. From a store
+                no generation is resumed, and the next commit writes one.
+        """
+        self._live.put_shards_in_place()
+        if isinstance(chosen, ChosenInMemory):
+            report = self._restore_from_memory(chosen, tap, go_on)
+        else:
+            report = self._restore_from_storage(chosen, tap)
+        self._pending.regroup()
+        if "gradients" in chosen.state:
+            # Gradients where there were some, and what is known of those that wait.
+            restore_gradients(self._live, chosen.state["gradients"])
+            self._pending.resume(chosen.state["pending"])
+        return report
+
+    def restore_rng(self, chosen: Chosen) -> None:
+        """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
+        rng.restore(chosen.state["rng"])
+        if chosen.diverges is not None:
+            rng.diverge(chosen.diverges)
+
+    # From memory
+
+    def _restore_from_memory(
+        self, chosen: ChosenInMemory, tap: Tap, go_on: Callable[[SlotWriter, int], None]
+    ) -> RestoreReport:
+        started = time.perf_counter()
+        plan = chosen.plan
+        self._restore_groups(chosen.state)
+        regions = chosen.take_regions()  # the writer owns them from here on
+        writer = self._staging.open(regions)
+        try:
+            self._restore_held(plan.record, regions, writer)
+            self._restore_optimizers(chosen.state)
+            self._agree_on_replicas(writer)
+            if regions.message.before is not None:
+                held = InMemory(plan.record, self._ranks.rank, regions, writer, self._live, self._link)
+                state = codec.decode(regions.message.rank_states[self._ranks.rank])
+                self._proof.repetition = Repetition(plan.record, plan.step, held, state, self._live, self._ranks)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._restore_reduction(chosen.state, tap)
+        if self._proof.repetition is None:
+            self._proof.set_gradients_aside(chosen, writer, tap)
+            self._staging.adopt(writer)
+            go_on(writer, plan.record)
+        seconds, held_state, proof = time.perf_counter() - started, chosen.held, self._proof
+        return RestoreReport(
+            held_state.step,
+            held_state.record,
+            plan.tier,
+            seconds,
+            plan.lost,
+            check=proof.check,
+            repeated=proof.repeated,
+        )
+
+    def _restore_held(self, record: int, regions: PreparedRegions, writer: SlotWriter) -> None:
+        message = regions.message
+        metas = message.metas
+        if message.before is not None:
+            record, metas = record - 1, message.before.metas
+        restorer = Restorer(
+            writer.layout,
+            regions.slots,
+            regions.static,
+            regions.replica,
+            writer.ring,
+            self._live.tensors(),
+            self._live.optimizers,
+        )
+        with rng.preserved():
+            restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
+
+    def adopt(self, writer: SlotWriter) -> None:
+        """Go on with the writer of a held generation, behind a step that was repeated."""
+        try:
+            self._agree_on_replicas(writer)
+        except BaseException:  # raised again: until it is adopted the writer has no other owner
+            writer.close()
+            raise
+        self._staging.adopt(writer)
+
+    def _agree_on_replicas(self, writer: SlotWriter) -> None:
+        """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
+        ranks = self._ranks
+        if all(len(group) == 1 for group in ranks.groups):
+            return
+        digests = ranks.gather(replica_digest(writer.params, self._live.optimizers))
+        if all(len({digests[rank] for rank in group}) == 1 for group in ranks.groups):
+            return
+        _log.warning("memckpt: replicas differ in bits; every rank takes that of the first rank that holds the same")
+        group = ranks.open_replica_group()
+        for param in writer.params:
+            ranks.broadcast_tensor(local(param), group)
+            for optimizer in self._live.optimizers:
+                state = optimizer.state.get(param, {})
+                for key in sorted(state):
+                    if isinstance(state[key], torch.Tensor):
+                        ranks.broadcast_tensor(local(state[key]), group)
+
+    # From a store
+
+    def _restore_from_storage(self, chosen: ChosenInStorage, tap: Tap) -> RestoreReport:
+        started = time.perf_counter()
+        stored, repeated = chosen.stored, chosen.repeated
+        chosen.restored = True
+        self._restore_groups(chosen.state)
+        with rng.preserved():
+            stored.restore(self._live.tensors(), self._live.optimizers)
+        pieces = sorted(self._live.pieces())
+        held = sorted((one.name, one.shape, one.shard) for one in stored.own.spec.tensors() if one.shard is not None)
+        self._restore_optimizers(chosen.state, resharded=pieces != held)
+        point = stored.point
+        if stored.exact:
+            self._restore_reduction(chosen.state, tap)
+        if repeated is not None:
+            last, state = repeated.point, codec.decode(repeated.rank_state)
+            in_storage = InStorage(repeated, self._live)
+            self._proof.repetition = Repetition(last.record, last.step, in_storage, state, self._live, self._ranks)
+        seconds = time.perf_counter() - started
+        reached = repeated.point.record if repeated is not None else point.record
+        lost = max(0, chosen.newest_known - reached) if chosen.newest_known is not None else None
+        return RestoreReport(
+            point.step,
+            point.record,
+            chosen.held.tier,
+            seconds,
+            lost,
+            stored.exact,
+            self._proof.check,
+            repeated=self._proof.repeated,
+        )
+
+    # From either
+
+    def _restore_optimizers(self, state: Mapping[str, Any], resharded: bool = False) -> None:
+        """What of the optimizers' state is in no slot."""
+        if "optimizers" in state:
+            self._live.restore_optimizers(state["optimizers"], resharded)
+        self._live.restore_state_order(state["state_order"])
+
+    def _restore_groups(self, state: Mapping[str, Any]) -> None:
+        self._live.restore_trainable(state["trainable"])
+        self._live.restore_groups(state["groups"])
+
+    def _restore_reduction(self, state: Mapping[str, Any], tap: Tap) -> None:
+        if isinstance(tap, CommHookTap):
+            tap.resume_layout(state["reduction"])

@@ -1,0 +1,180 @@
+"""How a resume proves itself in an attempt's first steps, and how its verdict is told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from memckpt.capture.slot_writer import SlotWriter
+from memckpt.capture.taps import CommHookTap, Tap
+from memckpt.errors import AgentGoneError, ResumeMismatchError
+from memckpt.protocol.trainer import Checked
+from memckpt.session.chosen import Chosen, ChosenInMemory
+from memckpt.session.link import AgentLink
+from memckpt.session.local_training import LocalTraining
+from memckpt.session.rank_state import RankState
+from memckpt.session.repetition import Repetition, any_accelerator, compare_following
+from memckpt.session.resume_check import ResumeCheck, judge, judge_witness
+from memckpt.session.staging import RestorePoint
+from memckpt.session.witness import Witness
+from memckpt.user_messages import show_by_default
+
+_log = logging.getLogger("memckpt")
+#: How resumes have proved themselves: a line that is shown unless the application configures logging otherwise.
+_check_log = logging.getLogger("memckpt.check")
+
+
+class ResumeProof:
+    """Compares what training does behind a resume with what the dead attempt had done.
+
+    One of three comparisons is made, where there is something to compare:
+
+    - *repetition*: the resumed step is taken once more, and the whole state behind it is compared.
+    - *witness*: the first gradients of the next step are compared with those that had landed in its slot.
+    - *following*: rank states behind a captured state are compared.
+
+    Args:
+        training: that is resumed.
+        link: connection to the agent, which shows the verdict.
+        rank_state: knows the parts of a rank state.
+
+    Attributes:
+        check: the verdict, and what led to it.
+        repetition: the step that is being repeated; None while none is.
+    """
+
+    def __init__(self, training: LocalTraining, link: AgentLink, rank_state: RankState) -> None:
+        self._training = training
+        self._ranks = training.ranks
+        self._recorder = training.recorder
+        self._link = link
+        self._rank_state = rank_state
+        choice = training.config.resume_check
+        self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
+        self.repetition: Repetition | None = None
+        self._witness: Witness | None = None
+        #: Whether gradients come in buckets that all ranks reduce.
+        self._reduces = False
+        self._following: dict[int, bytes] = {}
+
+    @property
+    def repeated(self) -> int | None:
+        """The step that is taken once more, from the state before it; None where none is."""
+        check = self.check
+        return check.step if check.kind in ("replay", "require") and check.verdict == "pending" else None
+
+    # The restore
+
+    def set_gradients_aside(self, chosen: ChosenInMemory, writer: SlotWriter, tap: Tap) -> None:
+        """Keep what the dead attempt had staged of the next record, as long as its slot has not been opened anew."""
+        if self.check.kind == "off" or chosen.following:
+            return
+        self._witness = witness = Witness(self._training.copier)
+        if writer.captures:
+            witness.decline("state is captured, gradients are not, and no step behind the captured one is known")
+        elif isinstance(tap, CommHookTap) and self._ranks.world_size > 2 and chosen.state["reduction"] is None:
+            witness.decline("DDP of three or more ranks had not laid out its buckets for good by then")
+        else:
+            self._reduces = isinstance(tap, CommHookTap)
+            witness.set_aside(writer, chosen.plan.record + 1, tap.name)
+
+    def begin(self, chosen: Chosen) -> None:
+        """Training goes on: its state and the gradients that it had are back."""
+        if isinstance(chosen, ChosenInMemory):
+            self._following = chosen.following
+        if self.repetition is not None:
+            self._recorder.begin(None, self.repetition.record)
+            steps = self.repetition.steps
+            self._recorder.repeated = steps.stepped if steps is not None else None
+        elif self.check.verdict == "none":
+            self.tell()
+        if self._witness is not None:
+            self._witness.note_left(self._reduces)
+            if self._witness.waits:
+                self._recorder.witness = self._witness.gradient
+
+    # The first records
+
+    def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
+        """Compare behind the repeated step, and put back what is held of it.
+
+        Returns:
+            The writer of the generation that holds it, which the caller closes, None where another one begins; and why
+            the agent is lost, empty if it is not.
+        """
+        repetition, self.repetition, self._recorder.repeated = self.repetition, None, None
+        assert repetition is not None
+        self._link.finish_sending()
+        everybody = None
+        try:
+            self._training.copier.wait_before_changes()
+            everybody = repetition.finish(point.rank_state, self._rank_state)
+        finally:
+            if everybody is None:
+                repetition.close()
+        what = f"step {repetition.step} was repeated"
+        if everybody is None:
+            self.check.settle("none", f"{what}, but its agent has gone, and what it held with it")
+            return None, "the agent has gone"
+        judge(self.check, everybody, any_accelerator(self._training.live, self._ranks), what)
+        return repetition.held.take_writer(), ""
+
+    def end_record(self, point: RestorePoint) -> None:
+        """Compare a record behind the resumed one, where there is something to compare it with.
+
+        Raises:
+            ResumeMismatchError: as :meth:`tell`.
+        """
+        self._compare_following(point)
+        self._hear_witness(point)
+
+    def _compare_following(self, point: RestorePoint) -> None:
+        """A captured state was resumed: of the step behind it the rank state is known, and nothing else."""
+        held = self._following.pop(point.record, None)
+        if held is None:
+            return
+        everybody = compare_following(point.rank_state, held, self._rank_state, self._ranks)
+        judge(self.check, everybody, False, f"step {point.step} was taken again, and its rank state was compared")
+        self.tell()
+
+    def _hear_witness(self, point: RestorePoint) -> None:
+        """The first record behind the resumed one ends: were its gradients those that the dead attempt had left?"""
+        witness, self._witness, self._recorder.witness = self._witness, None, None
+        if witness is None:
+            return
+        everybody = self._ranks.gather(witness.testify())
+        # Where the last step was to be repeated and could not be, that has been said.
+        if self.check.verdict == "pending" or any(one.gradients for one in everybody):
+            judge_witness(self.check, everybody, any_accelerator(self._training.live, self._ranks), point.step)
+            self.tell()
+
+    def tell(self) -> None:
+        """Say what was found; with ``"require"`` training ends where something differs.
+
+        Raises:
+            ResumeMismatchError: on every rank.
+        """
+        check, config = self.check, self._training.config
+        if self._ranks.rank == 0:
+            level = logging.WARNING if check.verdict == "different" else logging.INFO
+            show_by_default(_check_log)
+            _check_log.log(level, "memckpt: resume check: %s", check.line)
+            if self._link.up:
+                with contextlib.suppress(AgentGoneError):  # the next commit finds that, and says so
+                    self._link.send(Checked(check.verdict, check.line))
+        if check.verdict != "different" or config.resume_check != "require":
+            return
+        if config.accept_changes:
+            _log.warning("memckpt: training goes on all the same, as accept_changes says")
+            return
+        raise ResumeMismatchError(
+            f"resume_check='require': expected training to repeat what is held, found: {check.line}. What was "
+            "held is still held: mend the script and start again, or start once with accept_changes=True"
+        )
+
+    def close(self) -> None:
+        """Let go of what was never compared."""
+        self._witness = None
+        repetition, self.repetition = self.repetition, None
+        if repetition is not None:
+            repetition.close()
