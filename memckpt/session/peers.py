@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import platform
-import socket
-import time
-from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from memckpt.capture.phases import PhaseMarks
 from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
-from memckpt.errors import AgentError, ConfigurationError
+from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
 from memckpt.protocol.replication import (
     Join,
@@ -26,21 +22,17 @@ from memckpt.protocol.replication import (
     PeerKeys,
     PeerNode,
     PeerUnit,
-    Recover,
-    Recovered,
-    UnitSource,
 )
-from memckpt.recovery.peers import BadSource, Fetch, serves
-from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored, StartOver
-from memckpt.recovery.target import progress
+from memckpt.recovery.peers import BadSource
+from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
 from memckpt.session.link import AgentLink
+from memckpt.session.own_address import own_address
+from memckpt.session.peer_recovery import PeerRecovery
 from memckpt.session.ranks import Ranks
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt")
-#: Nobody listens there (RFC 5737); which of our addresses leads there is that of the default route.
-_ELSEWHERE = "192.0.2.1"
 
 
 class Peers:
@@ -67,11 +59,11 @@ class Peers:
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
         self._page: PhasesPage | None = None
-        #: About what a state that is fetched has, in bytes.
-        self._window_bytes = 0
         self.units: list[tuple[str, tuple[int, ...]]] = []
-        #: When a node that did not answer was first waited for (monotonic clock).
-        self._waiting_since: float | None = None
+        self._recovery: PeerRecovery | None = None
+        if config is not None:
+            patience = config.recovery_patience_seconds
+            self._recovery = PeerRecovery(ranks, link, patience, agent.memory_budget_bytes)
 
     @property
     def active(self) -> bool:
@@ -128,7 +120,7 @@ class Peers:
         return [piece for answer, _ in found.values() if answer is not None for piece in answer.pieces]
 
     def _open(self, config: ErasureConfig | MirrorConfig, keys: PeerKeys | str, alone: bool) -> Listening | None:
-        address = _own_address(config.host, alone)
+        address = own_address(config.host, alone)
         budget, threads = self._agent.memory_budget_bytes, self._agent.threads
         self._listen = Listen(
             attempt=self._ranks.nonce,
@@ -161,84 +153,10 @@ class Peers:
         before: bool = False,
         adopt: bool = False,
     ) -> Plan:
-        """Make the plan, and bring what it needs of other nodes to this one; again, without what proves to be bad.
-
-        Args:
-            plan_without: makes it, the same on every rank; told whether the state before the newest is wanted, too.
-            spec: of the live state.
-            before: whether it is, if it can be had.
-            adopt: nodes fetch states of ranks that they do not have, to write them to storage.
-
-        Raises:
-            AgentError: a node cannot fetch or hand out, for a reason of its own, and could not the time before. What
-                its sources hold is left as it is.
-        """
-        layout = Layout(spec)
-        self._window_bytes = (layout.slot_bytes + layout.by_value_slot_bytes) * spec.period
-        bad: set[BadSource] = set()
-        tried_again = False
-        while True:
-            plan = plan_without(bad, before)
-            if self._config is None:
-                return plan
-            self._join(plan)
-            if not isinstance(plan, RestoreRecord) or not plan.fetches:
-                return plan
-            problems = self._fetch(plan, adopt)
-            if not problems:
-                return plan
-            if any(fetch.before for fetch in plan.fetches):
-                before = False  # a check costs nobody a source that would do without it
-                continue
-            found, silent = _blamed(problems)
-            answered = found - silent
-            if silent and self._waits_for(
-                silent, plan_without(bad | answered, before), plan_without(bad | found, before)
-            ):
-                bad |= answered
-                continue
-            if not found and tried_again:
-                words = "; ".join(answer.problem for answer in problems)
-                raise AgentError(f"expected to fetch from peers what nodes lack, found twice that they cannot: {words}")
-            if not found:
-                tried_again = True  # no source is to blame: a replicator that died has been replaced by now
-                continue
-            # Nothing to do without: whatever the fetches of this plan use is left alone.
-            bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
-
-    def _waits_for(self, silent: Collection[BadSource], plan: Plan, without: Plan) -> bool:
-        """Whether nodes that did not answer are asked once more. The same on every rank.
-
-        Args:
-            silent: what they hold.
-            plan: may use it.
-            without: does without it.
-        """
-        config, now = self._config, time.monotonic()
-        assert config is not None
-        if not isinstance(plan, RestoreRecord):
-            return False
-        if isinstance(without, RestoreRecord) and without.record == plan.record:
-            return False
-        if self._waiting_since is None:
-            self._waiting_since = now
-        waited, patience = now - self._waiting_since, config.recovery_patience_seconds
-        waits = self._ranks.together(lambda: waited < patience)[0]
-        if self._ranks.rank == 0:
-            names = ", ".join(sorted({one.node for one in silent}))
-            instead = _instead(without)
-            if waits:
-                _log.warning(
-                    "memckpt: %s did not answer, and step %d cannot be had without: asked again, for up to %.0f s "
-                    "more; to go on without, %s, start again with peers.recovery_patience_seconds=0",
-                    names,
-                    plan.step,
-                    patience - waited,
-                    instead,
-                )
-            else:
-                _log.warning("memckpt: %s did not answer for %.0f s: training goes on %s", names, waited, instead)
-        return waits
+        """Make the plan, and bring what it needs of other nodes to this one: see :meth:`PeerRecovery.carry_out`."""
+        if self._recovery is None:
+            return plan_without((), before)
+        return self._recovery.carry_out(plan_without, spec, self._join, before, adopt)
 
     def _join(self, plan: Plan) -> None:
         config = self._config
@@ -292,36 +210,6 @@ class Peers:
     def node_names(self) -> list[str]:
         """Nodes of this attempt, each once; empty without peers."""
         return [one.name for one in self._nodes]
-
-    def _fetch(self, plan: RestoreRecord, adopt: bool) -> list[Recovered]:
-        """Have all nodes fetch what they lack; the answers of those that could not. The same on every rank."""
-        own = [fetch for fetch in plan.fetches if fetch.node == self._ranks.node]
-        message = Recover(
-            record=plan.record,
-            serve=serves(plan.fetches, self._ranks.node),
-            fetch=tuple(_source(fetch) for fetch in own),
-            memory_budget_bytes=self._agent.memory_budget_bytes,
-            history=plan.history,
-            before=any(fetch.before for fetch in plan.fetches),
-            adopt=adopt,
-        )
-        if self._ranks.rank == 0:
-            lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
-            _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
-        # Nobody is asked for a state before it is handed out.
-        phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
-        for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
-            answers = self._ranks.together(partial(self._ask, phase) if self._leads else Recovered)
-            problems = [answer for answer in answers if answer.problem]
-            for answer in problems:
-                _log.warning("memckpt: %s", answer.problem)
-            if problems:
-                return problems
-        return []
-
-    def _ask(self, message: Recover) -> Recovered:
-        with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
-            return self._link.client.recover(message, lambda news: advance(news.nbytes))
 
     def describe(self) -> str:
         """In words, how records are kept in other nodes' memory; empty if they are not."""
@@ -377,80 +265,3 @@ def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfi
     from dataclasses import replace
 
     return replace(config, host=None, port=0, rack=None, zone=None)
-
-
-def _source(fetch: Fetch) -> UnitSource:
-    return UnitSource(
-        ranks=fetch.ranks,
-        record=fetch.record,
-        generation=fetch.generation,
-        live=fetch.live,
-        pieces=fetch.pieces,
-        private=fetch.private,
-        replica=fetch.replica,
-        period=fetch.period,
-        data=fetch.data,
-        before=fetch.before,
-    )
-
-
-def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSource]]:
-    """The sources from which nothing, or nothing right, could be read; those among them that only did not answer."""
-    found: set[BadSource] = set()
-    answered: set[BadSource] = set()
-    for one in (one for answer in problems for one in answer.bad):
-        source = BadSource(one.node, one.ranks, one.generation, bool(one.generation))
-        found.add(source)
-        if not one.silent:
-            answered.add(source)
-    return found, found - answered
-
-
-def _instead(plan: Plan) -> str:
-    """From where a plan goes on, in words."""
-    match plan:
-        case RestoreRecord():
-            return f"from step {plan.step}"
-        case RestoreStored():
-            return f"from {plan.tier}"
-        case _:
-            return "from the beginning"
-
-
-def _sources_of(fetch: Fetch) -> set[BadSource]:
-    if fetch.live is not None:
-        return {BadSource(fetch.live, fetch.ranks, damaged=False)}
-    return {BadSource(node, fetch.ranks, fetch.generation) for node, _ in fetch.pieces}
-
-
-def _own_address(host: str | None, alone: bool) -> str:
-    """The address of this node that its peers reach: that of the route to the job's master, or of the default route.
-
-    Args:
-        host: as configured; wins.
-        alone: whether all nodes are on this machine. If not, the master's own name may lead to its loopback address,
-            where nobody else finds it.
-    """
-    if host is not None:
-        return host
-    for there in (os.environ.get("MASTER_ADDR", _ELSEWHERE), _ELSEWHERE):
-        found = _route_to(there)
-        if found is not None and (alone or not ipaddress.ip_address(found.partition("%")[0]).is_loopback):
-            return found
-    if alone:
-        return "127.0.0.1"  # no route leads anywhere
-    raise ConfigurationError(
-        "peers.host: expected an address of this node that its peers can reach, found none: no route leads to the "
-        "job's master or elsewhere; set it, or MEMCKPT_PEERS_HOST"
-    )
-
-
-def _route_to(there: str) -> str | None:
-    """Our address on the way to another one; None if there is no way. Nothing is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None

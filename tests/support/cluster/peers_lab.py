@@ -20,7 +20,7 @@ from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.replication import Recover, Recovered
-from memckpt.session.peers import Peers
+from memckpt.session.peer_recovery import PeerRecovery
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peers_harness import wait_for
 from tests.support.cluster.processes import command, kill_and_wait
@@ -178,9 +178,9 @@ def recovers_with(
     """
 
     def prepare(rank: int) -> None:
-        original = Peers._ask
+        original = PeerRecovery._ask
 
-        def ask(peers: Peers, message: Recover) -> Recovered:
+        def ask(peers: PeerRecovery, message: Recover) -> Recovered:
             if rank in ranks:
                 before(rank)
             recovered = original(peers, message)
@@ -188,7 +188,7 @@ def recovers_with(
                 after(rank)
             return recovered
 
-        Peers._ask = ask  # type: ignore[method-assign]  # in a forked child
+        PeerRecovery._ask = ask  # type: ignore[method-assign]  # in a forked child
 
     return prepare
 
