@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from memckpt import errors
 from memckpt.config import AgentConfig
 from memckpt.errors import AgentError, AgentGoneError, MemoryBudgetError
-from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
-from memckpt.processes.address import AgentAddress, peer
-from memckpt.processes.launch import spawn_agent
-from memckpt.protocol.channel import Channel, encode
-from memckpt.protocol.descriptors import readable, writable
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.channel import Channel
 from memckpt.protocol.replication import (
     AskPhases,
     Listen,
@@ -41,16 +34,13 @@ from memckpt.protocol.trainer import (
     Drift,
     Fencing,
     Gap,
-    Goodbye,
     Hello,
-    HoldingOn,
     Inventory,
     Leaving,
     Logged,
     Message,
     NeedGeneration,
     NeedSlots,
-    OthersStay,
     Prepare,
     Prepared,
     Protected,
@@ -62,74 +52,45 @@ from memckpt.protocol.trainer import (
     SaveRecord,
     SlotsMade,
     Status,
-    StatusRequest,
     StopRequest,
     TakeSnapshot,
 )
+from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
+from memckpt.session.conversation import Conversation, reach_agent
+from memckpt.session.farewell import say_goodbye
 from memckpt.state.records import HeldRecords
 
 Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
-#: At the end of a training, how long to see the agent leave once all is in storage.
-_END_SECONDS = 20.0
 #: A record may take so many times as long to be applied as the agent may take to answer.
 _RECORD_LIMITS = 10
 #: How often to say that training waits for peers.
 _PATIENCE_SECONDS = 30.0
-_live: weakref.WeakSet[AgentClient] = weakref.WeakSet()
-
-
-class PreparedRegions:
-    """A generation as the agent handed it over: the message and the mapped regions, which the receiver closes."""
-
-    def __init__(self, message: Prepared, regions: list[Region]) -> None:
-        self.message = message
-        self.slots = regions[0]
-        rest = regions[1:]
-        has_replica = message.spec.mode == "eager"
-        self.replica = rest.pop() if has_replica and rest else None
-        self.static = rest.pop() if rest else None
-
-    def close(self) -> None:
-        for region in (self.slots, self.static, self.replica):
-            if region is not None:
-                region.close()
-
-
-@dataclass(frozen=True)
-class SnapshotOrder:
-    """The agent wants the state after `record` copied into `region`, which the receiver closes."""
-
-    record: int
-    region: Region
 
 
 class AgentClient:
-    """One connection. Not thread-safe; the session serializes its use. Its owner calls :meth:`close`.
+    """A rank's requests to its agent. Not thread-safe; the session serializes its use. Its owner calls :meth:`close`.
 
-    In a forked child the socket is closed: loader workers must not keep a dead trainer's connection open.
+    Attributes:
+        started: whether the agent was started for this connection, and held nothing before.
+        applied: newest record that the replica has applied.
+        watermark: newest record that peers have acknowledged for every node.
+        whole: whether all nodes are protected by peers.
+        waits_suspended: whether nobody is to wait for peers, just now.
     """
 
     def __init__(self, channel: Channel, config: AgentConfig, started: bool = False) -> None:
-        self.channel = channel
-        #: Whether the agent was started for this connection, and held nothing before.
+        self._conversation = Conversation(channel, config)
         self.started = started
-        self.agent_pid = peer(channel.sock)[0]
         self.applied = 0
-        #: The newest record that peers have acknowledged for every node, and whether all of them are protected.
         self.watermark = 0
         self.whole = False
-        #: Whether nobody is to wait for that, just now.
         self.waits_suspended = False
         self._config = config
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
         #: What has become of generations whose slots were asked for, by their numbers.
         self._slots_made: dict[int, SlotsMade] = {}
-        #: The page that the agent's loop moves, once it has said hello.
-        self._life: LifePage | None = None
-        self._watch: LifeWatch | None = None
-        _live.add(self)
 
     @classmethod
     def connect(cls, address: AgentAddress, config: AgentConfig) -> AgentClient:
@@ -138,22 +99,26 @@ class AgentClient:
         Raises:
             AgentError: there is none and none could be started.
         """
-        sock, started = address.connect(), False
-        if sock is None:
-            address.say_if_copied(_log)
-            try:
-                spawn_agent(address, config)
-                started = True
-            except AgentError:
-                # Another rank of this node may have been faster.
-                sock = address.connect()
-                if sock is None:
-                    raise
-            else:
-                sock = address.connect()
-        if sock is None:
-            raise AgentError(f"the agent of {address.run_dir} started but does not answer; see {address.log_path}")
+        sock, started = reach_agent(address, config)
         return cls(Channel(sock), config, started)
+
+    @property
+    def channel(self) -> Channel:
+        """The connection."""
+        return self._conversation.channel
+
+    @property
+    def agent_pid(self) -> int:
+        """Process id of the agent."""
+        return self._conversation.agent_pid
+
+    def send(self, message: Message) -> None:
+        """Send one of the messages that have no answer.
+
+        Raises:
+            AgentGoneError: the agent is gone, stands still, or has taken nothing within the time limit.
+        """
+        self._conversation.send(message)
 
     def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
         self.send(message)
@@ -161,7 +126,7 @@ class AgentClient:
 
     def _answer(self, expected: type) -> tuple[Message, list[int]]:
         while True:
-            received = self._poll(self._config.start_seconds)
+            received = self._conversation.poll(self._config.start_seconds)
             if received is None:
                 raise AgentGoneError(f"no answer within {self._config.start_seconds:.0f} s")
             answer, fds = received
@@ -171,34 +136,6 @@ class AgentClient:
             if isinstance(answer, expected):
                 return answer, fds
             self._note(answer, fds)
-
-    def _poll(self, limit: float) -> tuple[Message, list[int]] | None:
-        """The next message; None if there is none within `limit` seconds, for which the agent has shown that it lives.
-
-        Raises:
-            AgentGoneError: it is gone, or stands still.
-        """
-        received: tuple[Message, list[int]] | None = None
-
-        def hear(seconds: float) -> bool:
-            nonlocal received
-            received = self.channel.poll(seconds)
-            return received is not None
-
-        self._wait(hear, limit)
-        return received
-
-    def _wait(self, ready: Callable[[float], bool], limit: float) -> bool:
-        """Wait for something, and look meanwhile whether the agent lives; False after `limit` seconds."""
-        until, watch = time.monotonic() + limit, self._watch
-        while True:
-            left = max(0.0, until - time.monotonic())
-            if ready(left if watch is None else min(left, watch.pause)):
-                return True
-            if left == 0.0:
-                return False
-            if watch is not None and watch.stands_still():
-                raise AgentGoneError(f"it has shown no sign of life for {watch.limit:g} s (stopped?)")
 
     def _note(self, message: Message, fds: Sequence[int] = ()) -> None:
         if isinstance(message, TakeSnapshot):
@@ -242,10 +179,7 @@ class AgentClient:
         """
         answer, fds = self._request(hello, Inventory)
         assert isinstance(answer, Inventory)
-        self._stop_watching()
-        self._life = LifePage.open(fds[0])
-        # Its redo thread computes while its loop waits for that.
-        self._watch = LifeWatch(self._life, self.agent_pid, self._config.liveness_seconds, "all")
+        self._conversation.watch(fds[0])
         return answer.held
 
     def configure(self, message: Configure) -> None:
@@ -291,11 +225,11 @@ class AgentClient:
         while generation not in self._slots_made:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return False
-            received = self._poll(max(0.0, until - time.monotonic()))
+            received = self._conversation.poll(max(0.0, until - time.monotonic()))
             if received is None:
                 # Its loop runs, and a rank is not through its record: then both generations are held.
                 self.send(NeedSlots(generation, now=True))
-                received = self._sign_of_life(self._config.start_seconds)
+                received = self._conversation.sign_of_life(self._config.start_seconds)
             self._note(*received)
         made = self._slots_made.pop(generation)
         if made.problem:
@@ -323,19 +257,6 @@ class AgentClient:
             order, _ = self._answer(Begin)
             assert isinstance(order, Begin)
         return order
-
-    def send(self, message: Message) -> None:
-        """Send one of the messages that have no answer.
-
-        Raises:
-            AgentGoneError: the agent is gone, stands still, or has taken nothing within the time limit.
-        """
-        body = encode(message)
-        if self.channel.offer(body):
-            return
-        limit = self._config.start_seconds
-        if not self._wait(lambda seconds: writable(self.channel.sock, seconds) and self.channel.offer(body), limit):
-            raise AgentGoneError(f"it has taken no message for {limit:.0f} s (overloaded?)")
 
     def notices(self) -> list[Notice]:
         """What the agent has said since the last call, without waiting. Raises AgentGoneError if it is gone."""
@@ -375,7 +296,7 @@ class AgentClient:
         self.send(message)
         waited = 0
         while True:
-            received = self._poll(_PATIENCE_SECONDS)
+            received = self._conversation.poll(_PATIENCE_SECONDS)
             if received is None:
                 waited += 1
                 _log.warning(
@@ -405,7 +326,7 @@ class AgentClient:
         while self.watermark < record and not self.waits_suspended:
             if any(isinstance(notice, Alarm) for notice in self._notices):
                 return
-            received = self._poll(_PATIENCE_SECONDS)
+            received = self._conversation.poll(_PATIENCE_SECONDS)
             if received is not None:
                 self._note(*received)
                 continue
@@ -417,7 +338,7 @@ class AgentClient:
                 record,
                 self.watermark,
             )
-            self._note(*self._sign_of_life(self._config.start_seconds))
+            self._note(*self._conversation.sign_of_life(self._config.start_seconds))
 
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
         """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
@@ -434,28 +355,7 @@ class AgentClient:
                 applied, until = self.applied, time.monotonic() + limit
             if time.monotonic() >= until:
                 raise AgentGoneError(f"it answers, and has applied no record for {limit:g} s")
-            self._note(*self._hear())
-
-    def _hear(self) -> tuple[Message, list[int]]:
-        """The next message of an agent that may have nothing to say for long, as long as its loop runs.
-
-        Raises:
-            AgentGoneError: the agent is gone, or stands still: it has not answered within the time limit.
-        """
-        half = self._config.start_seconds / 2
-        return self._poll(half) or self._sign_of_life(half)
-
-    def _sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
-        """The agent's answer to a question that it answers at once, or what it says before that.
-
-        Raises:
-            AgentGoneError: it is gone, stands still, or has not answered within `limit` seconds.
-        """
-        self.send(StatusRequest())
-        received = self._poll(limit)
-        if received is None:
-            raise AgentGoneError(f"it has not answered for {limit:g} s (stopped or overloaded?)")
-        return received
+            self._note(*self._conversation.hear())
 
     def take_order(self, record: int) -> SnapshotOrder | None:
         """The order for a snapshot after `record`, or one that came too late for its record; the caller closes it."""
@@ -480,50 +380,9 @@ class AgentClient:
         if self.channel.fileno() < 0:
             return
         try:
-            self.channel.send(Goodbye(finished), timeout=5.0)
-            if finished:
-                self._wait_for_end(saving_seconds)
-        except AgentGoneError as error:
-            # That it is gone is all that a goodbye asks for, unless it had something to do before.
-            if finished and saving_seconds:
-                _log.warning("memckpt: whether the final step is in storage is not known: %s", error)
+            say_goodbye(self._conversation, finished, saving_seconds)
         finally:
             self.abandon()
-
-    def _wait_for_end(self, saving_seconds: float) -> None:
-        """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet."""
-        deadline = time.monotonic() + _END_SECONDS + saving_seconds
-        while True:
-            message, fds = self._hear()
-            if time.monotonic() > deadline:
-                raise AgentGoneError(f"the agent has not left within {_END_SECONDS + saving_seconds:.0f} s")
-            for fd in fds:
-                os.close(fd)
-            if isinstance(message, OthersStay):
-                return
-            if isinstance(message, Leaving):
-                break
-            if isinstance(message, HoldingOn):
-                _log.warning(
-                    "memckpt: the final step is not in storage: %s; the agent (pid %d) keeps it in memory for "
-                    "%.0f s, and tries again",
-                    message.reason,
-                    self.agent_pid,
-                    message.linger_seconds,
-                )
-                return
-        try:
-            process_fd = os.pidfd_open(self.agent_pid)
-        except ProcessLookupError:
-            return
-        try:
-            if not readable(process_fd, _END_SECONDS):
-                _log.warning("memckpt: the agent (pid %d) has let go of everything but does not end", self.agent_pid)
-        finally:
-            os.close(process_fd)
-        if os.getpid() == 1:  # the first process of a container gets all orphans
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.agent_pid, os.WNOHANG)
 
     def abandon(self, dismiss: bool = False) -> None:
         """Close the connection without a word; with `dismiss`, tell an agent that was started for it to leave."""
@@ -533,18 +392,4 @@ class AgentClient:
             except AgentGoneError as error:
                 _log.info("memckpt: the agent (pid %d) leaves by itself: %s", self.agent_pid, error)
         self._drop_order()
-        self._stop_watching()
-        self.channel.close()
-
-    def _stop_watching(self) -> None:
-        life, self._life, self._watch = self._life, None, None
-        if life is not None:
-            life.close()
-
-
-def _forget_in_child() -> None:
-    for client in list(_live):
-        client.channel.close()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
+        self._conversation.close()

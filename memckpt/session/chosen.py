@@ -8,7 +8,7 @@ from typing import Any
 
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.plan import RestoreRecord
-from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.report import HeldState
 from memckpt.session.staging import RestorePoint
 from memckpt.state import codec

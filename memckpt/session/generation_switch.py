@@ -31,7 +31,7 @@ import time
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.protocol.trainer import Begin, Void
-from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.changes import Changes
 from memckpt.session.gradient_tap import GradientTap
 from memckpt.session.link import AgentLink

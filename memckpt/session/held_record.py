@@ -15,7 +15,7 @@ from memckpt.recovery.comparison import Comparison
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.restore import Restorer
-from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.link import AgentLink
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import RecordMeta, decode_meta

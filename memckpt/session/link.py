@@ -22,7 +22,8 @@ from memckpt.protocol.trainer import (
     Prepare,
     Resume,
 )
-from memckpt.session.agent_client import AgentClient, Notice, PreparedRegions, SnapshotOrder
+from memckpt.session.agent_client import AgentClient, Notice
+from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline

@@ -13,7 +13,7 @@ from memckpt.capture.presence import restore_gradients
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.taps import CommHookTap, Tap
 from memckpt.recovery.restore import Restorer, replica_digest
-from memckpt.session.agent_client import PreparedRegions
+from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.chosen import Chosen, ChosenInMemory, ChosenInStorage
 from memckpt.session.held_record import InMemory, InStorage
 from memckpt.session.link import AgentLink

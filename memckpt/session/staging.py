@@ -13,7 +13,7 @@ from memckpt.capture.live_state import SpecRequest
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.protocol.trainer import Commit, GenerationCommit, SnapshotTaken
-from memckpt.session.agent_client import PreparedRegions, SnapshotOrder
+from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
 from memckpt.session.local_training import LocalTraining
 from memckpt.state import codec

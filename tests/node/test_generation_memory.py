@@ -17,6 +17,7 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
 from memckpt.protocol.trainer import GenerationCommit, Message, NeedSlots
 from memckpt.session.agent_client import AgentClient
+from memckpt.session.conversation import Conversation
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_self
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.engine_training import CLASSES, INPUTS, Case, Training
@@ -221,7 +222,7 @@ def test_a_start_without_slots_is_resumed_and_gets_them_then(
     fail_to_reserve(monkeypatch, 2)
     lab.start_agent()
     settings = config(redo)
-    died = lab.train(CASE, settings, prepare=die(AgentClient, "_sign_of_life"), actions={("forward", 9): kill_self})
+    died = lab.train(CASE, settings, prepare=die(Conversation, "sign_of_life"), actions={("forward", 9): kill_self})
     assert "found less (a test's)" in died.log
     again = lab.train(CASE, settings, seed=2, actions={("before step", 12): kill_self}, unchecked=None)
     assert again.restored_step == CHANGED_AT

@@ -17,8 +17,7 @@ from memckpt.errors import AgentError
 from memckpt.node import replica
 from memckpt.recovery.restore import Restorer
 from memckpt.recovery.target import RestoreTarget
-from memckpt.session import agent_client as client
-from memckpt.session import session
+from memckpt.session import conversation, session
 from memckpt.session.reconnection import Reconnection
 from memckpt.state.redo import RedoGroup
 from tests.support.trainings.engine_cases import PLAIN
@@ -245,7 +244,7 @@ def test_steps_without_protection_are_counted(lab: Lab) -> None:
     """No agent can be started for a while: training goes on, and the gap is reported with its length."""
 
     def prepare(control: Control) -> None:
-        original = client.spawn_agent
+        original = conversation.spawn_agent
 
         def failing(*arguments: Any) -> Any:
             if 6 <= control.step < 9:
@@ -253,7 +252,7 @@ def test_steps_without_protection_are_counted(lab: Lab) -> None:
                 raise AgentError("out of processes")
             return original(*arguments)
 
-        client.spawn_agent = failing
+        conversation.spawn_agent = failing
         # A clock that counts steps: pauses of 1, then 2.
         session.Reconnection = functools.partial(Reconnection, clock=lambda: float(control.step))  # type: ignore[assignment, misc]
 
