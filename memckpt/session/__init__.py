@@ -1,4 +1,4 @@
-"""What a training process talks to: :func:`attach` and the :class:`Session` it returns."""
+"""Interface of the engine to a training process: :func:`attach` and the :class:`Session` it returns."""
 
 from memckpt.session.entry import attach
 from memckpt.session.report import HeldState, RestoreReport

@@ -1,4 +1,4 @@
-"""A trainer rank's end of the connection to its node's agent."""
+"""Requests of a trainer rank to its node's agent, and the agent's notices."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ from memckpt.state.records import HeldRecords
 
 Notice = Begin | Protected | Drift | Gap | Alarm | Saved | SaveFailed | Logged
 _log = logging.getLogger("memckpt")
-#: A record may take so many times as long to be applied as the agent may take to answer.
+#: Time limit on the redo of a record, as a multiple of the limit on an answer.
 _RECORD_LIMITS = 10
-#: How often to say that training waits for peers.
+#: Interval of warnings while training waits for peers.
 _PATIENCE_SECONDS = 30.0
 
 
@@ -89,7 +89,7 @@ class AgentClient:
         self._config = config
         self._notices: list[Notice] = []
         self._order: SnapshotOrder | None = None
-        #: What has become of generations whose slots were asked for, by their numbers.
+        #: Answers about slots of generations, by the generation's number.
         self._slots_made: dict[int, SlotsMade] = {}
 
     @classmethod
@@ -141,12 +141,12 @@ class AgentClient:
         if isinstance(message, TakeSnapshot):
             self._drop_order()
             self._order = SnapshotOrder(message.record, Region.open(fds[0]))
-            # The copy is a few steps away: by then no page of it need be mapped for the first time.
+            # The copy is a few steps away: by then all pages are mapped.
             self._order.region.populate_in_background()
         elif isinstance(message, Credit):
             self.applied = max(self.applied, message.applied)
         elif isinstance(message, ReplicatorLost):
-            # At once: where training waits for peers, nobody looks at notices.
+            # Logged at once: while training waits for peers, notices are not read.
             _log.warning("memckpt: peers get nothing from this node: %s", message.reason)
         elif isinstance(message, WatermarkAdvanced):
             self.watermark = max(self.watermark, message.record)
@@ -163,7 +163,7 @@ class AgentClient:
         elif isinstance(message, Fencing):
             _log.warning("memckpt: the start waits for trainers of the last attempt, %s", message.reason)
         elif isinstance(message, (RecoveryProgress, Recovered, Status)):
-            pass  # of a recovery that has been given up; a sign of life
+            pass  # messages of a recovery that was given up; a sign of life
         elif isinstance(message, Leaving):
             raise AgentGoneError("it was told to leave")
         elif isinstance(message, Refused):
@@ -172,7 +172,7 @@ class AgentClient:
             raise AgentError(f"unexpected {type(message).__name__} from the agent")
 
     def hello(self, hello: Hello) -> tuple[HeldRecords, ...]:
-        """Introduce this rank; returns what the node holds of each set of shards.
+        """Introduce this rank. Returns the held records of the node, for each set of shards.
 
         Raises:
             RunBusyError: another live trainer holds the run.
@@ -183,13 +183,13 @@ class AgentClient:
         return answer.held
 
     def configure(self, message: Configure) -> None:
-        """Give the agent the run's settings."""
+        """Send the run's settings."""
         self.send(message)
 
     def save_record(self, record: int, url: str, timeout: float) -> RecordSaved | None:
-        """Have all that the agent holds of a record written; None if that takes longer than `timeout` seconds.
+        """Have the agent write a record to a store; None if that takes longer than `timeout` seconds.
 
-        What is said of other checkpoints meanwhile is kept for :meth:`notices`.
+        Notices about other checkpoints are kept for :meth:`notices`.
         """
         self.send(SaveRecord(record, url))
         deadline = time.monotonic() + timeout
@@ -203,21 +203,21 @@ class AgentClient:
         return None
 
     def prepare(self, message: Prepare) -> PreparedRegions:
-        """Have a new generation allocated. Raises MemoryBudgetError if it does not fit."""
+        """Allocate a new generation. Raises MemoryBudgetError if it does not fit."""
         return self._regions(message)
 
     def resume(self, message: Resume) -> PreparedRegions:
-        """Have the state after the record that the plan chose produced."""
+        """Have the agent produce the state after a record."""
         return self._regions(message)
 
     def make_slots(self, generation: int) -> bool:
-        """Have the slots of a generation made whose start is written; waits for all local ranks, and for others.
+        """Allocate the slots of a generation whose start is written; waits for all local ranks, and for others.
 
         Returns:
-            False where nothing is to be staged in it: another one follows.
+            False if another generation follows, so that nothing is staged in this one.
 
         Raises:
-            MemoryBudgetError: there is no room. What its start takes is kept.
+            MemoryBudgetError: the slots do not fit. The start of the generation is kept.
             AgentGoneError: the agent is gone, or stands still.
         """
         self.send(NeedSlots(generation))
@@ -227,7 +227,7 @@ class AgentClient:
                 return False
             received = self._conversation.poll(max(0.0, until - time.monotonic()))
             if received is None:
-                # Its loop runs, and a rank is not through its record: then both generations are held.
+                # The agent's loop runs, and a rank is not through its record: then both generations are held.
                 self.send(NeedSlots(generation, now=True))
                 received = self._conversation.sign_of_life(self._config.start_seconds)
             self._note(*received)
@@ -237,7 +237,7 @@ class AgentClient:
         return not made.dropped
 
     def advance(self, record: int) -> Advanced:
-        """Have the replica go on to the resumed record; waits until all local ranks have asked."""
+        """Advance the replica to the resumed record; waits until all local ranks have asked."""
         answer, _ = self._request(Advance(record), Advanced)
         assert isinstance(answer, Advanced)
         return answer
@@ -249,7 +249,7 @@ class AgentClient:
         return PreparedRegions(answer, [Region.open(fd) for fd in fds])
 
     def ask_for_generation(self, record: int, reason: str, changing: frozenset[str] = frozenset()) -> Begin:
-        """Have all local ranks begin a new generation, after `record` or later; returns the order that they all get."""
+        """Have all local ranks begin a new generation after `record` or later. Returns the order that they all get."""
         order, _ = self._request(NeedGeneration(record, reason, changing), Begin)
         assert isinstance(order, Begin)
         while order.record < record:  # the answer to an earlier question, which another rank's order had met
@@ -259,7 +259,7 @@ class AgentClient:
         return order
 
     def notices(self) -> list[Notice]:
-        """What the agent has said since the last call, without waiting. Raises AgentGoneError if it is gone."""
+        """Notices since the last call, without waiting. Raises AgentGoneError if the agent is gone."""
         while True:
             received = self.channel.poll()
             if received is None:
@@ -269,29 +269,29 @@ class AgentClient:
         return said
 
     def listen(self, message: Listen) -> Listening:
-        """Have the node be there for its peers; what it keeps of their records."""
+        """Have the node listen for its peers. Returns the records of theirs that it keeps."""
         answer, _ = self._request(message, Listening)
         assert isinstance(answer, Listening)
         return answer
 
     def open_phases(self) -> tuple[PhasesPage, int]:
-        """Where this rank marks the phases of its steps, and its position there; the caller closes the page."""
+        """Page on which this rank marks the phases of its steps, which the caller closes, and its index there."""
         answer, fds = self._request(AskPhases(), PhasesAre)
         assert isinstance(answer, PhasesAre)
         return PhasesPage.open(fds[0]), answer.position
 
     def recover(self, message: Recover, progress: Callable[[RecoveryProgress], None]) -> Recovered:
-        """Have fetched what this node lacks, and handed out what others lack.
+        """Have the agent fetch states that this node lacks, and serve those that others lack.
+
+        There is no time limit, as a state may be large and the network slow. A warning is logged now and then.
 
         Args:
-            message: which.
-            progress: told how far it is.
-
-        A state may be large and the network slow, so this takes as long as the agent lives, and says so now and then.
+            message: the states.
+            progress: called with each progress message.
 
         Raises:
             AgentGoneError: the agent is gone.
-            MemckptError: what it refuses, and why.
+            MemckptError: the agent refuses; the message says why.
         """
         self.send(message)
         waited = 0
@@ -317,7 +317,7 @@ class AgentClient:
                 self._note(answer, fds)
 
     def wait_for_watermark(self, record: int) -> None:
-        """Wait until peers have acknowledged `record` for every node, or nobody is to wait; says so now and then.
+        """Wait until peers have acknowledged `record` for every node, or waits are suspended; logs warnings meanwhile.
 
         Raises:
             AgentGoneError: the agent is gone, or stands still.
@@ -341,10 +341,10 @@ class AgentClient:
             self._note(*self._conversation.sign_of_life(self._config.start_seconds))
 
     def wait_applied(self, record: int, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Wait until the replica has applied `record`; ends early when an alarm or order says it never will.
+        """Wait until the replica has applied `record`; returns early after an alarm, or where `give_up()` is true.
 
         Raises:
-            AgentGoneError: the agent is gone, stands still, or answers and applies nothing for ten time limits.
+            AgentGoneError: the agent is gone, stands still, or applies no record for ten time limits.
         """
         limit, applied = _RECORD_LIMITS * self._config.start_seconds, self.applied
         until = time.monotonic() + limit
@@ -358,7 +358,7 @@ class AgentClient:
             self._note(*self._conversation.hear())
 
     def take_order(self, record: int) -> SnapshotOrder | None:
-        """The order for a snapshot after `record`, or one that came too late for its record; the caller closes it."""
+        """The order for a snapshot after `record` or an earlier one, None without one; the caller closes it."""
         order = self._order
         if order is None or order.record > record:
             return None
@@ -371,11 +371,11 @@ class AgentClient:
             order.region.close()
 
     def close(self, finished: bool, saving_seconds: float = 0.0) -> None:
-        """Say goodbye. With `finished` the agent lets go of everything when the last rank has said so.
+        """Say goodbye and close the connection: see :func:`memckpt.session.farewell.say_goodbye`.
 
         Args:
-            finished: training ended as it should.
-            saving_seconds: how long the agent may take to bring the last step to storage before it goes.
+            finished: whether training has finished. Once all ranks have, the agent leaves.
+            saving_seconds: time that the agent may take to write the last step to storage.
         """
         if self.channel.fileno() < 0:
             return
@@ -385,7 +385,7 @@ class AgentClient:
             self.abandon()
 
     def abandon(self, dismiss: bool = False) -> None:
-        """Close the connection without a word; with `dismiss`, tell an agent that was started for it to leave."""
+        """Close the connection without a goodbye; with `dismiss`, tell an agent that was started for it to leave."""
         if dismiss and self.started:
             try:
                 self.channel.send(StopRequest("the start that it was made for was refused"), timeout=1.0)

@@ -9,7 +9,14 @@ from memckpt.protocol.trainer import Prepared
 
 
 class PreparedRegions:
-    """A generation as the agent handed it over: the message and the mapped regions, which the receiver closes."""
+    """Regions of a generation, mapped. The receiver closes them.
+
+    Attributes:
+        message: layout and state of the generation.
+        slots: slots of records.
+        static: static tensors; None without any.
+        replica: the replica; None without eager redo.
+    """
 
     def __init__(self, message: Prepared, regions: list[Region]) -> None:
         self.message = message
@@ -27,7 +34,7 @@ class PreparedRegions:
 
 @dataclass(frozen=True)
 class SnapshotOrder:
-    """The agent wants the state after `record` copied into `region`, which the receiver closes."""
+    """Order of the agent: copy the state after `record` into `region`, which the receiver closes."""
 
     record: int
     region: Region

@@ -1,4 +1,4 @@
-"""What changed outside the optimizer: found, told, and answered with a new generation."""
+"""Changes that the optimizer did not make: detected, logged, and answered with a new generation."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.capture.watch import ParameterWatch, StaticWatch
 
 _log = logging.getLogger("memckpt")
-#: So often a change is told.
+#: Number of changes that are logged; later ones are not.
 _TELL = 3
 
 
 class Changes:
-    """Watches the tensors of the generation that is being written."""
+    """Watches the tensors of the current generation.
+
+    Attributes:
+        problem: why the whole state has to be written again, in words; None if it need not be.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._static: StaticWatch | None = None
         self._hidden = False
         self._told = 0
-        #: Why the state must be written anew; None if it need not.
         self.problem: str | None = None
         recorder.on_backward = self.look_before_backward
 
     def watch(self, writer: SlotWriter) -> None:
-        """Remember the tensors of a generation as they are now."""
+        """Take the current values of a generation's tensors as unchanged."""
         self._recorder.watch = ParameterWatch(writer)
         self._static = StaticWatch(writer)
 
@@ -34,7 +37,7 @@ class Changes:
         self._recorder.watch = self._static = None
 
     def look_before_backward(self) -> None:
-        """As a backward begins: were parameters changed since their optimizer's step?"""
+        """Check, as a backward begins, whether parameters have changed since their optimizer's step."""
         watch = self._recorder.watch
         if watch is not None and self.problem is None:
             counted = watch.counted_change()
@@ -43,17 +46,17 @@ class Changes:
             self._note(changed)
 
     def look_at_commit(self) -> None:
-        """The same, at the end of a record."""
+        """Check the same at the end of a record."""
         watch = self._recorder.watch
         if watch is not None:
             changed = watch.counted_change()
             if changed is None and self._hidden:
-                # Whoever has once changed values behind the counters' back may do it after every step.
+                # Values that changed once without a version counter may do so after every step.
                 changed = watch.sampled_change()
             self._note(changed)
 
     def static_changes(self) -> list[str]:
-        """The names of tensors that were taken for constant and have changed."""
+        """Names of static tensors that have changed."""
         return self._static.changed() if self._static is not None else []
 
     def _note(self, changed: str | None) -> None:

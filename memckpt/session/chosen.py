@@ -1,4 +1,4 @@
-"""The state that a resume has chosen and opened, until it is back in the live tensors."""
+"""A state that is chosen to be resumed, from its opening to its restore."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class ChosenInMemory:
     """A record in this node's memory. Owns the regions until they are taken.
 
     Attributes:
-        plan: which record, and where it comes from.
-        held: what the user is told of it.
-        state: decoded rank state that is put back.
-        point: the record with its own rank state, which is another one where its step is repeated.
+        plan: plan with the record's number and source.
+        held: description for the user.
+        state: decoded rank state that is restored; that of the record before it where the step is repeated.
+        point: the record with its own rank state.
         regions: regions of its generation; None once they are taken.
-        following: encoded rank states of records behind it, still to be compared, by record.
-        diverges: None: each rank gets its own generators back.
+        following: encoded rank states of the records behind it that are still to be compared, by record.
+        diverges: always None: each rank gets its own generators back.
     """
 
     plan: RestoreRecord
@@ -38,11 +38,11 @@ class ChosenInMemory:
 
     @property
     def restored(self) -> bool:
-        """Whether it has been put back, or is being."""
+        """Whether the restore has begun."""
         return self.regions is None
 
     def repeat_from(self, record: int, step: int, rank_state: bytes, world_size: int) -> None:
-        """Put back the state before the record, from which its step is taken once more."""
+        """Restore the state before the record, from which its step is repeated."""
         self.state = codec.decode(rank_state)
         self.held = HeldState(step, record, self.plan.tier, self.state["provided"], world_size)
 
@@ -61,16 +61,16 @@ class ChosenInMemory:
 
 @dataclass
 class ChosenInStorage:
-    """A state in a store. Nothing of it is open.
+    """A state in a store. Owns nothing.
 
     Attributes:
-        held: what the user is told of it.
-        state: decoded rank state that is put back.
-        stored: reads it.
-        newest_known: newest record that memory knows of; None: it knows of none.
-        repeated: the state behind `stored`, whose step is repeated; None where none is.
+        held: description for the user.
+        state: decoded rank state that is restored.
+        stored: reader of the state.
+        newest_known: newest record that some memory knows of; None if none does.
+        repeated: reader of the state after `stored`, whose step is repeated; None if no step is.
         diverges: first rank that was seeded as this one, if generators have to differ again from those of other ranks.
-        restored: whether it has been put back, or is being.
+        restored: whether the restore has begun.
     """
 
     held: HeldState
@@ -82,14 +82,14 @@ class ChosenInStorage:
     restored: bool = False
 
     def repeat_from(self, before: StoredState, state: Mapping[str, Any]) -> None:
-        """Put back the state before the chosen one, from which its step is taken once more."""
+        """Restore the state before the chosen one, from which its step is repeated."""
         self.repeated, self.stored = self.stored, before
         self.state = dict(state)
         point = before.point
         self.held = HeldState(point.step, point.record, self.held.tier, self.state["provided"], point.world_size)
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """No-op: no file stays open between two reads."""
 
 
 Chosen = ChosenInMemory | ChosenInStorage

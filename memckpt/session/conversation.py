@@ -1,4 +1,4 @@
-"""A trainer's conversation with its agent: messages, and whether the agent still lives."""
+"""Connection of a trainer to its agent, with a watch on the agent's liveness."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def reach_agent(address: AgentAddress, config: AgentConfig) -> tuple[socket.sock
         The socket, which the caller closes, and whether the agent was started for it.
 
     Raises:
-        AgentError: there is none and none could be started.
+        AgentError: no agent answers and none could be started.
     """
     sock, started = address.connect(), False
     if sock is None:
@@ -52,7 +52,7 @@ def reach_agent(address: AgentAddress, config: AgentConfig) -> tuple[socket.sock
 class Conversation:
     """One connection to an agent. Not thread-safe. Its owner calls :meth:`close`.
 
-    In a forked child the socket is closed: loader workers must not keep a dead trainer's connection open.
+    The socket is closed in a forked child: loader workers must not keep a dead trainer's connection open.
 
     Attributes:
         channel: the connection.
@@ -63,23 +63,23 @@ class Conversation:
         self.channel = channel
         self.agent_pid = peer(channel.sock)[0]
         self._config = config
-        #: The page that the agent's loop moves, once it has said hello.
+        #: The agent's page, on which its loop counts, after hello.
         self._life: LifePage | None = None
         self._watch: LifeWatch | None = None
         _live.add(self)
 
     def watch(self, descriptor: int) -> None:
-        """Look at the agent's page, of which this is a descriptor, while waiting for it."""
+        """Watch the agent's page while waiting. Takes the page's descriptor."""
         self._stop_watching()
         self._life = LifePage.open(descriptor)
-        # Its redo thread computes while its loop waits for that.
+        # The redo thread counts, too: the loop may wait for it.
         self._watch = LifeWatch(self._life, self.agent_pid, self._config.liveness_seconds, "all")
 
     def send(self, message: Message) -> None:
-        """Send one of the messages that have no answer.
+        """Send a message.
 
         Raises:
-            AgentGoneError: the agent is gone, stands still, or has taken nothing within the time limit.
+            AgentGoneError: the agent is gone, stands still, or has accepted nothing within the time limit.
         """
         body = encode(message)
         if self.channel.offer(body):
@@ -89,10 +89,10 @@ class Conversation:
             raise AgentGoneError(f"it has taken no message for {limit:.0f} s (overloaded?)")
 
     def poll(self, limit: float) -> tuple[Message, list[int]] | None:
-        """The next message; None if there is none within `limit` seconds, for which the agent has shown that it lives.
+        """The next message and its descriptors; None if there is none within `limit` seconds.
 
         Raises:
-            AgentGoneError: it is gone, or stands still.
+            AgentGoneError: the agent is gone, or stands still.
         """
         received: tuple[Message, list[int]] | None = None
 
@@ -105,7 +105,7 @@ class Conversation:
         return received
 
     def _wait(self, ready: Callable[[float], bool], limit: float) -> bool:
-        """Wait for something, and look meanwhile whether the agent lives; False after `limit` seconds."""
+        """Wait until `ready(seconds)` is true, and watch the agent meanwhile. Returns False after `limit` seconds."""
         until, watch = time.monotonic() + limit, self._watch
         while True:
             left = max(0.0, until - time.monotonic())
@@ -117,19 +117,19 @@ class Conversation:
                 raise AgentGoneError(f"it has shown no sign of life for {watch.limit:g} s (stopped?)")
 
     def hear(self) -> tuple[Message, list[int]]:
-        """The next message of an agent that may have nothing to say for long, as long as its loop runs.
+        """The next message, however long it takes, as long as the agent's loop runs.
 
         Raises:
-            AgentGoneError: the agent is gone, or stands still: it has not answered within the time limit.
+            AgentGoneError: the agent is gone, stands still, or has not answered within the time limit.
         """
         half = self._config.start_seconds / 2
         return self.poll(half) or self.sign_of_life(half)
 
     def sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
-        """The agent's answer to a question that it answers at once, or what it says before that.
+        """Ask for the agent's status, which it answers at once. Returns the answer or an earlier message.
 
         Raises:
-            AgentGoneError: it is gone, stands still, or has not answered within `limit` seconds.
+            AgentGoneError: the agent is gone, stands still, or has not answered within `limit` seconds.
         """
         self.send(StatusRequest())
         received = self.poll(limit)

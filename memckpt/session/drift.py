@@ -1,4 +1,4 @@
-"""What the audit finds between an eager replica and the live state, as the user is told of it."""
+"""Log messages about drift: differences that the audit finds between an eager replica and the live state."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import logging
 from memckpt.protocol.trainer import Drift
 
 _log = logging.getLogger("memckpt")
-#: From here on more than the rounding of other kernels: a first finding of that size, or so many times the largest.
+#: Drift beyond the rounding of other kernels: a first finding of so many ulp, or a growth by so large a factor.
 _MUCH_ULP = 1 << 16
 _JUMP = 1024
 
 
 class DriftReports:
-    """Tells the first drift, and what is more than a replica on other hardware explains.
+    """Logs the first drift, and drift that other hardware does not explain.
 
     Args:
-        exact: whether the replica is redone on the hardware that trains: then there must be none.
+        exact: whether the replica is redone on the hardware that trains, so that there must be no drift.
 
     Attributes:
-        largest_ulp: of all that was found.
+        largest_ulp: largest drift that was found, in units in the last place (ulp).
     """
 
     def __init__(self, exact: bool) -> None:
@@ -27,7 +27,7 @@ class DriftReports:
         self.largest_ulp = 0.0
 
     def wants_rewrite(self, drift: Drift) -> bool:
-        """Note a finding; whether it is such that the replica must be written anew."""
+        """Note a finding. Returns True if the replica has to be written again."""
         before, self.largest_ulp = self.largest_ulp, max(self.largest_ulp, drift.max_ulp)
         if drift.max_ulp <= 0:
             return False

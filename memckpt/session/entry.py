@@ -1,4 +1,4 @@
-"""The way into a session."""
+"""Entry point of the engine: :func:`attach`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def attach(
 
 
 def _raise_oom_score() -> None:
-    """Have the OOM killer prefer the trainer to the agent: the state outlives it."""
+    """Make the OOM killer prefer the trainer to the agent, which holds the state."""
     path = Path("/proc/self/oom_score_adj")
     try:
         score = int(path.read_text())

@@ -1,4 +1,4 @@
-"""The end of a training, as the trainer sees its agent leave."""
+"""The end of a connection: goodbye to the agent, and the wait for its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memckpt.protocol.trainer import Goodbye, HoldingOn, Leaving, OthersStay
 from memckpt.session.conversation import Conversation
 
 _log = logging.getLogger("memckpt")
-#: At the end of a training, how long to see the agent leave once all is in storage.
+#: Time that the agent may take to end after the last step is in storage.
 _END_SECONDS = 20.0
 
 
@@ -21,22 +21,22 @@ def say_goodbye(conversation: Conversation, finished: bool, saving_seconds: floa
     """Tell the agent that this rank leaves.
 
     Args:
-        conversation: with the agent; its owner closes it.
-        finished: training ended as it should. Then the agent lets go of everything, and is waited for.
-        saving_seconds: how long it may take to bring the last step to storage before it goes.
+        conversation: connection to the agent; its owner closes it.
+        finished: whether training has finished. Then this waits for the agent's answer, and for its end.
+        saving_seconds: time that the agent may take to write the last step to storage.
     """
     try:
         conversation.channel.send(Goodbye(finished), timeout=5.0)
         if finished:
             _wait_for_end(conversation, saving_seconds)
     except AgentGoneError as error:
-        # That it is gone is all that a goodbye asks for, unless it had something to do before.
+        # A goodbye asks for no more, unless the agent had a step to write.
         if finished and saving_seconds:
             _log.warning("memckpt: whether the final step is in storage is not known: %s", error)
 
 
 def _wait_for_end(conversation: Conversation, saving_seconds: float) -> None:
-    """Unless other ranks still train, the agent says that it leaves; see it end. Or it says that it cannot yet."""
+    """Wait until the agent ends, or says that other ranks still train, or that the last step is not in storage yet."""
     deadline = time.monotonic() + _END_SECONDS + saving_seconds
     while True:
         message, fds = conversation.hear()
@@ -61,7 +61,7 @@ def _wait_for_end(conversation: Conversation, saving_seconds: float) -> None:
 
 
 def _see_end(pid: int) -> None:
-    """Wait until a process ends, and reap it where nobody else does."""
+    """Wait until a process ends; reap it if this is the first process of a container."""
     try:
         process_fd = os.pidfd_open(pid)
     except ProcessLookupError:

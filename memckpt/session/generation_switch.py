@@ -1,10 +1,10 @@
-"""When and how a new generation begins: one state machine, asked at the end of each record.
+"""State machine of generations: decides at the end of each record when a new one begins, and writes it.
 
 A *generation* is a fresh start of base and log. All ranks that share slots begin it after the same record.
 
 States (:class:`SwitchState`):
 
-- EMPTY: there is nothing to write to, and no generation is due. Records are told to the agent as void.
+- EMPTY: there is no generation to write to, and none is due. The agent is told that records are void.
 - OPEN: the log goes on. Records are committed to the current generation.
 - DUE: a generation begins after the record `after`. Records up to it are committed as far as they can be staged.
 
@@ -20,7 +20,7 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
 - ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.
 - ``capture_last``, training has ended: no change.
 
-The loss of the agent makes OPEN EMPTY: :class:`memckpt.session.protection.Protection` closes what is written to.
+The loss of the agent turns OPEN into EMPTY: :class:`memckpt.session.protection.Protection` closes the generation.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class GenerationSwitch:
     """Brings records to the current generation, and begins the next one.
 
     Args:
-        training: whose records are written.
+        training: training whose records are written.
         link: connection to the agent, which allocates generations.
-        staging: what is written to.
-        changes: changes that the optimizer did not make.
-        mode: how records are protected.
-        tap: how gradients are taken.
+        staging: owner of the current generation's writer.
+        changes: detects changes that the optimizer did not make.
+        mode: choice of the redo mode.
+        tap: tap of gradients, replaced where it does not fit.
 
     Attributes:
-        request: what the next generation is to be like.
+        request: settings of the next generation.
         after: record after which the next generation begins; None while none is due.
         began: record after which the current generation began; 0 before the first.
     """
@@ -97,7 +97,7 @@ class GenerationSwitch:
         return SwitchState.OPEN if self._staging.writer is not None else SwitchState.EMPTY
 
     def use_mode(self) -> None:
-        """Ask for the current mode from the next generation on."""
+        """Use the current mode from the next generation on."""
         self._staging.not_redoable = self._mode.not_redoable
         self._recorder.needs_steps = self._mode.redoes
         self.request = self._mode.request(self._training.copier.asynchronous)
@@ -105,7 +105,7 @@ class GenerationSwitch:
     # Events
 
     def start(self, after: int | None) -> None:
-        """The attempt has begun.
+        """Begin the attempt.
 
         Args:
             after: record after which its first generation begins; None where it goes on with a held one.
@@ -113,12 +113,12 @@ class GenerationSwitch:
         self.after = after
 
     def resume(self, writer: SlotWriter, record: int, anew: bool) -> None:
-        """The state after `record` is back, and `writer` is on its generation.
+        """Go on behind a restored record, in its generation where the settings are the same.
 
         Args:
-            writer: adopted by the staging.
-            record: number of the record.
-            anew: whether the whole state has to be written, whatever generation holds it.
+            writer: writer on the generation, adopted by the staging.
+            record: number of the restored record.
+            anew: whether a new generation has to begin in any case.
 
         Raises:
             MemoryBudgetError: there is no room for the slots of the held generation.
@@ -138,21 +138,21 @@ class GenerationSwitch:
             self.after = record
 
     def obey(self, order: Begin) -> None:
-        """All local ranks begin a generation; an order that comes when that is done already is a second rank's."""
+        """Follow the agent's order to all local ranks; a second order for the current generation is ignored."""
         self._live.growth.changing |= order.changing
         self._live.growth.apart |= order.apart
         if order.record > self.began:
             self.after = self._turn(order.record)
 
     def lose_replica(self, reason: str) -> None:
-        """The agent cannot redo: the trainer will, from the next generation on."""
+        """Use lazy redo from the next generation on: the agent's redo has failed."""
         self._recorder.fail(reason)
         if self.request.mode == "eager":
             self._mode.fall_back(f"the agent's redo failed: {reason}")
             self.use_mode()
 
     def rejoin(self, record: int) -> None:
-        """A new agent is there, which holds nothing. Ranks that share slots wait for its order."""
+        """Go on with a new agent, which holds nothing. Ranks that share slots wait for its order."""
         self.after = self._turn(record) if len(self._ranks.unit) == 1 else None
 
     def look_for_changes(self) -> None:
@@ -160,7 +160,7 @@ class GenerationSwitch:
         self._changes.look_at_commit()
 
     def end_record(self, point: RestorePoint) -> bool:
-        """Commit the record, or begin a generation after it, or tell the agent that it is void.
+        """Commit the record, or begin a generation after it, or declare it void.
 
         OPEN stays OPEN where the record is staged as it stands. Otherwise a generation is ordered, and DUE follows. DUE
         becomes OPEN where the record `after` is reached: the whole state is written.
@@ -193,10 +193,12 @@ class GenerationSwitch:
         return False
 
     def capture_last(self, point: RestorePoint) -> bool:
-        """Have the final step held, so that it gets to storage: by value where only this process can redo it.
+        """Write a generation for the final step, where the agent could not bring it to storage otherwise.
+
+        That is so where every N-th step is captured, and where only this process can redo steps.
 
         Returns:
-            True if a generation has begun for that.
+            True if a generation has begun.
         """
         only_here = self._mode.mode == "lazy" and bool(self._live.redone_only_here)
         if point.record == self.began or not (only_here or self._staging.owes(point.record)):
@@ -211,7 +213,7 @@ class GenerationSwitch:
             return False
         return True
 
-    # When
+    # Decision
 
     def _is_reached(self, record: int) -> bool:
         return self.after is not None and record >= self.after
@@ -219,8 +221,8 @@ class GenerationSwitch:
     def _turn(self, record: int) -> int:
         """The first record, from this one on, after which a generation may begin.
 
-        Captured records must be common: where other ranks go on as they are, a generation begins with a record that
-        they capture, too. One that only these ranks have could not be restored.
+        Captured records must be common to all ranks. So a generation of some ranks begins with a record that the other
+        ranks capture, too.
         """
         if self.request.mode != "capture" or len(self._ranks.unit) == self._ranks.world_size:
             return record
@@ -228,7 +230,7 @@ class GenerationSwitch:
         return -(-record // every) * every
 
     def _find_problem(self) -> str | None:
-        """Why this record cannot be staged as it stands."""
+        """Why this record cannot be committed as it is staged, in words; None if it can."""
         if self._recorder.tap_mismatch is not None:
             self._tap.take_later(self._recorder.tap_mismatch)
         if self._recorder.problem is not None:
@@ -243,7 +245,7 @@ class GenerationSwitch:
         return self._changes.problem
 
     def _order(self, record: int, reason: str) -> None:
-        """A new generation is due: now if nobody shares its slots, else after a record that all those reach."""
+        """Make a generation due: now if no rank shares the slots, else after a record that all of these ranks reach."""
         _log.info("memckpt: a new generation begins: %s", reason)
         turn = self._turn(record)
         if len(self._ranks.unit) == 1:
@@ -252,10 +254,10 @@ class GenerationSwitch:
         changing = frozenset(self._live.growth.changing)
         self.obey(self._link.client.ask_for_generation(max(turn, record + 1), reason, changing))
 
-    # How
+    # Writing
 
     def _write(self, point: RestorePoint) -> None:
-        """Write the whole state by value; the log goes on from here."""
+        """Write the whole state by value, and adopt its generation."""
         record = point.record
         self._link.finish_sending()
         started = time.perf_counter()
@@ -303,14 +305,14 @@ class GenerationSwitch:
             self._link.finish_sending()
 
     def _obey_snapshot_order(self, point: RestorePoint) -> None:
-        """Copy the state for a checkpoint, where the agent has asked for it."""
+        """Copy the state for a checkpoint, if the agent has ordered one."""
         order = self._link.take_order(point.record)
         if order is not None:
             self._link.finish_sending()
             self._link.send(self._staging.take_snapshot(order, point))
 
     def _tell_left_out(self) -> None:
-        """Say once what of the optimizers no record can hold."""
+        """Log once each part of the optimizers that no record can hold."""
         caveats = self._training.caveats
         for text in [text for text in self._live.left_out if text not in caveats]:
             _log.warning("memckpt: %s; after a resume it is as the new process makes it", text)

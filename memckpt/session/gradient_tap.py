@@ -1,12 +1,15 @@
-"""The tap in use: how gradients get into slots, and the change to a later one."""
+"""The tap in use: chosen at the start, replaced by a later one where it does not fit."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from memckpt.capture import gradient_ops
 from memckpt.capture.taps import CommHookTap, ParameterTap, PendingTap, Tap
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.policy import choose_tap
@@ -15,12 +18,12 @@ _log = logging.getLogger("memckpt")
 
 
 class GradientTap:
-    """Chooses a tap, and replaces it where it turns out not to fit.
+    """Owns the tap that stages gradients, and notes in-place changes of gradients.
 
     Args:
-        training: whose gradients are taken.
+        training: training whose gradients are staged.
         data_parallel: the DDP wrapper; None without one.
-        before_reduction: called before a reduction of all ranks begins.
+        before_reduction: called before a reduction over all ranks begins.
 
     Attributes:
         reason: why this tap, in words.
@@ -34,6 +37,7 @@ class GradientTap:
     ) -> None:
         self._live = training.live
         self._recorder = training.recorder
+        self._clock = training.clock
         self._tap, self.reason, caveats = choose_tap(
             training.config, training.live, training.recorder, training.copier, data_parallel, before_reduction
         )
@@ -42,7 +46,7 @@ class GradientTap:
 
     @property
     def current(self) -> Tap:
-        """The tap that takes gradients now."""
+        """The current tap."""
         return self._tap
 
     @property
@@ -61,14 +65,18 @@ class GradientTap:
 
     @property
     def holds_reductions_back(self) -> bool:
-        """Whether it stands where a reduction can be held back until the last commit has been sent."""
+        """Whether the tap can hold a reduction back until the last commit has been sent."""
         return not isinstance(self._tap, PendingTap)
 
     def install(self) -> None:
+        """Hook into the training, and note changes of gradients that torch's functions make."""
         self._tap.install()
+        gradient_ops.listen(self)
 
     def remove(self) -> None:
+        """Remove all hooks, installed or not."""
         self._tap.remove()
+        gradient_ops.unlisten(self)
 
     def reinstall(self) -> None:
         """Move hooks to the parameters that are trained now."""
@@ -77,7 +85,11 @@ class GradientTap:
             self._tap.install()
 
     def take_later(self, reason: str) -> None:
-        """Take gradients behind the optimizer's step from now on."""
+        """Stage gradients after the optimizer's step from now on.
+
+        Args:
+            reason: why the current tap does not fit, in words.
+        """
         self._recorder.tap_mismatch = None
         self._recorder.streams = False
         self._recorder.tap = PendingTap.name
@@ -89,3 +101,15 @@ class GradientTap:
             reductions, self._tap = self._tap.reductions, PendingTap(params, self._recorder)
             self._tap.reductions = reductions  # it goes on counting: what was seen at the last commit is remembered
             self._tap.install()
+
+    # Listener of gradient_ops
+
+    def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
+        """Called before gradients are changed in place."""
+        with self._clock.in_hook():
+            self._recorder.gradients_change(kind, operand, params)
+
+    def gradients_changed(self, params: list[torch.Tensor]) -> None:
+        """Called after the change."""
+        with self._clock.in_hook():
+            self._recorder.note_versions(params)

@@ -1,4 +1,4 @@
-"""The record whose step is repeated, where it is held: in this node's memory, or in storage."""
+"""Access to the record whose step is repeated, in this node's memory or in storage."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _log = logging.getLogger("memckpt")
 
 
 class HeldRecord(Protocol):
-    """The held state after one record. Whoever repeats the record's step closes it.
+    """The held state after one record. The caller that repeats the record's step closes it.
 
     Attributes:
-        spec: of the state.
+        spec: layout of the state.
     """
 
     spec: StateSpec
@@ -38,35 +38,35 @@ class HeldRecord(Protocol):
         """The live parameters, in the order of the layout."""
 
     def steps(self) -> tuple[Layout, RecordMeta, GradientSource] | None:
-        """The steps that the record says were taken, and their gradients; None where it does not say."""
+        """Layout, optimizer steps and gradients of the record; None where the record has no steps."""
 
     def advance(self) -> bool:
-        """Get ready to be put back; False if what is held has gone."""
+        """Prepare for :meth:`put_back`. Returns False if the held state is gone."""
 
     def put_back(self, comparison: Comparison) -> None:
-        """Put it into the live tensors, and tell the comparison of what was there.
+        """Write the state to the live tensors, and pass their former values to `comparison`.
 
         Raises:
-            MemckptError: it cannot be put back.
+            MemckptError: the state cannot be read.
         """
 
     def take_writer(self) -> SlotWriter | None:
-        """The writer of the generation that holds it, which the caller closes; None: another one begins."""
+        """Writer of the generation that holds the record, which the caller closes; None where a new one begins."""
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release what is open."""
 
 
 class InMemory:
-    """A record in the regions of this node's agent. Owns the writer on them until it is taken.
+    """A record in the regions of this node's agent. Owns the writer until it is taken.
 
     Args:
-        record: which.
-        rank: whose by-value tensors are put back.
-        regions: of the generation; their message says how the record is produced, and the one before.
-        writer: on these regions.
+        record: number of the record.
+        rank: rank whose by-value tensors are put back.
+        regions: regions of the generation; their message says how the record and the one before are produced.
+        writer: writer on these regions.
         live: the live state.
-        link: to the agent, whose replica stands one record behind.
+        link: connection to the agent, whose replica is one record behind.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class InMemory:
 
 
 class InStorage:
-    """A record in a store. Memory holds nothing, and begins a generation with the next record."""
+    """A record in a store. A new generation begins with the next record."""
 
     def __init__(self, stored: StoredState, live: LiveState) -> None:
         self.spec = stored.own.spec
@@ -163,4 +163,4 @@ class InStorage:
         return None
 
     def close(self) -> None:
-        """Nothing is open between two reads."""
+        """No-op: no file stays open between two reads."""

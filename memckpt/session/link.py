@@ -33,17 +33,26 @@ _log = logging.getLogger("memckpt")
 
 
 class AgentLink:
-    """Owns the connection and the small thread that sends commits whose copies end later. Not thread-safe."""
+    """Owns the connection and the thread that sends commits whose copies end later. Not thread-safe.
+
+    Args:
+        address: address of the agent.
+        ranks: ranks of the job.
+        config: settings of the session.
+
+    Attributes:
+        owner: id of the run, which its checkpoints carry; empty before it is known.
+        claimed: whether the store says that it is this run's.
+        waits: whether training waits for acknowledgements of peers.
+    """
 
     def __init__(self, address: AgentAddress, ranks: Ranks, config: MemckptConfig) -> None:
         self._address = address
         self._ranks = ranks
         self._config = config.agent
         self._storage = config.storage
-        #: Id of the run, which what goes to storage belongs to; empty before that is known.
         self.owner = ""
         self.claimed = False
-        #: Whether training waits for what peers acknowledge.
         self.waits = config.peers is not None and config.peers.ack == "wait" and ranks.world_size > 1
         self._timeline: Timeline | None = None
         self._client: AgentClient | None = None
@@ -52,7 +61,7 @@ class AgentLink:
 
     @property
     def up(self) -> bool:
-        """Whether there is a connection, as far as is known."""
+        """Whether there is a connection; a dead agent is noticed at the next use."""
         return self._client is not None
 
     @property
@@ -70,7 +79,8 @@ class AgentLink:
     def connect(self, spec: StateSpec, next_record: int, rejoining: bool) -> tuple[HeldRecords, ...]:
         """Connect to the agent, starting it if there is none, and introduce this rank.
 
-        Returns what the node holds of each set of shards.
+        Returns:
+            The held records of the node, for each set of shards.
         """
         self._client = AgentClient.connect(self._address, self._config)
         hello = Hello(
@@ -90,18 +100,18 @@ class AgentLink:
         return self._client.hello(hello)
 
     def reconnect(self, spec: StateSpec, next_record: int) -> None:
-        """Connect to another agent than before, starting it if there is none; this attempt goes on.
+        """Connect to another agent in the same attempt, starting it if there is none.
 
         Args:
-            spec: of the live state.
-            next_record: the record that is being collected.
+            spec: layout of the live state.
+            next_record: number of the current record.
         """
         assert self._timeline is not None
         self.connect(spec, next_record, rejoining=True)
         self.configure(self._timeline)
 
     def configure(self, timeline: Timeline) -> None:
-        """Give the agent the run's settings and the timeline that this attempt trains on."""
+        """Send the run's settings and this attempt's timeline."""
         self._timeline = timeline
         linger, storage = self._config.linger_seconds, self._storage
         if storage is not None:
@@ -118,34 +128,45 @@ class AgentLink:
         reason: str = "",
         whole: bool = False,
     ) -> PreparedRegions:
-        """Have a generation allocated that begins after `record`; `whole`: with all of its slots."""
+        """Allocate a generation.
+
+        Args:
+            spec: its layout.
+            record: record after which it begins.
+            discard: whether held generations are dropped.
+            reason: why the state has its redo mode, in words.
+            whole: whether all slots are allocated, and not only the start of the generation.
+
+        Raises:
+            MemoryBudgetError: it does not fit.
+        """
         assert self._timeline is not None
         timeline = self._timeline
         threads, budget = self._config.threads, self._config.memory_budget_bytes
         return self.client.prepare(Prepare(spec, timeline, threads, budget, discard, record, reason, whole))
 
     def resume(self, record: int, timeline: Timeline, repeat: bool) -> PreparedRegions:
-        """Have the state after the record that the plan chose produced; with `repeat` that before it as well."""
+        """Have the agent produce the state after a record; with `repeat` the state before it as well."""
         return self.client.resume(Resume(record, timeline, self._config.linger_seconds, repeat))
 
     # News and commits
 
     def notices(self) -> list[Notice]:
-        """What the agent has said since the last call. Raises AgentGoneError if it is gone."""
+        """Notices of the agent since the last call, without waiting. Raises AgentGoneError if it is gone."""
         if self._send_problem is not None:
             problem, self._send_problem = self._send_problem, None
             raise problem
         return self._client.notices() if self._client is not None else []
 
     def take_order(self, record: int) -> SnapshotOrder | None:
-        """The order for a snapshot that is due after `record` or was due before."""
+        """The order for a snapshot after `record` or an earlier one; the caller closes it. None if there is none."""
         return self._client.take_order(record) if self._client is not None else None
 
     def send(self, message: Message) -> None:
         self.client.send(message)
 
     def send_later(self, make: Callable[[], Message]) -> None:
-        """Make and send a message in a small thread: `make` waits for copies from an accelerator."""
+        """Make and send a message in a thread, as `make` waits for copies from an accelerator."""
         client = self.client
 
         def run() -> None:
@@ -153,7 +174,7 @@ class AgentLink:
                 client.send(make())
             except AgentGoneError as error:
                 self._send_problem = error
-            except Exception as error:  # told at the next commit: this thread has nobody to raise it to
+            except Exception as error:  # raised at the next commit, in the training thread
                 _log.exception("memckpt: a commit could not be made")
                 self._send_problem = AgentGoneError(f"a commit could not be made: {type(error).__name__}: {error}")
 
@@ -162,7 +183,7 @@ class AgentLink:
         self._sender.start()
 
     def tell_preempted(self) -> None:
-        """This rank got SIGTERM. Called from a signal handler."""
+        """Tell the agent that this rank got SIGTERM. Called from a signal handler."""
         if self._client is not None:
             try:
                 self._client.send(Preempted())
@@ -176,16 +197,20 @@ class AgentLink:
             self._sender = None
 
     def wait_for_room(self, record: int, spec: StateSpec, began: int) -> float:
-        """Wait until the slot of `record` is free; returns the seconds that it took.
+        """Wait until the slot of `record` is free.
 
-        Eager redo must have applied the record that had it. Where training waits for peers, every node must be able to
-        produce the newest record that is acknowledged for all of them. A replica also needs that one's by-value
-        tensors, which lie in its slot; one that trails needs those of the record before, at which it stands. While a
-        state is captured, only the one that was captured before is whole.
+        With eager redo the agent must have applied the former record of the slot. Where training waits for peers, every
+        node must be able to produce the newest record that is acknowledged for all of them. A replica also needs that
+        record's by-value tensors, which lie in its slot; a replica that trails needs those of the record before. While
+        a state is captured, only the capture before it is whole.
 
         Args:
-            record: that is about to begin.
-            spec: of its generation, which began after record `began`.
+            record: number of the record that is about to begin.
+            spec: layout of its generation.
+            began: record after which the generation began.
+
+        Returns:
+            The seconds that it took.
         """
         started = time.perf_counter()
         if self.waits and spec.mode == "capture":
@@ -199,16 +224,16 @@ class AgentLink:
         return time.perf_counter() - started
 
     def save_record(self, record: int, url: str, timeout: float, name: str = "storage") -> None:
-        """Have the agent write all that it holds of a record to a store.
+        """Have the agent write a record to a store.
 
         Args:
             record: number of the record.
-            url: place of the store.
-            timeout: seconds that it may take.
-            name: of the store, in words.
+            url: URL of the store.
+            timeout: time limit, in seconds.
+            name: name of the store, in words.
 
         Raises:
-            StorageError: it could not.
+            StorageError: it could not be written, or not in time.
         """
         saved = self.client.save_record(record, url, timeout)
         if saved is None:
@@ -219,13 +244,13 @@ class AgentLink:
     # End
 
     def abandon(self, dismiss: bool = False) -> None:
-        """Close the connection without a word; with `dismiss`, an agent that was started for it leaves at once."""
+        """Close the connection without a goodbye; with `dismiss`, an agent that was started for it leaves at once."""
         client, self._client = self._client, None
         if client is not None:
             client.abandon(dismiss)
 
     def close(self, finished: bool) -> None:
-        """Say goodbye; with `finished` wait until the agent has brought the final step to storage and let go of all."""
+        """Say goodbye; with `finished` wait until the agent has written the final step to storage and leaves."""
         client, self._client = self._client, None
         if client is None:
             return

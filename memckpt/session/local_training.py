@@ -1,4 +1,4 @@
-"""One rank's training, as the parts of its session see it."""
+"""One rank's training, for the classes of its session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memckpt.session.ranks import Ranks
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Parts that each class of a session works on. Owns nothing that has to be closed.
+    """Objects that the classes of a session share. Owns nothing that has to be closed.
 
     Attributes:
         config: settings of the session.
@@ -25,7 +25,7 @@ class LocalTraining:
         clock: seconds that the training thread has spent in the session, by cause.
         copier: copies from that device to host memory.
         recorder: collects the current record.
-        caveats: what cannot be made exact or be checked, in words, one line each.
+        caveats: limits of exactness and of checks, one line each.
     """
 
     config: MemckptConfig

@@ -1,4 +1,4 @@
-"""How a session's steps are protected: the mode that all ranks agree on, and the self-test that may change it."""
+"""The mode in which steps are protected, agreed on by all ranks, and the self-test that may change it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _log = logging.getLogger("memckpt")
 
 
 class ModeChoice:
-    """Made with all ranks: captured records must be common, so that one rank's need is everybody's.
+    """Choice of the mode, collective over all ranks: captured records must be common, so one rank's need decides.
 
-    An optimizer that is not known is tested in its first steps. Until that is over nothing is promised that only redo
-    could produce: every record is captured.
+    An unknown optimizer is tested in its first steps. Until the test is over every record is captured, so that nothing
+    depends on redo.
 
     Attributes:
-        mode, reason: in which mode records are protected now, and why.
-        every: N, for ``"capture"``.
-        not_redoable: what the self-test has found, in words; empty if nothing.
+        mode: current mode.
+        reason: why this mode, in words.
+        every: number of steps between two captures; 1 in other modes.
+        not_redoable: why the self-test has failed, in words; empty if it has not.
     """
 
     def __init__(self, config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> None:
@@ -38,7 +39,7 @@ class ModeChoice:
         self._asked = False
         self.not_redoable = ""
         self.every = 1
-        #: Why lazy redo has no room on some node, the same on all ranks.
+        #: Why some node has no memory for lazy redo, the same on all ranks.
         self._shortage = next(filter(None, ranks.gather(lazy_shortage(config, live, ranks, device))), "")
         own = choose_redo(config, live, device, len(ranks.local_ranks), self._shortage)
         untested = [
@@ -51,7 +52,7 @@ class ModeChoice:
             (each for wanted in ("capture", "lazy") for each, _ in everybody if each[0] == wanted),
             own,
         )
-        #: What is taken where redo is possible.
+        #: Mode and reason that apply where redo is possible.
         self._redone = chosen
         self.mode: RedoMode = chosen[0]
         self.reason = chosen[1]
@@ -64,19 +65,19 @@ class ModeChoice:
 
     @property
     def redoes(self) -> bool:
-        """Whether steps are redone from gradients, now or once their redo has been tested."""
+        """Whether steps are redone from gradients, now or after the self-test."""
         return self._redone[0] != "capture"
 
     @property
     def testing(self) -> bool:
-        """Whether it is still to be seen if steps can be redone."""
+        """Whether the self-test is still running."""
         return self._test is not None
 
     def request(self, asynchronous: bool) -> SpecRequest:
-        """What a generation has to be like in this mode.
+        """Settings of a generation in this mode.
 
         Args:
-            asynchronous: whether commits are sent later than they are made.
+            asynchronous: whether commits are sent later than they are made, as on an accelerator.
         """
         config, ranks = self._config, self._ranks
         # A replica of this node, or those of a lazy node on others.
@@ -100,7 +101,7 @@ class ModeChoice:
         )
 
     def caveats(self) -> list[str]:
-        """What this mode cannot do here, in words, one line each. Rank 0 logs what is worth a warning."""
+        """Limits of this mode, one line each. Rank 0 logs a warning about those that lose protection."""
         found = []
         if self.mode == "eager" and self._device.type != "cpu":
             found.append(
@@ -118,14 +119,14 @@ class ModeChoice:
         return found
 
     def resume(self, held: RedoMode | None, not_redoable: str) -> None:
-        """What was held shows what an earlier attempt's self-test has found.
+        """Take over the result of an earlier attempt's self-test from the held state.
 
         Args:
-            held: the mode in which it was protected; None if nothing was held.
-            not_redoable: what its test had found.
+            held: mode in which the held state was protected; None if nothing was held.
+            not_redoable: why that self-test had failed; empty if it had not.
         """
         if self._shortage and all(mode == "lazy" for mode in self._ranks.gather(held)):
-            # What is short is what the agent holds: the memory for it is there.
+            # The memory is short because the agent holds the lazy window already.
             self._redone = "lazy", "as before: what it takes is held already"
             if self.mode == "eager":
                 self.mode, self.reason = self._redone
@@ -140,15 +141,17 @@ class ModeChoice:
                 return
 
     def begin(self) -> None:
-        """Training begins."""
+        """Start the self-test, if there is one, as training begins."""
         if self._test is not None:
             self._test.install()
 
     def after_record(self, compiled: str | None) -> bool:
-        """A record has ended, the same one on all ranks; whether the mode is another one now.
+        """Evaluate the self-test at the end of a record, the same one on all ranks.
+
+        Returns True if the mode has changed.
 
         Args:
-            compiled: the class of an optimizer whose step is compiled; empty if there is none, None before any step.
+            compiled: class name of an optimizer whose step is compiled; empty if there is none, None before any step.
         """
         if self._find_compiled(compiled):
             return True
@@ -165,11 +168,11 @@ class ModeChoice:
         return False
 
     def _find_compiled(self, compiled: str | None) -> bool:
-        """Whether a step was found to be compiled, and state is captured from now on.
+        """Switch to capture if an optimizer's step is compiled. Returns True if it is.
 
-        Compiled kernels round otherwise than the class that would redo them. Ranks agree on it after the first record
-        with a step. One that begins to compile later than that cannot make the others capture, and writes a generation
-        after each of its steps.
+        Compiled kernels round differently from the class that would redo them. The ranks agree on it after the first
+        record with a step. A rank that compiles later cannot make the others capture, and writes a generation after
+        each of its steps.
         """
         if self.mode == "capture" and self._test is None:
             return False
@@ -204,11 +207,11 @@ class ModeChoice:
         self.every = 1
 
     def fall_back(self, reason: str) -> None:
-        """The agent cannot redo: the trainer will."""
+        """Use lazy redo from now on: the agent's redo has failed."""
         self.mode, self.reason = "lazy", reason
 
     def end(self) -> None:
-        """Take what is left of the self-test out of the user's optimizers."""
+        """Remove the self-test's hooks from the user's optimizers."""
         test, self._test = self._test, None
         if test is not None:
             test.remove()

@@ -8,17 +8,20 @@ import socket
 
 from memckpt.errors import ConfigurationError
 
-#: Nobody listens there (RFC 5737); which of our addresses leads there is that of the default route.
+#: Address without a host (RFC 5737); the route to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
 def own_address(host: str | None, alone: bool) -> str:
-    """The address of this node that its peers reach: that of the route to the job's master, or of the default route.
+    """The address of this node on the route to the job's master, or on the default route.
 
     Args:
-        host: as configured; wins.
-        alone: whether all nodes are on this machine. If not, the master's own name may lead to its loopback address,
-            where nobody else finds it.
+        host: configured address, which takes precedence; None without one.
+        alone: whether all nodes are on this machine. If not, a loopback address is no use: the master's own name may
+            resolve to one.
+
+    Raises:
+        ConfigurationError: no route leads to another machine.
     """
     if host is not None:
         return host
@@ -35,7 +38,7 @@ def own_address(host: str | None, alone: bool) -> str:
 
 
 def _route_to(there: str) -> str | None:
-    """Our address on the way to another one; None if there is no way. Nothing is sent."""
+    """Local address of the route to another address; None without a route. Sends nothing."""
     try:
         family, _, _, _, address = socket.getaddrinfo(there, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""How long a start waits for storage that cannot be read for a moment."""
+"""Retries of a start while storage cannot be read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ _log = logging.getLogger("memckpt")
 
 
 class Patience:
-    """Backoff of one start: ever longer pauses, until its time is over.
+    """Exponential backoff of one start, up to a time limit.
 
     Args:
-        seconds: how long, counted from the first failure.
-        clock, pause: tell the time and let it pass, in seconds.
+        seconds: time limit, counted from the first failure.
+        clock: returns the current time, in seconds.
+        pause: sleeps for a number of seconds.
     """
 
     def __init__(
@@ -30,10 +31,10 @@ class Patience:
         self._until: float | None = None
 
     def again(self, problem: str) -> bool:
-        """Wait, and say so; False if the time is over.
+        """Log the problem and wait. Returns False, without waiting, once the time limit is over.
 
         Args:
-            problem: what could not be read, and why.
+            problem: file or place that could not be read, and the reason.
         """
         if self._until is None:
             self._until = self._clock() + self.seconds

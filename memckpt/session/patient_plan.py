@@ -1,4 +1,4 @@
-"""The plan of a start whose storage cannot be read for a moment, or is away."""
+"""The plan of a start whose storage cannot be read for a moment, or is absent."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from memckpt.session.storage_tier import StorageTier
 
 
 def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable[[], Plan]) -> Plan:
-    """The plan; where memory does not serve, storage that could not be read is waited for before it is given up.
+    """Make the plan; where memory does not suffice, unreadable storage is retried before it is given up.
 
     Args:
-        tier: may be looked into again.
-        resume: what the user asked for.
-        make: makes the plan of what memory and the tier have.
+        tier: storage tier, which may be listed again.
+        resume: choice of the user.
+        make: makes the plan from memory and the tier.
 
     Raises:
-        StorageError: neither memory nor what could be read of storage serves.
-        StorageAwayError: memory does not serve, and the store is not there.
+        StorageError: neither memory nor the readable part of storage suffices.
+        StorageAwayError: memory does not suffice, and the store is absent.
     """
     if resume == "never":
         tier.begin_anew()
@@ -52,7 +52,7 @@ def plan_patiently(tier: StorageTier, resume: ResumeChoice | int, make: Callable
 
 
 def _try_plan(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
-    """A plan, if there is one, and why memory does not serve."""
+    """The plan, None if there is none; and why memory does not suffice, in words."""
     try:
         plan = make()
     except NothingHeldError as error:

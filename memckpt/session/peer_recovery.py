@@ -1,4 +1,4 @@
-"""What a plan needs of other nodes: fetched, and planned anew without the sources that prove to be bad."""
+"""Recovery from other nodes: states are fetched, and the plan is made again without bad sources."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class PeerRecovery:
     """Carries out plans together with the other ranks.
 
     Args:
-        ranks: of the job.
-        link: to this node's agent, which fetches.
-        patience_seconds: how long nodes are asked again that do not answer.
-        budget_bytes: memory that the agent may take; None: no limit of its own.
+        ranks: ranks of the job.
+        link: connection to this node's agent, which fetches.
+        patience_seconds: how long nodes that do not answer are asked again.
+        budget_bytes: memory budget of the agent; None without one.
     """
 
     def __init__(self, ranks: Ranks, link: AgentLink, patience_seconds: float, budget_bytes: int | None) -> None:
@@ -36,7 +36,7 @@ class PeerRecovery:
         self._link = link
         self._patience_seconds = patience_seconds
         self._budget_bytes = budget_bytes
-        #: About what a state that is fetched has, in bytes.
+        #: Approximate size of a fetched state, in bytes.
         self._window_bytes = 0
         #: When a node that did not answer was first waited for (monotonic clock).
         self._waiting_since: float | None = None
@@ -49,19 +49,19 @@ class PeerRecovery:
         before: bool,
         adopt: bool,
     ) -> Plan:
-        """Make the plan, and bring what it needs of other nodes to this one; again, without what proves to be bad.
+        """Make the plan and fetch the states that it needs; repeat without sources that prove to be bad. Collective.
 
         Args:
             plan_without: makes the plan, the same on every rank, without some sources; told whether the state before
                 the newest is wanted, too.
-            spec: of the live state.
+            spec: layout of the live state.
             join: has this node take its part in a plan.
             before: whether the state before the newest is wanted, if it can be had.
             adopt: whether nodes fetch states of ranks that they do not have, to write them to a store.
 
         Raises:
-            AgentError: a node cannot fetch or hand out, for a reason of its own, and could not the time before. What
-                its sources hold is left as it is.
+            AgentError: a node cannot fetch or serve, twice in a row, for a reason of its own. Its sources are left as
+                they are.
         """
         layout = Layout(spec)
         self._window_bytes = (layout.slot_bytes + layout.by_value_slot_bytes) * spec.period
@@ -76,7 +76,7 @@ class PeerRecovery:
             if not problems:
                 return plan
             if any(fetch.before for fetch in plan.fetches):
-                before = False  # a check costs nobody a source that would do without it
+                before = False  # the state before serves a check only: no source is given up for it
                 continue
             found, silent = _blamed(problems)
             answered = found - silent
@@ -91,16 +91,16 @@ class PeerRecovery:
             if not found:
                 tried_again = True  # no source is to blame: a replicator that died has been replaced by now
                 continue
-            # Nothing to do without: whatever the fetches of this plan use is left alone.
+            # No new bad source: all sources of this plan are avoided.
             bad |= (found - bad) or {one for fetch in plan.fetches for one in _sources_of(fetch)}
 
     def _waits_for(self, silent: Collection[BadSource], plan: Plan, without: Plan) -> bool:
-        """Whether nodes that did not answer are asked once more. The same on every rank.
+        """Whether nodes that did not answer are asked once more; the same on every rank.
 
         Args:
-            silent: what they hold.
-            plan: may use it.
-            without: does without it.
+            silent: their sources.
+            plan: a plan that may use them.
+            without: a plan that does not.
         """
         now = time.monotonic()
         if not isinstance(plan, RestoreRecord):
@@ -128,7 +128,7 @@ class PeerRecovery:
         return waits
 
     def _fetch(self, plan: RestoreRecord, adopt: bool) -> list[Recovered]:
-        """Have all nodes fetch what they lack; the answers of those that could not. The same on every rank."""
+        """Have all nodes fetch the states that they lack. Returns the answers with problems, the same on every rank."""
         ranks = self._ranks
         leads = ranks.rank == ranks.local_ranks[0]
         own = [fetch for fetch in plan.fetches if fetch.node == ranks.node]
@@ -144,7 +144,7 @@ class PeerRecovery:
         if self._ranks.rank == 0:
             lost = sorted(rank for fetch in plan.fetches for rank in fetch.ranks)
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
-        # Nobody is asked for a state before it is handed out.
+        # All nodes serve before any fetches.
         phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
         for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
             answers = ranks.together(partial(self._ask, phase) if leads else Recovered)
@@ -176,7 +176,7 @@ def _source(fetch: Fetch) -> UnitSource:
 
 
 def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSource]]:
-    """The sources from which nothing, or nothing right, could be read; those among them that only did not answer."""
+    """Sources that could not be read or were damaged, and those among them that only did not answer."""
     found: set[BadSource] = set()
     answered: set[BadSource] = set()
     for one in (one for answer in problems for one in answer.bad):
@@ -188,7 +188,7 @@ def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSourc
 
 
 def _instead(plan: Plan) -> str:
-    """From where a plan goes on, in words."""
+    """The place from which a plan goes on, in words."""
     match plan:
         case RestoreRecord():
             return f"from step {plan.step}"

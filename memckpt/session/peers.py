@@ -1,4 +1,4 @@
-"""A session's part in the peers tier: who takes part, and what of the plan other nodes have to give."""
+"""A session's part in the peers tier: the nodes of an attempt, their keys and placement."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ _log = logging.getLogger("memckpt")
 
 
 class Peers:
-    """Does nothing where no peers are configured.
+    """Prepares nodes to keep each other's records. All methods are no-ops without a configuration of peers.
 
     Args:
-        config: how records are kept in other nodes' memory; None: they are not.
-        ranks: of the job.
-        link: to this node's agent.
-        agent: its settings.
+        config: redundancy in other nodes' memory; None without peers.
+        ranks: ranks of the job.
+        link: connection to this node's agent.
+        agent: settings of the agent.
 
     Attributes:
-        units: by rank, its node and the ranks there that hold the same shards, once :meth:`listen` has asked.
+        units: for each rank, its node and the ranks there that hold the same shards; set by :meth:`listen`.
     """
 
     def __init__(
@@ -77,10 +77,13 @@ class Peers:
     # Start
 
     def listen(self) -> list[HeldPieces]:
-        """Have all nodes listen with new keys; what they keep of each other's records.
+        """Have all nodes listen with new keys; collective.
+
+        Returns:
+            The records of other nodes that each node keeps.
 
         Raises:
-            ConfigurationError: there are too few nodes, or they are configured differently.
+            ConfigurationError: there are too few nodes, or their settings differ.
         """
         config, ranks = self._config, self._ranks
         self._refuse_differing()
@@ -178,7 +181,7 @@ class Peers:
             record=plan.record if isinstance(plan, RestoreRecord) else None,
             forget=isinstance(plan, StartOver) and plan.asked,
             ack_timeout_seconds=config.ack_timeout_seconds,
-            # What replicas share is not sent, and they hold none of it that is as old as a state by value.
+            # Shared tensors of replicas are not sent, and replicas hold no version as old as a state by value.
             cadence=isinstance(config, ErasureConfig)
             and config.cadence == "auto"
             and not any(unit.private for unit in units),
@@ -189,7 +192,7 @@ class Peers:
         self._link.client.watermark = job.record or 0
 
     def _sent_units(self, config: ErasureConfig | MirrorConfig) -> tuple[PeerUnit, ...]:
-        """Who sends what: only what is its ranks' own, where more nodes of a group hold the same than can be lost."""
+        """Units that are sent: only their private parts, where more nodes of a group hold them than can be lost."""
         from memckpt.replication.coding.placement import place
 
         names = [one.name for one in self._nodes]
@@ -208,11 +211,11 @@ class Peers:
 
     @property
     def node_names(self) -> list[str]:
-        """Nodes of this attempt, each once; empty without peers."""
+        """Names of the nodes of this attempt; empty without peers."""
         return [one.name for one in self._nodes]
 
     def describe(self) -> str:
-        """In words, how records are kept in other nodes' memory; empty if they are not."""
+        """Redundancy in other nodes' memory, in words; empty without peers."""
         config, count = self._config, len(self._nodes)
         if isinstance(config, MirrorConfig):
             return f"; {config.copies} nodes of {count} hold each state"
@@ -225,14 +228,14 @@ class Peers:
     # During training
 
     def mark_phases(self, recorder: Recorder) -> None:
-        """Have phases marked for the replicator, by which it keeps out of the way of reductions."""
+        """Mark the phases of steps for the replicator, which holds traffic back during reductions."""
         self.stop_marking(recorder)
         if self._config is not None:
             self._page, position = self._link.client.open_phases()
             recorder.marks = PhaseMarks(PhaseWriter(self._page, position), recorder.record)
 
     def stop_marking(self, recorder: Recorder) -> None:
-        """Close what :meth:`mark_phases` has opened."""
+        """Stop marking, and close the page of phases."""
         marks, recorder.marks = recorder.marks, None
         if marks is not None:
             marks.remove()
@@ -241,18 +244,18 @@ class Peers:
             page.close()
 
     def rejoin(self) -> None:
-        """This rank has lost its agent, and found another one."""
+        """Tell a new agent of this attempt's peers."""
         if self._listen is not None and self._job is not None:
             self._link.client.listen(self._listen)
-            # What is acknowledged for every node the others know: it starts from nothing.
+            # The watermark is known to the other nodes: this one starts from nothing.
             self._link.client.send(Join(msgspec.structs.replace(self._job, record=None), rejoin=True))
 
 
 def _try_code(config: ErasureConfig | MirrorConfig) -> None:
-    """Make sure that this node can encode.
+    """Check that this node can encode.
 
     Raises:
-        ConfigurationError: the backend is not there, or does not take so many pieces.
+        ConfigurationError: the backend is not installed, or does not support so many pieces.
     """
     from memckpt.replication.coding.code import Code
 
@@ -261,7 +264,7 @@ def _try_code(config: ErasureConfig | MirrorConfig) -> None:
 
 
 def _common(config: ErasureConfig | MirrorConfig) -> ErasureConfig | MirrorConfig:
-    """What has to be the same on all nodes."""
+    """The settings that have to be equal on all nodes."""
     from dataclasses import replace
 
     return replace(config, host=None, port=0, rack=None, zone=None)

@@ -1,4 +1,4 @@
-"""The choices a session makes by itself, each with the reason that it tells the user."""
+"""Automatic choices of a session: redo mode and tap, each with a reason for the user."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import is_importable
 
 _log = logging.getLogger("memckpt")
-#: Memory of lazy redo below which it is always chosen.
+#: Size of T + D records, in bytes, up to which lazy redo is always chosen.
 _SMALL_WINDOW_BYTES = 64 << 20
 
 
 def _window_bytes(config: MemckptConfig, live: LiveState) -> int:
-    """About what T + D records take: gradients, and in each a T-th of parameters and optimizer state."""
+    """Approximate size of T + D records, each with all gradients and a T-th of parameters and optimizer state."""
     period = config.anchor_period("lazy")
     params = {p for o in live.optimizers for group in o.param_groups for p in group["params"]}
     nbytes = sum(p.numel() * p.element_size() for p in params)
@@ -41,13 +41,20 @@ def _lazy_instead(config: MemckptConfig, reason: str) -> tuple[RedoMode, str]:
 def choose_redo(
     config: MemckptConfig, live: LiveState, device: torch.device, local_ranks: int, shortage: str = ""
 ) -> tuple[RedoMode, str]:
-    """Eager where a core is free for it, lazy where training needs them all or the agent could not redo exactly.
+    """Choose the redo mode of this rank.
 
-    On an accelerator lazy: its own kernels redo exactly, which those of a CPU do not. Capture where that is wanted, or
-    where it is known that steps cannot be redone.
+    Eager where a core is free for it. Lazy where training needs all cores, where the agent could not redo exactly, and
+    on an accelerator, whose own kernels redo exactly. Capture where it is configured, or where steps cannot be redone.
 
     Args:
-        shortage: why some node has no memory for lazy redo; empty where all have.
+        config: settings of the session.
+        live: the live state.
+        device: device of its tensors.
+        local_ranks: number of ranks on this node.
+        shortage: why some node has no memory for lazy redo; empty if all have.
+
+    Returns:
+        The mode, and the reason in words.
     """
     if config.redo == "capture":
         return "capture", "as configured"
@@ -74,7 +81,7 @@ def choose_redo(
         return "lazy", f"{low} is in half precision, where thread counts change the bits"
     window = _window_bytes(config, live)
     if window <= _SMALL_WINDOW_BYTES:
-        # Steps of a few milliseconds would wait for a replica, and the start for a process that imports torch.
+        # With eager redo, steps of a few milliseconds would wait for the replica, and the start for an import of torch.
         return "lazy", f"the model is small: the records that lazy redo holds take {window / 2**20:.2g} MiB"
     busy = torch.get_num_threads() * local_ranks
     cores = usable_cores()
@@ -91,7 +98,7 @@ def choose_tap(
     data_parallel: DistributedDataParallel | None,
     before_reduction: Callable[[], None],
 ) -> tuple[Tap, str, list[str]]:
-    """Streaming where it is possible; the reason, and what cannot be checked with it."""
+    """Choose a streaming tap where that is possible. Returns the tap, the reason, and caveats, in words."""
     params = [p for o in live.optimizers for g in o.param_groups for p in g["params"]]
     caveats = [
         f"{type(live.optimizers[index]).__qualname__} as configured changes gradients within its step; where it is "

@@ -1,4 +1,4 @@
-"""SIGTERM to the trainer: the agent is told, then whoever had the signal before us gets it."""
+"""Handler of SIGTERM in the trainer: tells the agent, then calls the handler that was installed before."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 class PreemptionNotice:
-    """Chains a handler of ours before the one that is installed.
+    """Chains a handler before the installed one.
 
-    Launchers send SIGTERM on ordinary restarts, too, so nothing is decided here: the agent saves in the background.
+    Launchers send SIGTERM on ordinary restarts, too. So the handler only tells the agent, which saves meanwhile.
 
     Args:
-        tell: called in the main thread, between two instructions of whatever runs there.
+        tell: called in the main thread, between any two instructions.
     """
 
     def __init__(self, tell: Callable[[], None]) -> None:
@@ -26,7 +26,7 @@ class PreemptionNotice:
         self._installed = False
 
     def install(self) -> None:
-        """Begin to listen; only the main thread may, and without it a SIGTERM ends the trainer as before."""
+        """Install the handler. No-op outside the main thread, where Python cannot install one."""
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.getsignal(signal.SIGTERM)
             if self._previous is not None:  # None: not installed from Python, so it could not be called

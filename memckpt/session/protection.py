@@ -1,4 +1,4 @@
-"""Protection of a training's records while agents come and go: what the agent says, its loss and its return."""
+"""Protection of a training's records across the loss and the return of the agent."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from memckpt.session.reconnection import Reconnection
 from memckpt.session.staging import RestorePoint, Staging
 
 _log = logging.getLogger("memckpt")
-#: So many records in a row in which something of ours has raised are worth a pause.
+#: Number of consecutive records with an exception in our hooks after which protection pauses.
 _MOST_BROKEN = 3
 
 
 class Protection:
-    """Ends each record, whatever becomes of the agent: nothing here raises into the user's training.
+    """Ends each record, with or without an agent. An error of the protection never reaches the user's training.
 
-    Without an agent, or behind an error, training goes on *unprotected*: no record is staged, the gap is told and
-    counted, and each commit asks `reconnection` whether to try again. A generation that is written ends the gap.
+    Without an agent, or after an error, training is *unprotected*: no record is staged, the gap is logged and counted,
+    and each commit asks `reconnection` whether to try again. The next generation ends the gap.
 
     Args:
-        training: that is protected.
+        training: training that is protected.
         link: connection to the agent.
-        staging: what is written to; dropped with the agent.
-        switch: brings records to generations.
-        peers: told of a new agent.
-        reconnection: decides when a new agent is tried.
+        staging: owner of the current generation's writer, which is closed with the connection.
+        switch: commits records, and begins generations.
+        peers: joined again by a new agent.
+        reconnection: schedule of reconnections.
 
     Attributes:
-        unprotected_since: last record that was protected; None while all are.
-        stored_step: newest step that this attempt's agent has brought to storage; None before the first.
-        drift: what the audit has found.
+        unprotected_since: last record before a gap; None while records are protected.
+        stored_step: newest step that this attempt's agent has written to storage; None before the first.
+        drift: findings of the audit.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Protection:
             self.lose_agent(point, str(error))
         except MemckptError as error:
             self._lose(point.record, str(error))
-        except Exception as error:  # whatever it is, the user's training goes on
+        except Exception as error:  # the user's training goes on
             self._stumble(point.record, error)
         self.leave_record(point.record)
 
     def resume(self, writer: SlotWriter, record: int) -> None:
-        """Go on from a held generation, whose state after `record` is back.
+        """Go on behind a restored record, in its generation where that is possible.
 
         Raises:
             AgentGoneError: the agent is gone.
@@ -90,17 +90,17 @@ class Protection:
         try:
             self._switch.resume(writer, record, anew=self._peers.active)
         except MemoryBudgetError as error:
-            # The dead attempt had written a generation's start, and there is no room for its records.
+            # The dead attempt had written the start of the generation, and its slots do not fit.
             self._lose(record, str(error))
             self._recorder.begin(None, record + 1)
 
     def capture_last(self, point: RestorePoint) -> None:
-        """Have the final step held, before it goes to storage."""
+        """Write a generation for the final step where that is needed: see :meth:`GenerationSwitch.capture_last`."""
         if self._switch.capture_last(point):
             self._end_gap(point)
 
     def lose_agent(self, point: RestorePoint, reason: str) -> None:
-        """The agent is gone: a new one is tried at once, if it is time for that."""
+        """Close the connection, and try a new agent if that is due."""
         self._lose(point.record, reason)
         self._try_again(point)
         self.leave_record(point.record)
@@ -121,14 +121,14 @@ class Protection:
             self.unprotected_since = None
 
     def leave_record(self, record: int) -> None:
-        """Begin the record behind `record`, where nothing has begun it yet. Nothing is staged in it."""
+        """Begin the next record, with nothing staged, unless it has begun already."""
         if self._recorder.record == record:
             self._recorder.begin(None, record + 1)
 
-    # The agent's news, its loss and its return
+    # The agent: notices, loss, return
 
     def listen(self) -> None:
-        """Take what the agent has said, without waiting. Raises AgentGoneError if it is gone."""
+        """Handle the agent's notices, without waiting. Raises AgentGoneError if it is gone."""
         for notice in self._link.notices():
             match notice:
                 case Begin():
@@ -156,7 +156,7 @@ class Protection:
         self._link.abandon()
 
     def _stumble(self, record: int, error: Exception) -> None:
-        """Something of ours, or of torch, has raised that nobody has thought of: no protection for a while."""
+        """Pause protection after an unexpected exception."""
         reason = f"protecting a step failed ({type(error).__name__}: {error})"
         if reason not in self._told:
             self._told.add(reason)
@@ -165,7 +165,7 @@ class Protection:
         self._reconnection.stumbled()
 
     def _try_again(self, point: RestorePoint) -> None:
-        """Start a new agent and, when nobody shares this rank's slots, a new generation at once."""
+        """Connect to a new agent if that is due. A rank that shares no slots begins a generation at once."""
         if not self._reconnection.due():
             return
         try:

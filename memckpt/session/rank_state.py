@@ -1,4 +1,4 @@
-"""What is private to a rank and small: captured and encoded at each commit, put back at a resume."""
+"""Rank state: small state private to a rank, captured and encoded at each commit, put back at a resume."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memckpt.errors import UsageError
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.state import codec, rng
 
-#: Splits what a capture returned into what is compared by name; leaves out what depends on the clock.
+#: Splits the value of a capture into parts that are compared by name; leaves out parts that depend on the clock.
 Parts = Callable[[Any], Mapping[tuple[Kind, str], Any]]
 
 
 class Stateful(Protocol):
-    """An object whose state belongs to the rank state."""
+    """An object with a state_dict that belongs to the rank state."""
 
     def state_dict(self) -> Any: ...
 
@@ -29,7 +29,11 @@ class Stateful(Protocol):
 
 
 class RankState:
-    """Names what users and adapters add to the rank state, and encodes the whole of it."""
+    """Captures and encodes the rank state, with what users and adapters add to it.
+
+    Attributes:
+        unrepeatable: why repeating the current record would repeat more than a step, in words; empty if it would not.
+    """
 
     def __init__(self, live: LiveState, copier: Copier, device: torch.device) -> None:
         self._live = live
@@ -39,7 +43,6 @@ class RankState:
         self._loaders: dict[str, Callable[[Any], Any]] = {}
         self._put_back: dict[str, Callable[[Any], Any]] = {}
         self._parts: dict[str, Parts] = {}
-        #: Why repeating the record that is being collected would repeat more than a step; empty if it would not.
         self.unrepeatable = ""
 
     def provide(
@@ -49,12 +52,17 @@ class RankState:
         parts: Parts | None = None,
         put_back: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Have `capture()` called at each commit.
+        """Call `capture()` at each commit.
 
         Args:
-            parts: names the parts of what it returns for the resume check, and leaves out what depends on the clock;
-                None: it is compared as one thing.
-            put_back: called behind a repeated step that differs, with what was captured when it was first taken.
+            name: key of the value in the rank state.
+            capture: returns a value that the codec can encode.
+            parts: splits the value into named parts for the resume check, without those that depend on the clock; None
+                compares it as a whole.
+            put_back: called after a repeated step that differs, with the value captured when it was first taken.
+
+        Raises:
+            UsageError: the name is taken.
         """
         if name in self._captures:
             raise UsageError(f"rank state {name!r}: expected a new name, found one that is provided already")
@@ -65,7 +73,11 @@ class RankState:
             self._put_back[name] = put_back
 
     def register(self, name: str, obj: Any, parts: Parts | None = None) -> None:
-        """Have an object's ``state_dict()`` called at each commit and ``load_state_dict()`` at a resume."""
+        """Call an object's ``state_dict()`` at each commit and its ``load_state_dict()`` at a resume.
+
+        Raises:
+            UsageError: the name is taken, or the object has no such methods.
+        """
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise UsageError(
                 f"register({name!r}): expected an object with state_dict() and load_state_dict(), found "
@@ -76,13 +88,13 @@ class RankState:
         self._loaders[name] = self._put_back[name] = obj.load_state_dict
 
     def capture(self, reduction: Any, pending: Any) -> codec.Packed:
-        """The rank state as it is now; some of it may be on its way from a device.
+        """The current rank state; copies from a device may still be in flight.
 
-        User code runs in it, and what that raises leaves everything as it was.
+        User code runs here. An exception from it leaves everything unchanged.
 
         Args:
-            reduction: the bucket layout of DDP, None without one.
-            pending: what is known of gradients that wait.
+            reduction: bucket layout of DDP; None without one.
+            pending: state of pending gradients.
         """
         state = {
             "rng": rng.capture(self._device.index if self._device.type == "cuda" else None),
@@ -100,8 +112,13 @@ class RankState:
     def compare(self, found: Mapping[str, Any], held: Mapping[str, Any], comparison: Comparison) -> list[str]:
         """Compare a rank state with the held one, part by part.
 
+        Args:
+            found: decoded rank state of this attempt.
+            held: decoded rank state of the dead attempt.
+            comparison: gets the differences.
+
         Returns:
-            The names of what is provided and differs.
+            Names of the provided values that differ.
         """
         for name in held["rng"]:
             comparison.value("generators", name, found["rng"].get(name), held["rng"][name])
@@ -125,13 +142,13 @@ class RankState:
         return {("registered", name): value} if parts is None else parts(value)
 
     def put_back(self, provided: Mapping[str, Any]) -> None:
-        """Give what differs after a repeated step the state that it had when that was first taken."""
+        """Put back provided values that differ after a repeated step, as they were when the step was first taken."""
         for name, value in provided.items():
             if name in self._put_back:
                 self._put_back[name](value)
 
     def load_registered(self, provided: Mapping[str, Any]) -> None:
-        """Give registered objects their state back."""
+        """Load the state of registered objects."""
         for name, load in self._loaders.items():
             if name in provided:
                 load(provided[name])

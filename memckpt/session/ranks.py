@@ -1,6 +1,6 @@
-"""The ranks of a job: who is where, and how they agree at the start.
+"""The ranks of a job: their nodes, and how they agree at the start.
 
-Nothing here runs during training, except while unknown optimizers are tested in its first steps.
+Nothing here runs during training, except the self-test of unknown optimizers in the first steps.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """This rank's place in the job, and a Gloo group for exchanging small things at start.
+    """This rank's place in the job, and a Gloo group for small messages between ranks.
 
     Attributes:
-        rank, world_size: in the default process group; 0 and 1 without one.
-        node: this node's name.
-        local_ranks: the ranks on this node, ascending.
-        unit: those among them that hold the same shards as this one, as :meth:`share` has found.
-        replicas: all ranks of the job that do.
-        groups: the ranks of the job by what they hold, each group ascending.
-        shares: whether anywhere in the job ranks of one node hold the same, and thus share slots.
-        nonce: the attempt's, equal on all ranks.
+        rank, world_size: rank and size of the default process group; 0 and 1 without one.
+        node: name of this node.
+        local_ranks: ranks on this node, ascending.
+        unit: ranks on this node that hold the same shards as this one, as :meth:`share` has found.
+        replicas: ranks of the job that hold the same shards as this one.
+        groups: ranks of the job grouped by the shards that they hold, each group ascending.
+        shares: whether ranks of some node hold the same shards, and thus share slots.
+        nonce: random id of the attempt, equal on all ranks.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Ranks:
         self.groups = [self.replicas]
 
     def share(self, shards: str) -> None:
-        """Find out with the other ranks who holds the same.
+        """Set :attr:`unit`, :attr:`replicas` and :attr:`groups`; collective.
 
         Args:
-            shards: equal on two ranks exactly if they hold the same parameters and optimizer state.
+            shards: key that is equal on two ranks exactly if they hold the same parameters and optimizer state.
         """
         everybody = self.gather(shards)
         groups: dict[str, list[int]] = {}
@@ -72,7 +72,7 @@ class Ranks:
         return any(len(set(nodes)) < len(nodes) for nodes in places)
 
     def gather(self, value: T) -> list[T]:
-        """Everybody's value, by rank."""
+        """Values of all ranks, by rank; collective."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -80,14 +80,15 @@ class Ranks:
         return values
 
     def first_alike(self, state: rng.RngState) -> int:
-        """The first rank whose torch draws the same numbers. Python's generator is another one in each process."""
+        """The first rank whose torch generator is in the same state; collective. Python's differs in each process."""
         everybody = self.gather(hashlib.blake2b(state["torch"], digest_size=16).digest())
         return everybody.index(everybody[self.rank])
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """Do `work` on every rank and gather the results; if one rank fails, every rank raises its error.
+        """Run `work` on every rank and gather the results; collective.
 
-        Without this the others would wait in their next collective for a rank that has left.
+        If one rank raises a MemckptError, every rank raises it. Otherwise the others would wait in their next
+        collective for a rank that has left.
         """
         result: tuple[str, Any]
         failure: MemckptError | None = None
@@ -105,19 +106,19 @@ class Ranks:
         return [value for _, value in results]
 
     def open_replica_group(self) -> Any:
-        """A process group of the ranks that hold the same as this one; every rank has to ask for its own."""
+        """A process group of the ranks that hold the same shards as this one; collective over all ranks."""
         opened = [dist.new_group(list(ranks)) for ranks in self.groups]
         return opened[self.groups.index(self.replicas)]
 
     def broadcast_tensor(self, tensor: Any, group: Any) -> None:
-        """Overwrite `tensor` with that of the first rank that holds the same, in place."""
+        """Overwrite `tensor`, in place, with that of the first rank that holds the same shards."""
         dist.broadcast(tensor, self.replicas[0], group=group)
 
 
 def find_launcher(world_size: int) -> Launcher:
-    """Who restarts this trainer when it dies: torchrun, or the process that started several ranks.
+    """The process that restarts this trainer when it dies: torchrun, or the parent of several ranks.
 
-    A single process that was started by hand has none: its parent is a shell, which may end while it trains on.
+    A single process that was started by hand has no launcher: its parent is a shell, which may end earlier.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     parent = os.getppid()

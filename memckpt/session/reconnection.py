@@ -1,8 +1,7 @@
-"""When a session that has lost its agent tries to have one again: at once if it died, seldom if it stands still.
+"""Schedule of reconnections: at once to an agent that died, rarely to one that stands still.
 
-An agent that stands still (stopped, or its node's memory is being reclaimed) cannot be replaced: what is held is in its
-memory, and it answers again when it goes on. Training has waited for it once. From then on it only looks, at each
-commit, whether a question has been answered.
+An agent that stands still (stopped, or its node's memory is being reclaimed) cannot be replaced: it holds the state,
+and answers once it runs again. Training waits for it once. After that each commit polls for the answer to a question.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.trainer import StatusRequest
 
 _log = logging.getLogger("memckpt")
-#: How long training waits for the answer of an agent that was lost; later commits look for it without waiting.
+#: Time that training waits for the answer of a lost agent; later commits poll without waiting.
 PROBE_SECONDS = 1.0
-#: The pause behind an attempt that has failed is so many times what it has cost.
+#: Pause after a failed attempt, as a multiple of the attempt's duration.
 _PAUSE_PER_COST = 10.0
-#: The pause before an agent is used that has stood still a second time, the longest, and what counts as a new first.
+#: Pauses before an agent is used that has stood still repeatedly: the first, the longest; and the time without a stop
+#: after which the next one counts as a first.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _STEADY_SECONDS = 60.0, 3600.0, 1800.0
 
 
 class Reconnection:
-    """Decides at each commit without an agent whether to try. Owns the connection with its question: :meth:`forget` it.
+    """Decides, at each commit without an agent, whether to try again. Owns a connection, which :meth:`forget` closes.
 
     Args:
-        address: of the agent.
-        patience: how long the first look waits for an answer, in seconds.
-        pauses: whether there may be any; False where the others wait for this node, until it is overdue.
-        clock: in seconds.
+        address: address of the agent.
+        patience: time that the first question waits for an answer, in seconds.
+        pauses: False for no pauses, where other nodes wait for this one until it is overdue.
+        clock: returns the current time, in seconds.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Reconnection:
         )
 
     def due(self) -> bool:
-        """Whether to try now: there is no agent, so that one can be started, or there is one and it answers."""
+        """Whether to try now: no agent answers the address, so that one can be started, or one answers the question."""
         self._began = self._clock()
         if self._began < self._not_before:
             return False
         try:
             return self._ask() if self._question is None else self._answered_late(self._question)
         except AgentGoneError as error:
-            # It has died since; or it accepts nothing, and the next look is not to wait for that, either.
+            # It has died since; or it accepts nothing, and the next commit must not wait for that, either.
             died = self._question is not None
             self.forget()
             if not died:
@@ -105,16 +105,16 @@ class Reconnection:
         return pause == 0.0
 
     def succeeded(self) -> None:
-        """This session has an agent again."""
+        """The session has an agent again."""
         self._failures.reset()
         self._stops.started()
 
     def failed(self, error: Exception) -> None:
-        """An attempt that was due has led to nothing."""
+        """An attempt has failed: pause."""
         self._pause(error)
 
     def stumbled(self) -> None:
-        """Protecting a step has failed, which is not the agent's fault: at once again, then ever more seldom."""
+        """Protecting a step has failed for another reason: try again at once, then after growing pauses."""
         self._stumbles.started()
         pause = self._stumbles.died()
         self._not_before = self._clock() + pause

@@ -1,4 +1,4 @@
-"""Whether a resume repeats the last step: only where every rank can, so that all do or none does."""
+"""Decision whether a resume repeats the last step: all ranks do, or none."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from memckpt.state.layout import Layout, StateSpec
 
 
 class RepeatChoice:
-    """Decides with all ranks, and has the chosen state be the one before the step.
+    """Decides with all ranks whether the step is repeated; if so, the state before it is restored.
 
     Args:
-        training: that is resumed.
-        link: connection to the agent, whose replica goes on where nothing is repeated.
+        training: training that is resumed.
+        link: connection to the agent, whose replica advances where no step is repeated.
         check: gets the step, or the reason why nothing is compared.
     """
 
@@ -35,20 +35,20 @@ class RepeatChoice:
 
     @property
     def wanted(self) -> bool:
-        """Whether the user wants the step repeated."""
+        """Whether the step is repeated where that is possible."""
         return self._check.kind in ("replay", "require")
 
     def do_without(self, reason: str) -> None:
-        """Nothing is compared in this attempt."""
+        """Settle the check: nothing is compared, for this reason."""
         if self._check.verdict == "pending":
             self._check.settle("none", f"nothing was compared: {reason}")
 
     def decide_in_memory(self, chosen: ChosenInMemory, asked: str) -> None:
-        """Decide on a record in memory.
+        """Decide on a record in memory; collective.
 
         Args:
             chosen: the record.
-            asked: what the user asked for in place of the newest record; empty: nothing.
+            asked: the user's choice of an older record, in words; empty without one.
         """
         if self._check.kind == "off":
             return
@@ -63,7 +63,7 @@ class RepeatChoice:
             own = self._why_not_reduced_alike(chosen.state, codec.decode(before.rank_states[rank]))
         reason = next(filter(None, self._ranks.gather(own)), "")
         if reason:
-            # On some nodes only: one that has fetched its state has nothing to go on to.
+            # A node that has fetched its state has no replica to advance.
             self._ranks.together(lambda: self._advance(chosen) if before is not None else None)
         if reason and not chosen.following:
             self.do_without(reason)
@@ -73,10 +73,10 @@ class RepeatChoice:
             chosen.repeat_from(chosen.plan.record - 1, before.step, before.rank_states[rank], self._ranks.world_size)
 
     def _why_not_reduced_alike(self, state: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-        """Why a step from the state before would add gradients in another order, in words; empty if it would not.
+        """Why a repeated step would add gradients in another order, in words; empty if it would not.
 
-        The second step of a process is reduced in the buckets that DDP lays out behind the first one, and the state
-        behind the first one cannot say how.
+        The second step of a process is reduced in the buckets that DDP lays out after the first one. The state after
+        the first one does not have that layout.
         """
         if self._ranks.world_size > 2 and state["reduction"] is not None and before["reduction"] is None:
             return "DDP of three or more ranks had not laid out its buckets for good before that step"
@@ -89,7 +89,7 @@ class RepeatChoice:
         return {record: own[record] for record in sorted(common)[:1]}
 
     def _advance(self, chosen: ChosenInMemory) -> None:
-        """Have the replica go on to the record: the one before it is not needed."""
+        """Advance the replica to the record: the state before it is not needed."""
         assert chosen.regions is not None
         regions = chosen.regions
         advanced = self._link.client.advance(chosen.plan.record)
@@ -101,13 +101,13 @@ class RepeatChoice:
             regions.message = msgspec.structs.replace(regions.message, before=None)
 
     def decide_in_storage(self, chosen: ChosenInStorage, tier: StorageTier, spec: StateSpec, asked: str) -> None:
-        """Decide on a state in a store, which has to have the state from which the last step was taken, too.
+        """Decide on a state in a store, which also has to have the state before the step; collective.
 
         Args:
             chosen: the state.
             tier: the store.
-            spec: of the live state.
-            asked: as for :meth:`decide_in_memory`.
+            spec: layout of the live state.
+            asked: the user's choice of an older record, in words; empty without one.
         """
         if not self.wanted:
             self.do_without(f"what {tier.name} has is one state, without gradients of the step behind it")
@@ -131,7 +131,7 @@ class RepeatChoice:
         self.do_without(reason)
 
     def _why_not_compared(self, stored: StoredState, before: StoredState, spec: StateSpec) -> str:
-        """Why what is in a store is not restored twice, in words; the same on every rank."""
+        """Why two states of a store cannot be compared, in words; empty if they can. The same on every rank."""
         layouts = ((stored.state.spec, before.state.spec), (stored.own.spec, before.own.spec))
         changed = any(held.structure() != former.structure() for held, former in layouts)
         copies = copied_bytes(stored.state.spec, stored.own.spec)

@@ -1,8 +1,8 @@
-"""The last step of a dead attempt, taken once more: a resume proves that it repeats what was held.
+"""Repetition of a dead attempt's last step, which proves that the resume is exact.
 
-Training restores the state before the resumed record and takes its step for real. No record is staged meanwhile. At the
-commit the held state is put back by the ordinary restore, which compares each tensor before it overwrites it, so that
-training goes on from what was held whatever the verdict is.
+Training restores the state before the resumed record and takes its step again. No record is staged meanwhile. At the
+commit the ordinary restore puts the held state back, and compares each tensor before it overwrites it. So training goes
+on from the held state, whatever the verdict is.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from memckpt.state.tensors import local
 
 
 class RepeatedSteps:
-    """Compares each step that an optimizer takes with the one that the record says it took.
+    """Compares each optimizer step with the recorded one.
 
-    Gradients only explain a difference: what they lead to is compared anyway.
+    Differences of gradients only explain a verdict: the state behind the step is compared anyway.
 
     Args:
         live: the live state.
         params: the live parameters, in the order of the layout.
-        layout: of the held state.
-        meta: of the record.
-        gradients: those that the dead attempt had staged.
+        layout: layout of the held state.
+        meta: metadata of the record.
+        gradients: source of the gradients that the dead attempt had staged.
+
+    Attributes:
+        comparison: differences that were found.
+        problem: why steps could not be compared, in words; empty if they could.
     """
 
     def __init__(
@@ -54,14 +58,13 @@ class RepeatedSteps:
         self._gradients = gradients
         self._taken: dict[int, int] = {}
         self.comparison = Comparison()
-        #: Why steps could not be compared, in words; empty if they could.
         self.problem = ""
 
     def stepped(self, number: int, optimizer: Optimizer) -> None:
-        """An optimizer has just taken a step; its gradients are still there. Never raises into the user's step."""
+        """Compare a step that an optimizer has just taken, before its gradients are zeroed. Never raises."""
         try:
             self._compare(number, optimizer)
-        except Exception as error:  # what it is becomes the verdict's reason
+        except Exception as error:  # becomes the reason of the verdict
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
     def _compare(self, number: int, optimizer: Optimizer) -> None:
@@ -94,7 +97,7 @@ class RepeatedSteps:
         return f"step {index + 1} of {name} (optimizer {number})"
 
     def end(self) -> None:
-        """The record ends: steps that the dead attempt took and this one did not are differences, too."""
+        """End the record: recorded steps that were not taken are differences, too."""
         if self.problem:
             return
         for held in self._meta.sub_steps:
@@ -103,12 +106,18 @@ class RepeatedSteps:
 
 
 class Repetition:
-    """One repeated step, from the restore of the state before it to its commit. Owns what is held of it.
+    """One repeated step, from the restore of the state before it to its commit. Owns the held record.
 
     Args:
-        record, step: which is repeated.
-        held: the record, where it is held.
-        state: this rank's decoded state after the record.
+        record: number of the repeated record.
+        step: the framework's number of its step.
+        held: access to the held record.
+        state: this rank's decoded rank state after the record.
+        live: the live state.
+        ranks: ranks of the job.
+
+    Attributes:
+        steps: compares optimizer steps; None where the record has none, as its state was captured or is a checkpoint.
     """
 
     def __init__(
@@ -120,25 +129,24 @@ class Repetition:
         self.state = state
         self._live = live
         self._ranks = ranks
-        #: None where the record does not say which steps it took: its state was captured, or is a checkpoint.
         self.steps: RepeatedSteps | None = None
         known = held.steps()
         if known is not None:
             self.steps = RepeatedSteps(live, held.params, *known)
 
     def close(self) -> None:
-        """Training ends before the step has."""
+        """Release the held record; training ends before the step does."""
         self.held.close()
 
     def finish(self, rank_state: bytes, states: RankState) -> list[Findings] | None:
-        """Put the held state back, comparing.
+        """Compare the live state with the held one, and put the held one back; collective.
 
         Args:
-            rank_state: this rank's as the repeated step has left it, encoded.
-            states: knows which parts of it are what.
+            rank_state: encoded rank state after the repeated step.
+            states: compares rank states part by part.
 
         Returns:
-            The findings of all ranks, by rank; None if some agent has gone and nothing was put back.
+            The findings of all ranks, by rank; None if some agent is gone and nothing was put back.
 
         Raises:
             MemckptError: the held state cannot be put back; the same on every rank.
@@ -172,13 +180,13 @@ class Repetition:
 
 
 def compare_following(rank_state: bytes, held: bytes, states: RankState, ranks: Ranks) -> list[Findings]:
-    """Compare what a captured state has of the steps behind it: rank states. Nothing is put back."""
+    """Compare the rank state of a step behind a captured state with the held one; collective. Nothing is put back."""
     comparison = Comparison()
     states.compare(codec.decode(rank_state), codec.decode(held), comparison)
     return ranks.gather(comparison.findings())
 
 
 def any_accelerator(live: LiveState, ranks: Ranks) -> bool:
-    """Whether some rank trains on an accelerator."""
+    """Whether some rank trains on an accelerator; collective."""
     own = any(local(tensor).device.type != "cpu" for tensor in live.tensors().values())
     return any(ranks.gather(own))

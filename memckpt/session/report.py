@@ -1,4 +1,4 @@
-"""What a session tells its user about a resume."""
+"""Reports of a session to its user: the held state, the restore, the protection."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from memckpt.user_messages import short_number
 
 @dataclass(frozen=True)
 class HeldState:
-    """What the plan decided to restore, before it is restored.
+    """The state that the plan has chosen, before it is restored.
 
     Attributes:
-        step: the framework's step number at that record.
-        record: the record's number.
-        tier: where it comes from, in words.
-        rank_state: what this rank's captures returned then, by the names given to ``provide``. Where the number of
-            ranks has changed, what those of a rank returned that there was.
-        world_size: of the run that wrote it.
+        step: the framework's step number.
+        record: number of the record.
+        tier: source of the state: ``"local memory"``, ``"peers"``, ``"storage"``, or ``"resharding/ in the run
+            directory"``.
+        rank_state: values that this rank's captures returned at that step, by the names given to ``provide``. Where the
+            number of ranks has changed, those of one of the former ranks.
+        world_size: number of ranks of the run that wrote the state.
     """
 
     step: int
@@ -34,16 +35,20 @@ class HeldState:
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """A restore that has happened: every field is known only once the state is back in the live tensors.
+    """A completed restore.
 
-    `steps_lost` is how many committed records lie beyond the restored one; None where that is not known: of what
-    storage does not have, only some node's memory could tell.
-
-    `exact` is False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
-    place in the data cannot be the same.
-
-    `check` is how the resume proves itself; it is over after the first steps. With ``resume_check="replay"`` the step
-    that was taken last is repeated, so that `step` and `record` are those before it; `repeated` is that step then.
+    Attributes:
+        step: the framework's step number of the restored state.
+        record: number of its record.
+        tier: source of the state, as in :class:`HeldState`.
+        seconds: duration of the restore.
+        steps_lost: number of committed records beyond the restored one; None where it is not known, as no node's memory
+            was left.
+        exact: False where the number of ranks or the mesh has changed: generators of new ranks are derived, and the
+            data position is another one.
+        check: verdict of the resume check, pending until the first steps are over.
+        repeated: step that is repeated with ``resume_check="replay"``; `step` and `record` are those before it. None if
+            no step is.
     """
 
     step: int
@@ -57,7 +62,7 @@ class RestoreReport:
 
 
 def describe_protection(spec: StateSpec, reason: str, tap: str, where: str, caveats: Sequence[str]) -> str:
-    """One line: what protects a run, how, and at what price in memory."""
+    """One line about the protection of a run: parameters, mode and its reason, tap, memory in MiB, caveats."""
     layout = Layout(spec)
     whole = sum(math.prod(param.tensor.whole_shape) for param in spec.params)
     shards = "" if whole == layout.numel else f", of which this rank holds {short_number(layout.numel)}"

@@ -1,4 +1,4 @@
-"""What memory holds on its way to other ranks, or into other shards: it goes through a store."""
+"""Resharding: held states of memory go to other ranks, or into other shards, through a store."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Resharding:
     """Has the agents write what they hold as one checkpoint, from which each rank reads its new shards.
 
     Args:
-        training: whose shards have changed.
-        link: connection to the agent that writes.
-        peers: what other nodes hold of lost ones.
-        run_dir: of the run.
+        training: training whose ranks, or shards, have changed.
+        link: connection to the agent, which writes.
+        peers: the peers tier, which has states of lost nodes.
+        run_dir: run directory.
     """
 
     def __init__(self, training: LocalTraining, link: AgentLink, peers: Peers, run_dir: Path) -> None:
@@ -41,16 +41,16 @@ class Resharding:
         self._run_dir = run_dir
 
     def storage_for(self, resharding: bool) -> StorageConfig | None:
-        """The run's storage. Without one, what other ranks are to hold goes through the run directory.
+        """The run's storage, or a store in the run directory if it has none; None if no store is needed. Collective.
 
         Args:
-            resharding: whether it is needed now.
+            resharding: whether this attempt reshards.
         """
         if self._config is not None:
             return self._config
-        # What has been put there stays until training ends: memory has given it up before it holds it anew.
+        # The checkpoint stays until training ends: memory drops the state before it is protected again.
         between = self._run_dir.resolve() / _DIRECTORY
-        # Nodes need not share the run directory, and all ranks have to look, or none.
+        # Nodes need not share the run directory, but all ranks use the store, or none.
         there = any(self._ranks.gather(between.is_dir()))
         return StorageConfig(url=str(between)) if resharding or there else None
 
@@ -62,17 +62,17 @@ class Resharding:
         resume: ResumeChoice | int,
         spec: StateSpec,
     ) -> None:
-        """Have the newest record that memory can produce of all ranks written.
+        """Write the newest record that memory can produce of all ranks; collective.
 
         Args:
-            own: what this node holds.
-            held: what all nodes hold.
-            pieces: what they keep of other nodes' records.
-            resume: what the user asked for.
-            spec: of the live state.
+            own: held records of this node.
+            held: held records of all nodes.
+            pieces: pieces of other nodes' records that nodes keep.
+            resume: choice of the user.
+            spec: layout of the live state.
 
         Raises:
-            StorageError: it could not be written; the same on every rank.
+            StorageError: it could not be written.
         """
         record = self._bring_together(held, pieces, resume, spec)
         storage = self.storage_for(True)
@@ -82,7 +82,7 @@ class Resharding:
     def _bring_together(
         self, held: Sequence[HeldRecords], pieces: Sequence[HeldPieces], resume: ResumeChoice | int, spec: StateSpec
     ) -> int | None:
-        """The record of which all states are on some node of this attempt, those of lost nodes, too; None: of none."""
+        """Fetch states of lost nodes. Returns the record that nodes then have of all ranks; None if there is none."""
         if not self._peers.active:
             return record_to_reshard(held, resume)
         nodes = self._peers.node_names
@@ -106,7 +106,7 @@ class Resharding:
             self._link.save_record(record, url, storage.timeout_seconds, name)
 
     def forget(self) -> None:
-        """Training has finished: what passed through the run directory is not needed any more."""
+        """Delete the store in the run directory, as training has finished."""
         between = self._run_dir / _DIRECTORY
         if self._config is None and self._ranks.rank == self._ranks.local_ranks[0] and between.is_dir():
             with contextlib.suppress(FileNotFoundError):  # a rank of another node may share the directory

@@ -1,4 +1,4 @@
-"""The restore: what a resume has chosen goes back into the live tensors, before training goes on."""
+"""The restore of a chosen state into the live tensors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _log = logging.getLogger("memckpt")
 
 
 class Restoration:
-    """Puts a chosen state back, in place.
+    """Restores a chosen state, in place.
 
     Args:
-        training: whose tensors they are.
-        link: connection to the agent, whose replica goes on behind a repeated step.
-        staging: goes on with the generation that was resumed.
-        proof: gets what there is to compare with.
+        training: training whose tensors are restored.
+        link: connection to the agent, whose replica advances after a repeated step.
+        staging: adopts the writer of the resumed generation.
+        proof: gets the states and gradients to compare with.
     """
 
     def __init__(self, training: LocalTraining, link: AgentLink, staging: Staging, proof: ResumeProof) -> None:
@@ -47,13 +47,13 @@ class Restoration:
         self._proof = proof
 
     def restore_tensors(self, chosen: Chosen, tap: Tap, go_on: Callable[[SlotWriter, int], None]) -> RestoreReport:
-        """Put parameters, buffers, optimizer state and groups back.
+        """Restore parameters, buffers, optimizer state, groups, and the presence of gradients.
 
         Args:
-            chosen: a state that has not been put back yet.
-            tap: gets the layout back in which gradients were reduced.
-            go_on: called with the writer of the generation that was resumed and the record that is back. From a store
-                no generation is resumed, and the next commit writes one.
+            chosen: a state that is not restored yet.
+            tap: gets the layout in which gradients were reduced.
+            go_on: called with the writer of the resumed generation and the restored record, unless the step is repeated
+                or the state comes from a store.
         """
         self._live.put_shards_in_place()
         if isinstance(chosen, ChosenInMemory):
@@ -62,13 +62,13 @@ class Restoration:
             report = self._restore_from_storage(chosen, tap)
         self._pending.regroup()
         if "gradients" in chosen.state:
-            # Gradients where there were some, and what is known of those that wait.
+            # Zeros stand for gradients that there were; pending ones are marked.
             restore_gradients(self._live, chosen.state["gradients"])
             self._pending.resume(chosen.state["pending"])
         return report
 
     def restore_rng(self, chosen: Chosen) -> None:
-        """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
+        """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
         rng.restore(chosen.state["rng"])
         if chosen.diverges is not None:
             rng.diverge(chosen.diverges)
@@ -81,7 +81,7 @@ class Restoration:
         started = time.perf_counter()
         plan = chosen.plan
         self._restore_groups(chosen.state)
-        regions = chosen.take_regions()  # the writer owns them from here on
+        regions = chosen.take_regions()  # owned by the writer from here on
         writer = self._staging.open(regions)
         try:
             self._restore_held(plan.record, regions, writer)
@@ -128,7 +128,7 @@ class Restoration:
             restorer.restore(record, self._ranks.rank, metas, message.missing, message.plain)
 
     def adopt(self, writer: SlotWriter) -> None:
-        """Go on with the writer of a held generation, behind a step that was repeated."""
+        """Adopt the writer of a held generation, after a repeated step."""
         try:
             self._agree_on_replicas(writer)
         except BaseException:  # raised again: until it is adopted the writer has no other owner
@@ -137,7 +137,7 @@ class Restoration:
         self._staging.adopt(writer)
 
     def _agree_on_replicas(self, writer: SlotWriter) -> None:
-        """Holders may differ (other kernels, other thread counts): then the first rank's replica is everybody's."""
+        """Make replicas equal: other kernels or thread counts may give other bits. The first rank's replica wins."""
         ranks = self._ranks
         if all(len(group) == 1 for group in ranks.groups):
             return
@@ -190,7 +190,7 @@ class Restoration:
     # From either
 
     def _restore_optimizers(self, state: Mapping[str, Any], resharded: bool = False) -> None:
-        """What of the optimizers' state is in no slot."""
+        """Restore optimizer state that is in no slot."""
         if "optimizers" in state:
             self._live.restore_optimizers(state["optimizers"], resharded)
         self._live.restore_state_order(state["state_order"])

@@ -1,4 +1,4 @@
-"""What an attempt goes on from: chosen with the other ranks at the start, and opened."""
+"""The choice of the state that an attempt resumes from, with all ranks, at the start."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _log = logging.getLogger("memckpt")
 
 @dataclass(frozen=True)
 class Start:
-    """Where an attempt begins.
+    """Beginning of an attempt.
 
     Attributes:
-        record: the first that it collects.
-        anew: whether a new generation begins with that record; otherwise the restore says how it goes on.
+        record: number of its first record.
+        anew: whether a new generation begins with that record; otherwise the restore decides.
     """
 
     record: int
@@ -44,24 +44,24 @@ class Start:
 
 
 class Resumption:
-    """Asks agent and storage what they hold, and agrees with the other ranks on what to resume.
+    """Lists the states of memory, peers and storage, chooses one with all ranks, and opens it.
 
-    Owns what is opened for that, until it is restored: :meth:`close` closes the rest.
+    Owns the chosen state until it is restored; :meth:`close` closes it.
 
     Args:
-        training: that is resumed.
+        training: training that is resumed.
         link: connection to the agent.
         staging: gets the regions of a new generation, where one begins.
-        peers: what other nodes hold.
-        run_dir: of the run.
-        check: how the resume will prove itself.
+        peers: the peers tier.
+        run_dir: run directory.
+        check: resume check of the attempt.
 
     Attributes:
         chosen: state that is resumed; None where training starts over.
         held_mode: mode in which it was protected; None where training starts over.
         not_redoable: why its steps could not be redone, in words; empty if they could.
-        start_reason: why training starts as it does, in words, as far as that has to be said.
-        drops_held: whether that drops what is held.
+        start_reason: why not the newest state of memory is resumed, in words; empty if it is.
+        drops_held: whether a held state is dropped.
     """
 
     def __init__(
@@ -91,28 +91,28 @@ class Resumption:
 
     @property
     def held(self) -> HeldState | None:
-        """What the user is told of the chosen state; None where training starts over."""
+        """Description of the chosen state for the user; None where training starts over."""
         return self.chosen.held if self.chosen is not None else None
 
     @property
     def due(self) -> bool:
-        """Whether something is held that has not been put back yet."""
+        """Whether the chosen state is yet to be restored."""
         return self.chosen is not None and not self.chosen.restored
 
     @property
     def point(self) -> RestorePoint | None:
-        """What memory holds of the resumed record; None where it comes from storage, or nothing does."""
+        """The resumed record, if it comes from memory; None otherwise."""
         return self.chosen.point if isinstance(self.chosen, ChosenInMemory) else None
 
     # The choice
 
     def choose(self, resume: ResumeChoice | int, spec: StateSpec, reason: str) -> Start:
-        """Connect to the agent, choose, and open what was chosen; the same on every rank.
+        """Connect to the agent, choose a state, and open it; collective.
 
         Args:
-            resume: what the user asked for.
-            spec: of the live state.
-            reason: why it has its mode, for the agent.
+            resume: choice of the user.
+            spec: layout of the live state.
+            reason: why the redo mode was chosen, in words, for the agent.
         """
         self._reason = reason
         ranks = self._ranks
@@ -178,7 +178,7 @@ class Resumption:
     def _open_held(self, plan: RestoreRecord, own: Sequence[HeldRecords], repeat: bool) -> None:
         held = [each.ranks for each in own if each.records]
         if self._ranks.unit not in held and not self._peers.active:
-            # Without peers rank states do not travel between nodes.
+            # Without peers rank states are not sent between nodes.
             there = sorted(rank for one in held for rank in one)
             raise ForeignStateError(
                 f"node {self._ranks.node} holds the states of ranks {there}, but "
@@ -196,7 +196,7 @@ class Resumption:
                 RestorePoint(plan.record, plan.step, packed),
                 regions,
             )
-        except BaseException:  # raised again: nobody else has the regions yet
+        except BaseException:  # raised again: the regions have no other owner yet
             regions.close()
             raise
         self._take_over(regions.message.spec)
@@ -222,10 +222,11 @@ class Resumption:
         return chosen
 
     def _draws_as_another(self, state: rng.RngState) -> int | None:
-        """Make generators differ again on ranks that the user has seeded differently and that got the same ones.
+        """Find ranks that the user has seeded differently and that restore the same generators; collective.
 
         Returns:
-            The first rank that was seeded as this one, if it is such a one: those that are alike stay so.
+            The first rank that was seeded as this one, if its generators have to differ again: ranks that were seeded
+            alike stay alike. None if they need not.
         """
         first = self._ranks.first_alike(rng.capture())
         states = self._ranks.gather((first, self._ranks.first_alike(state)))
@@ -233,7 +234,7 @@ class Resumption:
         return None if first == min(before) else first
 
     def _take_over(self, spec: StateSpec) -> None:
-        """What the run that is resumed had found out."""
+        """Take over findings of the resumed run: mode, self-test, growth of the layout."""
         assert self.chosen is not None
         self.held_mode = spec.mode
         self.not_redoable = self.chosen.state.get("not_redoable", "")
@@ -242,10 +243,10 @@ class Resumption:
     # End
 
     def forget_resharding(self) -> None:
-        """Training has finished: what passed through the run directory is not needed any more."""
+        """Delete the survivors' checkpoint in the run directory, as training has finished."""
         self._resharding.forget()
 
     def close(self) -> None:
-        """Close what was opened and not restored."""
+        """Close the chosen state, unless it is restored."""
         if self.chosen is not None:
             self.chosen.close()

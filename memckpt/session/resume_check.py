@@ -1,4 +1,4 @@
-"""How a resume proves itself: what a check has found, put together from all ranks and said in one line."""
+"""Verdict of a resume check, from the findings of all ranks, in one line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memckpt.recovery.comparison import Difference, Findings
 from memckpt.session.witness import Testimony
 
 Verdict = Literal["pending", "equal", "rounding", "different", "none", "off"]
-#: For the logged metrics.
+#: Values of the metric ``resume_check``.
 VERDICT_VALUES: dict[Verdict, float] = {
     "pending": 0.0,
     "off": 0.0,
@@ -21,12 +21,12 @@ VERDICT_VALUES: dict[Verdict, float] = {
     "rounding": 0.5,
     "different": -1.0,
 }
-#: The largest difference, as a share of a tensor's largest value, that is taken for rounding on an accelerator.
+#: Largest difference, relative to a tensor's largest value, that counts as rounding on an accelerator, by dtype.
 _ROUNDING = {"float32": 1e-4, "float64": 1e-4}
 _COARSE_ROUNDING = 2e-2
-#: Kinds whose differences may be rounding; a difference of any other kind never is.
+#: Kinds whose differences may be rounding.
 _TENSORS = ("parameter", "state", "buffer", "frozen", "logged values")
-#: Plurals of what is counted in a verdict.
+#: Kinds that a verdict counts, with their plurals.
 _COUNTED = {"parameter": "parameters", "state": "states", "buffer": "buffers", "frozen": "frozen tensors"}
 _ORDER = (
     "data position",
@@ -48,15 +48,16 @@ _CAUSES = (
 
 @dataclass
 class ResumeCheck:
-    """What the check of one resume has found; filled in when it is over, which is after training has gone on.
+    """Result of the check of one resume; filled in once the first steps are over.
 
     Attributes:
-        kind: which check was asked for.
-        verdict: ``"pending"`` until it is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last bits,
-            on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
-        line: the verdict of all ranks in words.
-        step: the step that was compared; None while there is none.
-        differences: the first few of each kind, in the order in which one causes the other.
+        kind: configured check.
+        verdict: ``"pending"`` until the check is over. ``"equal"``: bit for bit. ``"rounding"``: equal but for the last
+            bits, on an accelerator. ``"different"``: see `differences`. ``"none"``: there was nothing to compare with.
+            ``"off"``: not configured.
+        line: verdict of all ranks in words.
+        step: step that was compared; None while there is none.
+        differences: first few differences of each kind, causes before effects.
     """
 
     kind: str
@@ -66,18 +67,18 @@ class ResumeCheck:
     differences: tuple[Difference, ...] = ()
 
     def settle(self, verdict: Verdict, line: str, differences: Sequence[Difference] = ()) -> None:
-        """It is over."""
+        """Set the verdict."""
         self.verdict, self.line, self.differences = verdict, line, tuple(differences)
 
 
 def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, what: str) -> None:
-    """Put the findings of all ranks together.
+    """Set the verdict from the findings of all ranks.
 
     Args:
         check: gets the verdict.
-        everybody: by rank.
+        everybody: findings, by rank.
         accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
-        what: what was done, to begin the line with: ``"step 113 was repeated"``.
+        what: beginning of the line, like ``"step 113 was repeated"``.
     """
     found = [(rank, one) for rank, findings in enumerate(everybody) for one in findings.differences]
     wrong = sorted((pair for pair in found if pair[1].kind != "gradient"), key=lambda pair: _ORDER.index(pair[1].kind))
@@ -101,15 +102,15 @@ def judge(check: ResumeCheck, everybody: Sequence[Findings], accelerated: bool, 
 
 
 def judge_witness(check: ResumeCheck, everybody: Sequence[Testimony], accelerated: bool, step: int) -> None:
-    """Put together what the ranks have found of the gradients that a dead attempt had left.
+    """Set the verdict from the comparisons of gradients that a dead attempt had left.
 
-    Ranks that had nothing to compare are of no account, unless that is so of all of them.
+    Ranks without a gradient to compare do not count, unless no rank has one.
 
     Args:
         check: gets the verdict.
-        everybody: by rank.
+        everybody: testimonies, by rank.
         accelerated: whether some rank trains on an accelerator, whose kernels need not repeat their bits.
-        step: whose gradients they are.
+        step: step that the gradients belong to.
     """
     count = sum(one.gradients for one in everybody)
     if not count:
@@ -157,7 +158,7 @@ def _allowed(one: Difference) -> float:
 
 
 def _counts(everybody: Sequence[Findings]) -> str:
-    """How much was compared, of all ranks together."""
+    """Numbers of compared tensors over all ranks, in words."""
     parts = []
     for kind, plural in _COUNTED.items():
         count = sum(one.compared.get(kind, 0) for one in everybody)
@@ -170,7 +171,7 @@ def _counts(everybody: Sequence[Findings]) -> str:
 
 
 def _differing(everybody: Sequence[Findings], wrong: Sequence[tuple[int, Difference]]) -> str:
-    """The first difference of each kind, and how many there are."""
+    """The first difference of each kind and the number of differences, in words."""
     parts = []
     for kind in _ORDER:
         of_kind = [(rank, one) for rank, one in wrong if one.kind == kind]

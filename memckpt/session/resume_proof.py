@@ -1,4 +1,4 @@
-"""How a resume proves itself in an attempt's first steps, and how its verdict is told."""
+"""The resume check of an attempt's first steps, and its verdict."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from memckpt.session.witness import Witness
 from memckpt.user_messages import show_by_default
 
 _log = logging.getLogger("memckpt")
-#: How resumes have proved themselves: a line that is shown unless the application configures logging otherwise.
+#: Logger of verdicts, shown unless the application configures logging otherwise.
 _check_log = logging.getLogger("memckpt.check")
 
 
 class ResumeProof:
-    """Compares what training does behind a resume with what the dead attempt had done.
+    """Compares the first steps of a resumed training with those of the dead attempt.
 
-    One of three comparisons is made, where there is something to compare:
+    There are three comparisons:
 
-    - *repetition*: the resumed step is taken once more, and the whole state behind it is compared.
-    - *witness*: the first gradients of the next step are compared with those that had landed in its slot.
-    - *following*: rank states behind a captured state are compared.
+    - *repetition*: the resumed step is repeated, and the whole state after it is compared.
+    - *witness*: the first gradients of the next step are compared with those that had been staged in its slot.
+    - *following*: the rank state of the step after a captured state is compared.
 
     Args:
-        training: that is resumed.
-        link: connection to the agent, which shows the verdict.
-        rank_state: knows the parts of a rank state.
+        training: training that is resumed.
+        link: connection to the agent, which reports the verdict.
+        rank_state: compares rank states part by part.
 
     Attributes:
-        check: the verdict, and what led to it.
+        check: the verdict, and the differences that led to it.
         repetition: the step that is being repeated; None while none is.
     """
 
@@ -53,20 +53,20 @@ class ResumeProof:
         self.check = ResumeCheck(choice, "off" if choice == "off" else "pending")
         self.repetition: Repetition | None = None
         self._witness: Witness | None = None
-        #: Whether gradients come in buckets that all ranks reduce.
+        #: Whether gradients come in buckets, reduced over all ranks.
         self._reduces = False
         self._following: dict[int, bytes] = {}
 
     @property
     def repeated(self) -> int | None:
-        """The step that is taken once more, from the state before it; None where none is."""
+        """The step that is repeated, from the state before it; None if no step is."""
         check = self.check
         return check.step if check.kind in ("replay", "require") and check.verdict == "pending" else None
 
     # The restore
 
     def set_gradients_aside(self, chosen: ChosenInMemory, writer: SlotWriter, tap: Tap) -> None:
-        """Keep what the dead attempt had staged of the next record, as long as its slot has not been opened anew."""
+        """Copy the gradients that the dead attempt had staged of the next record, before its slot is reused."""
         if self.check.kind == "off" or chosen.following:
             return
         self._witness = witness = Witness(self._training.copier)
@@ -79,7 +79,7 @@ class ResumeProof:
             witness.set_aside(writer, chosen.plan.record + 1, tap.name)
 
     def begin(self, chosen: Chosen) -> None:
-        """Training goes on: its state and the gradients that it had are back."""
+        """Begin the comparison, after the restore of tensors and gradients."""
         if isinstance(chosen, ChosenInMemory):
             self._following = chosen.following
         if self.repetition is not None:
@@ -96,11 +96,11 @@ class ResumeProof:
     # The first records
 
     def end_repetition(self, point: RestorePoint) -> tuple[SlotWriter | None, str]:
-        """Compare behind the repeated step, and put back what is held of it.
+        """Compare the state after the repeated step, and put the held one back; collective.
 
         Returns:
-            The writer of the generation that holds it, which the caller closes, None where another one begins; and why
-            the agent is lost, empty if it is not.
+            Writer of the generation that holds the record, which the caller closes, None where a new one begins; and
+            why the agent is lost, in words, empty if it is not.
         """
         repetition, self.repetition, self._recorder.repeated = self.repetition, None, None
         assert repetition is not None
@@ -120,16 +120,16 @@ class ResumeProof:
         return repetition.held.take_writer(), ""
 
     def end_record(self, point: RestorePoint) -> None:
-        """Compare a record behind the resumed one, where there is something to compare it with.
+        """Compare the first records after the resumed one.
 
         Raises:
-            ResumeMismatchError: as :meth:`tell`.
+            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
         """
         self._compare_following(point)
         self._hear_witness(point)
 
     def _compare_following(self, point: RestorePoint) -> None:
-        """A captured state was resumed: of the step behind it the rank state is known, and nothing else."""
+        """Compare the rank state of the step after a captured state, of which no more is known."""
         held = self._following.pop(point.record, None)
         if held is None:
             return
@@ -138,21 +138,21 @@ class ResumeProof:
         self.tell()
 
     def _hear_witness(self, point: RestorePoint) -> None:
-        """The first record behind the resumed one ends: were its gradients those that the dead attempt had left?"""
+        """Compare gradients, at the end of the first record after the resumed one."""
         witness, self._witness, self._recorder.witness = self._witness, None, None
         if witness is None:
             return
         everybody = self._ranks.gather(witness.testify())
-        # Where the last step was to be repeated and could not be, that has been said.
+        # A verdict "none" has been logged already if the step could not be repeated.
         if self.check.verdict == "pending" or any(one.gradients for one in everybody):
             judge_witness(self.check, everybody, any_accelerator(self._training.live, self._ranks), point.step)
             self.tell()
 
     def tell(self) -> None:
-        """Say what was found; with ``"require"`` training ends where something differs.
+        """Log the verdict, and send it to the agent.
 
         Raises:
-            ResumeMismatchError: on every rank.
+            ResumeMismatchError: a difference, with ``resume_check="require"``; on every rank.
         """
         check, config = self.check, self._training.config
         if self._ranks.rank == 0:
@@ -173,7 +173,7 @@ class ResumeProof:
         )
 
     def close(self) -> None:
-        """Let go of what was never compared."""
+        """Release states and gradients that were not compared."""
         self._witness = None
         repetition, self.repetition = self.repetition, None
         if repetition is not None:

@@ -1,4 +1,4 @@
-"""Whether a node has the memory for lazy redo, which is what an accelerator's training wants."""
+"""Check that a node has the memory for lazy redo, the exact mode on an accelerator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from memckpt.memory.budget import available_bytes
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import Layout
 
-#: The part of the available memory that is taken without being asked for: training itself is yet to take some, for
-#: loader workers and the batches that they hand over.
+#: Share of the available memory that lazy redo may take by itself: loader workers and their batches need the rest.
 SHARE = 0.75
 _GIB = 2**30
 
 
 def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: torch.device) -> str:
-    """Why ``redo="auto"`` does without lazy redo on an accelerator, in words; empty where its memory is there."""
+    """Reason why ``redo="auto"`` avoids lazy redo on an accelerator, with figures; empty if there is enough memory."""
     if config.redo != "auto" or device.type == "cpu" or live.not_redoable:
         return ""
     request = SpecRequest(
@@ -29,7 +28,7 @@ def lazy_shortage(config: MemckptConfig, live: LiveState, ranks: Ranks, device: 
         replicas=ranks.replicas if len(ranks.groups) > 1 else (),
         reads_late=config.reads_late,
     )
-    # The units of a node hold shards of nearly the same size.
+    # All units of a node hold shards of about the same size.
     needed = Layout(live.spec(request)).total_bytes * len(ranks.local_ranks) / len(ranks.unit)
     room, source = SHARE * available_bytes(), f"{SHARE:.0%} of the available memory"
     budget = config.agent.memory_budget_bytes

@@ -1,4 +1,4 @@
-"""A session: one training process's protection, from attach to close."""
+"""Session: the protection of one training process, from attach to close."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memckpt.capture import flat_parameters, gradient_ops
+from memckpt.capture import flat_parameters
 from memckpt.capture.attributes import AttributesOf
 from memckpt.capture.copier import copier_for, device_of
 from memckpt.capture.live_state import LiveState
@@ -96,7 +95,7 @@ class Session:
         self._step_hooks = StepHooks(optimizers, self._recorder)
         self._tap = GradientTap(training, data_parallel, link.finish_sending)
         self._switch = GenerationSwitch(training, link, staging, changes, self._mode, self._tap)
-        # Where training waits for peers, the others wait for this node until it is overdue.
+        # Where training waits for peers, other nodes wait for this one until it is overdue.
         self._reconnection = Reconnection(address, pauses=not link.waits)
         self._protection = Protection(training, link, staging, self._switch, peers, self._reconnection)
         self._preemption = PreemptionNotice(link.tell_preempted)
@@ -106,12 +105,11 @@ class Session:
             self._mode.begin()
             self._tap.install()
             self._peers.mark_phases(self._recorder)
-            gradient_ops.listen(self)
             self._preemption.install()
-        except BaseException as error:  # whatever it is, an interrupt too: nobody else could close what is open
+        except BaseException as error:  # an interrupt, too: the caller has no session to close
             self._unhook()
             self._close_parts()
-            # Whoever is refused does not come back soon: an agent that was started for that has nothing to wait for.
+            # A refused start is not repeated soon: an agent that was started for it has nothing to wait for.
             self._link.abandon(dismiss=isinstance(error, MemckptError))
             raise
 
@@ -130,7 +128,7 @@ class Session:
         self._recorder.begin(None, start.record)
         self._switch.start(start.record if start.anew else None)
 
-    # What belongs to the rank state
+    # Rank state
 
     def provide(
         self,
@@ -139,18 +137,23 @@ class Session:
         parts: Parts | None = None,
         put_back: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Have `capture()` called at each commit; what it returns is in ``held.rank_state[name]`` after a resume.
+        """Call `capture()` at each commit; its value is in ``held.rank_state[name]`` after a resume.
 
         Args:
-            parts: names the parts of what it returns for the resume check, and leaves out what depends on the clock.
-            put_back: called behind a repeated step that differs, with what was captured when it was first taken.
+            name: key of the value, not provided before.
+            capture: returns a value of plain types, arrays and tensors.
+            parts: splits the value into named parts for the resume check, without those that depend on the clock.
+            put_back: called after a repeated step that differs, with the value captured when it was first taken.
+
+        Raises:
+            UsageError: the name is taken.
         """
         self._rank_state.provide(name, capture, parts, put_back)
 
     def unrepeatable(self, reason: str) -> None:
-        """Say that to repeat the current step would repeat more than a step: an epoch's end, a file that was written.
+        """Declare that repeating the current step would repeat more than a step: an epoch's end, a write to a file.
 
-        A resume at this step is then not proved by repeating it; its check says *none*, and `reason`.
+        A resume at this step does not repeat it; its check says *none*, and `reason`.
         """
         self._rank_state.unrepeatable = self._rank_state.unrepeatable or reason
 
@@ -158,21 +161,21 @@ class Session:
         """Make an object with ``state_dict`` and ``load_state_dict`` part of what is committed and restored.
 
         Args:
-            name: by which it is restored.
-            obj: such an object, or any with `attributes`.
+            name: key of its state, not provided before.
+            obj: an object with these methods, or any object with `attributes`.
             attributes: names of plain attributes of the object that are carried in place of its state.
-            parts: as of :meth:`provide`.
+            parts: as for :meth:`provide`.
 
         Raises:
             UsageError: the name is taken, or the object has no such methods.
-            ConfigurationError, UnsupportedStateError: an attribute is not there, or cannot be stored.
+            ConfigurationError, UnsupportedStateError: an attribute does not exist, or cannot be stored.
         """
         self._rank_state.register(name, AttributesOf(name, obj, attributes) if attributes else obj, parts)
 
     def announce_accumulation(self, accumulates: Callable[[], bool]) -> None:
-        """Have `accumulates()` asked in each backward whether a later one adds to its gradients before a step is taken.
+        """Call `accumulates()` in each backward: whether a later one adds to its gradients before the next step.
 
-        Then they are not copied, which is all that it changes: a wrong answer is made good when the step is taken.
+        If so, the gradients are not copied yet. A wrong answer costs time only: the step copies what is missing.
         """
         self._recorder.accumulates = accumulates
 
@@ -180,13 +183,13 @@ class Session:
 
     @property
     def held(self) -> HeldState | None:
-        """What the plan decided to restore; None where training starts over."""
+        """The state that is restored; None where training starts over."""
         return self._resumption.held
 
     def restore(self) -> RestoreReport | None:
-        """Put everything back: tensors, optimizer state, registered objects, and as the last thing the RNG states.
+        """Restore tensors, optimizer state, registered objects, and at last the RNG states.
 
-        Call it once, right before the training loop. Returns None when there was nothing to restore.
+        Call it once, right before the training loop. Returns None if there is nothing to restore.
         """
         report = self.restore_tensors()
         if report is not None and self.held is not None:
@@ -195,7 +198,7 @@ class Session:
         return report
 
     def restore_tensors(self) -> RestoreReport | None:
-        """Put parameters, buffers, optimizer state and groups back, in place; the first half of :meth:`restore`."""
+        """Restore parameters, buffers, optimizer state and groups, in place; the first half of :meth:`restore`."""
         chosen = self._resumption.chosen
         if chosen is None or chosen.restored:
             return None
@@ -205,21 +208,9 @@ class Session:
         return report
 
     def restore_rng(self) -> None:
-        """Put the RNG states of torch, numpy and python back; the last thing before training goes on."""
+        """Restore the RNG states of torch, numpy and python; the last call before training goes on."""
         if self._resumption.chosen is not None:
             self._restoration.restore_rng(self._resumption.chosen)
-
-    # During a step
-
-    def gradients_change(self, kind: str, operand: Any, params: list[torch.Tensor]) -> None:
-        """From :mod:`memckpt.capture.gradient_ops`: gradients are about to be changed in place."""
-        with self._clock.in_hook():
-            self._recorder.gradients_change(kind, operand, params)
-
-    def gradients_changed(self, params: list[torch.Tensor]) -> None:
-        """From :mod:`memckpt.capture.gradient_ops`: the change is made."""
-        with self._clock.in_hook():
-            self._recorder.note_versions(params)
 
     # Commit
 
@@ -229,7 +220,7 @@ class Session:
         Args:
             step: the framework's step number; None takes the record's number.
             gradients_pending: whether a backward has run whose gradients no step has used yet; None lets the taps
-                decide. Where a scaler skipped the step, or where what was not used is thrown away, pass False.
+                decide. Pass False where a scaler skipped the step, or where unused gradients are dropped.
 
         Returns:
             True if this was a restore point; False if the record goes on (gradients are being accumulated).
@@ -245,7 +236,7 @@ class Session:
             self._recorder.graphs.refuse_unseen(self._ranks.world_size, gradients_pending is not None)
             if not self._is_restore_point(gradients_pending):
                 return False
-            # First of all: what user code raises in it leaves everything as it was.
+            # First, as user code runs in it: an exception leaves everything unchanged.
             rank_state = self._rank_state.capture(self._tap.layout, self._recorder.pending.capture())
             self._recorder.backward_ran = False
             self._reductions_at_commit = self._tap.reductions
@@ -266,7 +257,7 @@ class Session:
             self._clock.commit += time.perf_counter() - started - inner
 
     def _end_repetition(self, point: RestorePoint) -> None:
-        """The step of the resumed record has been repeated: compare, and go on from what is held of it."""
+        """End the repeated step of the resumed record: compare, and go on from the held state."""
         writer, lost = self._proof.end_repetition(point)
         if writer is not None:
             self._restoration.adopt(writer)
@@ -281,7 +272,7 @@ class Session:
 
     def _is_restore_point(self, gradients_pending: bool | None) -> bool:
         if self._ranks.world_size > 1 and self._tap.reductions == self._reductions_at_commit:
-            # A batch without a reduction of all ranks belongs to the next record: nothing orders the ranks in it.
+            # A batch without a reduction of all ranks belongs to the next record: its commit would not order the ranks.
             return False
         if gradients_pending is None:
             return self._recorder.pending.at_restore_point()
@@ -289,45 +280,45 @@ class Session:
             self._recorder.pending.waive()
         return not gradients_pending
 
-    # What is shown
+    # Information
 
     @property
     def mode(self) -> RedoMode:
-        """How records are protected now."""
+        """Current redo mode."""
         return self._mode.mode
 
     @property
     def mode_reason(self) -> str:
-        """Why in that mode."""
+        """Why this mode, in words."""
         return self._mode.reason
 
     @property
     def check(self) -> ResumeCheck:
-        """How this attempt's resume has proved itself."""
+        """Verdict of this attempt's resume check."""
         return self._proof.check
 
     @property
     def tap_reason(self) -> str:
-        """Why gradients are taken as they are, in words."""
+        """Why this tap, in words."""
         return self._tap.reason
 
     @property
     def caveats(self) -> list[str]:
-        """What cannot be made exact or be checked, in words, one line each."""
+        """Limits of exactness and of checks in this run, one line each."""
         return self._training.caveats
 
     @property
     def stored_step(self) -> int | None:
-        """The newest step that this attempt's agent has brought to storage; None before the first."""
+        """Newest step that this attempt's agent has written to storage; None before the first."""
         return self._protection.stored_step
 
     @property
     def drift_ulp(self) -> float:
-        """The largest distance that the audit has found between replica and live state."""
+        """Largest difference between replica and live state that the audit has found, in ulp."""
         return self._protection.drift.largest_ulp
 
     def metrics(self) -> dict[str, float]:
-        """Milliseconds stalled since the last call, records not yet applied, drift in ulps, the newest record."""
+        """Milliseconds of stall since the last call, records not yet applied, drift in ulp, newest record, verdict."""
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         lag = 0.0
         if self._link.up and self._switch.request.mode == "eager":
@@ -342,26 +333,29 @@ class Session:
 
     @property
     def stall(self) -> StallClock:
-        """Seconds spent in the training thread since the session began, by cause."""
+        """Seconds that the training thread has spent in the session, by cause."""
         return self._clock
 
     @property
     def agent_pid(self) -> int | None:
-        """Process id of this node's agent, None while there is none."""
+        """Process id of this node's agent; None while there is none."""
         return self._link.agent_pid
 
     def describe(self) -> str:
-        """One line: what protects this run, how, and at what price in memory."""
+        """One line about the protection of this run: mode, tap, memory, agent, caveats."""
         tap, where = self._tap.name, f"on node {self._ranks.node}, agent pid {self.agent_pid}{self._peers.describe()}"
         return describe_protection(self._live.spec(self._switch.request), self.mode_reason, tap, where, self.caveats)
 
     # End
 
     def close(self, finished: bool = True) -> None:
-        """Leave. Without `finished` the agent holds on to what it has.
+        """End the session. Without `finished` the agent keeps the held state.
 
-        With it, training has ended as it should: the agent brings the final step to storage, if storage is configured,
-        and goes, too. This waits for that, up to the storage timeout.
+        With `finished` the agent writes the final step to storage, if storage is configured, and ends. This waits for
+        it, up to the storage timeout.
+
+        Args:
+            finished: whether training has finished, and will not be resumed.
         """
         if self._closed:
             return
@@ -377,12 +371,11 @@ class Session:
             self._resumption.forget_resharding()
 
     def _unhook(self) -> None:
-        """Take out of the user's objects what was put there, whether or not all of it was."""
+        """Remove all hooks from the user's objects, installed or not."""
         self._tap.remove()
         self._peers.stop_marking(self._recorder)
         self._step_hooks.remove()
         self._mode.end()
-        gradient_ops.unlisten(self)
         self._preemption.remove()
         self._reconnection.forget()
 

@@ -1,4 +1,4 @@
-"""Who holds the same as whom, and what this protection cannot be given to."""
+"""Ranks that hold the same shards, and refusals of trainings that cannot be protected."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from memckpt.state.tensors import is_dtensor
 def refuse_unordered(
     model: nn.Module, optimizers: Sequence[Optimizer], data_parallel: DistributedDataParallel | None
 ) -> None:
-    """Refuse by name what does not bring all ranks together in every record.
+    """Refuse trainings that do not synchronize all ranks in every record.
 
-    That one rank holds gradients of a record has to mean that every rank has committed the one before it: this is
-    how nodes that share nothing agree on what to restore.
+    Gradients of a record on one rank have to imply that every rank has committed the record before it. Nodes agree on
+    the record to restore by that.
 
     Raises:
         UnsupportedError: with the reason and the remedy.
@@ -48,7 +48,7 @@ def refuse_unordered(
 
 
 def refuse_uneven(data_parallel: DistributedDataParallel | None) -> None:
-    """Refuse uneven inputs, as a batch shows them.
+    """Refuse uneven inputs, which only a batch shows.
 
     Raises:
         UnsupportedError: the model is in a ``join`` context.
@@ -64,11 +64,14 @@ def refuse_uneven(data_parallel: DistributedDataParallel | None) -> None:
 def find_replicas(
     live: LiveState, ranks: Ranks, data_parallel: DistributedDataParallel | None, replicated: Sequence[str]
 ) -> None:
-    """Find out which ranks hold the same, from the placements of DTensors on their meshes.
+    """Group the ranks by the shards that they hold, from the placements of DTensors; collective.
 
     Args:
-        replicated: patterns of names: plain parameters that are the same on all ranks of a sharded job. Others are
-            taken for a rank's own.
+        live: the live state.
+        ranks: gets the groups.
+        data_parallel: the DDP wrapper; None without one.
+        replicated: patterns of names of plain parameters that are equal on all ranks of a sharded job. Other plain
+            parameters count as a rank's own.
 
     Raises:
         UnsupportedError: the ranks are neither replicas nor shards of one job.
@@ -113,7 +116,7 @@ def find_replicas(
 
 
 def find_own_buffers(live: LiveState, ranks: Ranks) -> set[str]:
-    """Names of large buffers in which ranks differ. Of what is static a node holds one copy only, so these are not."""
+    """Names of large buffers that differ between ranks, and so cannot be static, held once a node; collective."""
     if ranks.world_size == 1:
         return set()
     own = {name: replica_digest([tensor], []) for name, tensor in live.large_buffers().items()}

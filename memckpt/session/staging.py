@@ -1,4 +1,4 @@
-"""What a session writes to: the slots of the current generation, record by record."""
+"""Staging of records in the slots of the current generation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ _log = logging.getLogger("memckpt")
 
 @dataclass(frozen=True)
 class RestorePoint:
-    """What a commit is made of beside the staged tensors."""
+    """A record and its rank state, without the staged tensors.
+
+    Attributes:
+        record: number of the record.
+        step: the framework's step number.
+        packed: rank state; copies from a device may still be in flight.
+    """
 
     record: int
     step: int
@@ -39,15 +45,16 @@ class RestorePoint:
 
 
 class Staging:
-    """Owns the writer of the current generation, and the regions of the next one where they are prepared.
+    """Owns the writer of the current generation, and the prepared regions of the next one.
 
     Args:
-        training: whose state is written.
-        changes: told of each generation that is written to.
+        training: training whose state is staged.
+        changes: watches the tensors of the current generation.
 
     Attributes:
-        writer: writer of the current generation; None while there is nothing to write to.
-        prepared: regions of a generation that is yet to be written; None where there are none.
+        writer: writer of the current generation; None while there is none.
+        prepared: regions of the next generation; None while there are none.
+        not_redoable: why a self-test has failed, in words, so that a resume need not repeat it; empty if it has not.
     """
 
     def __init__(self, training: LocalTraining, changes: Changes) -> None:
@@ -60,14 +67,13 @@ class Staging:
         self._anchored: tuple[tuple[tuple[int, int, str], ...], bytes] = ((), b"")
         self._captured: bytes | None = None
         self._versions: list[int] = []
-        #: Why a self-test has found that steps cannot be redone: a resume need not find it again.
         self.not_redoable = ""
         self._stalled_before = self._clock.total
         self.writer: SlotWriter | None = None
         self.prepared: PreparedRegions | None = None
 
     def open(self, regions: PreparedRegions) -> SlotWriter:
-        """A writer on regions that the agent has handed over; it owns them from now on."""
+        """Make a writer, which owns the regions from now on."""
         message = regions.message
         return SlotWriter(
             message.spec,
@@ -82,13 +88,13 @@ class Staging:
         )
 
     def adopt(self, writer: SlotWriter) -> None:
-        """Write to this generation from now on; the one before is closed."""
+        """Make this the writer of the current generation, and close the former one."""
         self.drop()
         self.writer = writer
         self._changes.watch(writer)
 
     def drop(self) -> None:
-        """Close the generation: there is nothing to write to."""
+        """Close the writer of the current generation."""
         writer, self.writer = self.writer, None
         self._recorder.writer = None
         self._changes.forget()
@@ -96,7 +102,7 @@ class Staging:
             writer.close()
 
     def take_prepared(self, spec: StateSpec) -> PreparedRegions | None:
-        """The prepared regions, once, if they are of this layout; the caller closes them."""
+        """The prepared regions, once, if they have this layout; the caller closes them."""
         regions, self.prepared = self.prepared, None
         if regions is not None and regions.message.spec != spec:
             regions.close()
@@ -104,7 +110,7 @@ class Staging:
         return regions
 
     def close(self) -> None:
-        """Close the generation, and regions that were prepared for the next one."""
+        """Close the writer, and the prepared regions."""
         self.drop()
         regions, self.prepared = self.prepared, None
         if regions is not None:
@@ -112,17 +118,17 @@ class Staging:
 
     @property
     def ready(self) -> bool:
-        """Whether the record that is being collected can be committed as it stands."""
+        """Whether the current record can be committed as it is."""
         if self.writer is None or self._recorder.problem is not None:
             return False
         return self.writer.captures or self._recorder.writer is not None
 
     def begin_record(self, record: int) -> None:
-        """Open a record's slot and stage the anchors due in it: the state is read-only until the next step."""
+        """Open a record's slot and stage its anchors, before the next step changes the state."""
         writer = self.writer
         assert writer is not None
         if writer.captures:
-            # Gradients and steps are of no account: the state is copied when it stands.
+            # Gradients and steps are not recorded: the state is copied at the end of the record.
             self._recorder.begin(None, record)
             return
         started = time.perf_counter()
@@ -138,7 +144,7 @@ class Staging:
         self._clock.anchors += time.perf_counter() - started
 
     def stage_by_value(self, record: int) -> None:
-        """Copy buffers and the like, as they are at the end of the record; all of the state where that is due."""
+        """Copy by-value tensors at the end of the record, or the whole state where it is to be captured."""
         if self.writer is not None and self.writer.captures:
             self._capture(self.writer, record)
             return
@@ -152,10 +158,11 @@ class Staging:
             self._recorder.fail(str(error))
 
     def ranks_disagree(self, record: int) -> bool:
-        """Whether, at the end of `record`, it shows that ranks had different ones of what is held once for them.
+        """Whether the ranks that share slots had different values of a tensor that is held once for them.
 
-        All ranks that share slots find the same: it is asked of a record that all of them have committed, since this
-        rank is through a reduction that they entered afterwards (docs/design.md, "Held once").
+        Call it at the end of `record`. It looks at an earlier record that all these ranks have committed, since this
+        rank is through a reduction that they entered afterwards. So all of them find the same (docs/design.md, "Held
+        once").
         """
         writer = self.writer
         if writer is None:
@@ -174,9 +181,9 @@ class Staging:
         return bool(names)
 
     def outgrown(self, record: int, request: SpecRequest) -> bool:
-        """Whether the record is to be captured, and what there is to capture is no longer what the layout says.
+        """Whether a record that is to be captured no longer fits the layout.
 
-        Elsewhere a step shows that; here nobody looks at steps.
+        With redo the recorded steps show that; captured records have none.
         """
         writer = self.writer
         if writer is None or not writer.is_captured(record):
@@ -195,16 +202,16 @@ class Staging:
         self._copier.wait_before_changes()
 
     def owes(self, record: int) -> bool:
-        """Whether a record was committed and not captured, since it was not its turn."""
+        """Whether a record is committed without a capture, since only every N-th one is captured."""
         return self.writer is not None and self.writer.captures and not self.writer.is_captured(record)
 
     @property
     def moved(self) -> bool:
-        """Whether parameters have changed since the last record, as far as version counters tell."""
+        """Whether version counters show a change of parameters since the last record."""
         return self._versions != self._versions_now()
 
     def stands_at(self, record: int) -> bool:
-        """Whether the live state is still that after the last record, as far as counters and staged copies tell."""
+        """Whether the live state is that after `record`, according to version counters and staged copies."""
         writer = self.writer
         if writer is None or self._recorder.stepped or self._recorder.problem is not None:
             return False
@@ -215,7 +222,7 @@ class Staging:
         return [version(param) for param in self.writer.params] if self.writer is not None else []
 
     def _with_optimizers(self, point: RestorePoint, writer: SlotWriter) -> codec.Packed:
-        """A rank state with all that belongs to a captured state and is not in its slot."""
+        """The rank state, with the parts of a captured state that are not in its slot."""
         if not writer.captures:
             return point.packed
         captured = {"optimizers": self._live.capture_optimizers(writer.spec), "not_redoable": self.not_redoable}
@@ -236,10 +243,10 @@ class Staging:
         return finish
 
     def seal(self, point: RestorePoint) -> Callable[[], Commit]:
-        """Close the record. The function that is returned waits for its copies, sets the stamp and makes the commit."""
+        """Close the record. Returns a function that waits for its copies, sets the stamp and makes the commit."""
         writer = self.writer
         assert writer is not None
-        self._copier.wait_before_changes()  # the next forward may change what is copied by value
+        self._copier.wait_before_changes()  # the next forward may change by-value tensors
         stalled, self._stalled_before = self._clock.total - self._stalled_before, self._clock.total
         if writer.captures:
             return self._seal_captured(writer, point, stalled * 1e3)
@@ -258,7 +265,11 @@ class Staging:
         return finish
 
     def write_generation(self, regions: PreparedRegions, point: RestorePoint) -> tuple[SlotWriter, GenerationCommit]:
-        """Write this rank's part of the whole state by value into regions of a new generation."""
+        """Write this rank's part of the whole state into the regions of a new generation.
+
+        Returns:
+            The writer, which owns the regions and which the caller closes, and the commit to be sent.
+        """
         writer = self.open(regions)
         try:
             with torch.no_grad():
@@ -275,7 +286,7 @@ class Staging:
         return writer, commit
 
     def take_snapshot(self, order: SnapshotOrder, point: RestorePoint) -> SnapshotTaken:
-        """Copy this rank's part of the state after a record for a checkpoint, if that is the record of the order."""
+        """Copy this rank's part of the state for a checkpoint; `missed` in the reply: the record was another one."""
         record = point.record
         started = time.perf_counter()
         writer = self.writer
@@ -287,7 +298,7 @@ class Staging:
                     missing, plain = writer.take_snapshot(order.region)
                 self._copier.token()()
             except LayoutChangedError:
-                pass  # the reply is `missed`, and the agent asks again; the records find the change themselves
+                pass  # replied as `missed`: the agent asks again, and the next record shows the change
             else:
                 parts = (missing, plain) if writer.leads else ((), b"")
                 beside = self._with_optimizers(point, writer).encode() if writer.captures else b""

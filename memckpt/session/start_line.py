@@ -1,7 +1,6 @@
-"""The line that every start of a training gets: where it resumes, or why it begins at step 0.
+"""The start line: the step at which training resumes, or the reason why it starts over.
 
-It is seen with Python's default logging, too: whoever has to learn from the loss curve that a resume did not happen has
-lost more than a line on the screen.
+It is shown with Python's default logging, too: a resume that did not happen must not be noticed in the loss curve only.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import logging
 from memckpt.session.report import HeldState
 from memckpt.user_messages import show_by_default
 
-#: Below the engine's logger, so that whoever has set that one up has set up this one.
+#: A child of the engine's logger: a handler or level of that one applies here as well.
 _log = logging.getLogger("memckpt.start")
 
 
 def tell_start(held: HeldState | None, reason: str, drops_held: bool, repeated: int | None = None) -> None:
-    """Say it, in the job's first rank.
+    """Log the start line. Called on rank 0.
 
     Args:
-        held: what is resumed; None: nothing.
-        reason: why that, in words; empty where it is as it should be.
-        drops_held: whether something was held that is dropped now.
-        repeated: the step that is taken once more, from the state before it which is `held`; None: none is.
+        held: the state that is resumed; None if training starts over.
+        reason: why this state, or none, in words; empty if it is the newest one in memory.
+        drops_held: whether a held state is dropped.
+        repeated: step that is repeated from `held`, which is the state before it; None if no step is.
     """
     show_by_default(_log)
     if held is None:

@@ -1,4 +1,4 @@
-"""The storage tier as a resume sees it: what is there, and the newest checkpoint that is whole."""
+"""The storage tier as a resume sees it: the states in a store, and the newest one whose files are good."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ RESHARDING = "resharding/ in the run directory"
 
 
 class StorageTier:
-    """Listed by rank 0, which tells the others; each rank checks a share of the files, then reads what it needs.
+    """A store, listed by rank 0 for all. Each rank verifies a share of the files, then reads its own state.
 
     Args:
-        config: None: there is no store.
-        run_dir: the run's.
-        ranks: of the job.
-        step: one that is asked for, or None.
-        owned: whether the store belongs to a run, and not to one attempt alone.
+        config: settings of the store; None without one.
+        run_dir: run directory.
+        ranks: ranks of the job.
+        step: step that the user asked for; None for the newest.
+        owned: whether the store belongs to a run. False: it is the survivors' checkpoint in the run directory.
 
     Attributes:
-        name: of the store, in words.
-        run: id of the run that the store belongs to, which is this one; empty: it belongs to none.
-        catalog: what the store holds; empty without a store.
-        points: the states that it can produce, newest first.
-        problem: why it could not be listed; empty if it could.
-        claimed: whether the store says that it is this run's; one that does not say so later is not it.
-        absent: in words, where the run has stored before and its store is not there; empty: it is.
+        name: name of the store, in words.
+        run: id of this run, which the store belongs to; empty if it belongs to none.
+        catalog: contents of the store; empty without a store.
+        points: states that it can produce, newest first.
+        problem: why it could not be listed, in words; empty if it could.
+        claimed: whether the store says that it is this run's. If it does not say so later, another one is mounted.
+        absent: why the run's store is not there, in words; empty if it is.
 
     Raises:
-        ForeignStateError: it belongs to another run.
+        ForeignStateError: the store belongs to another run.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class StorageTier:
 
     @property
     def unread(self) -> str:
-        """Why something in storage could not be read, in words; empty if all could."""
+        """Why the store, or a file in it, could not be read, in words; empty if all could."""
         return self.problem or next(iter(self.catalog.unreadable.values()), "")
 
     def look_again(self) -> None:
-        """Wait until all can be read that there is, as long as there is patience for that."""
+        """List the store again, with retries until everything can be read or the patience is over."""
         self._look(patient=True)
 
     def _look(self, patient: bool = False) -> None:
@@ -94,14 +94,14 @@ class StorageTier:
             self._keep(self._owning)
 
     def say_unread(self) -> None:
-        """Name what could not be read, where the start does without it."""
+        """Log files that could not be read, where the start does without them."""
         if self.problem:
             _log.warning("memckpt: %s cannot be read and is left out: %s", self.name, self.problem)
         for problem in self.catalog.unreadable.values():
             _log.warning("memckpt: passed over: %s", problem)
 
     def go_on_without(self) -> None:
-        """Memory serves, and the store is away: it is used when it is back. In another place a new one is begun."""
+        """Go on from memory while the store is absent, until it is back; in another place a new one begins."""
         if self._owning is None or not self.absent:
             return
         if self._owning.claimed_before == self._owning.here:
@@ -111,7 +111,7 @@ class StorageTier:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """What the run has stored before is not wanted, or elsewhere: a store is begun where there is none."""
+        """Begin a new store where the run's former one is absent, and not wanted or elsewhere."""
         owning = self._owning
         if owning is None or not self.absent:
             return
@@ -122,7 +122,7 @@ class StorageTier:
         self._keep(owning)
 
     def _look_alone(self, patient: bool) -> tuple[Catalog, str, str, bool, str]:
-        """What rank 0 finds: all that there is, why it could not be listed, the id of the run; `claimed`, `absent`."""
+        """List the store on rank 0: catalog, problem, id of the run, `claimed`, `absent`."""
         if self._ranks.rank != 0:
             return self.catalog, "", "", False, ""
         assert self._store is not None
@@ -144,7 +144,7 @@ class StorageTier:
         return catalog, "", run, claimed, owning.absent
 
     def _keep(self, owning: StoreOwnership) -> None:
-        """Note in the run directories of all nodes which run this is, and where its store is."""
+        """Note the id of the run and the place of its store in the run directories of all nodes."""
         own = owning.kept[self._ranks.rank]
         run, kept = self.run if owning.is_news(self.run) else own.run, own.run
         if self._ranks.rank != self._ranks.local_ranks[0] or not run:
@@ -165,23 +165,23 @@ class StorageTier:
             )
 
     def open_newest(self, candidates: Sequence[StoredPoint], spec: StateSpec, by_hand: bool = False) -> StoredState:
-        """The first of the candidates whose files are all good.
+        """Open the first of the candidates whose files are all good; collective.
 
-        What is damaged is passed over. What cannot be read may be good: it is tried again, and then it is an error, for
-        a person to choose.
+        Damaged candidates are skipped. A candidate that cannot be read may be good: it is tried again, then it is an
+        error, and the user chooses.
 
-        Where training does not go on exactly, ranks that the user has seeded alike for this attempt get what was
-        private to one and the same rank: those that share the work of a layer (tensor parallelism) must not differ.
+        Where training does not go on exactly, ranks that the user has seeded alike get the rank state of one and the
+        same rank: ranks that share the work of a layer (tensor parallelism) must draw alike.
 
         Args:
-            candidates: newest first.
-            spec: of what the ranks hold.
-            by_hand: whether a person has asked for this very step.
+            candidates: states in the store, newest first.
+            spec: layout of the live state.
+            by_hand: whether the user has asked for this very step.
 
         Raises:
-            StorageError: the newest that may be good cannot be read.
-            DamagedStateError: none is; the message says what is wrong with each.
-            ForeignStateError: it belongs to another model or optimizer.
+            StorageError: the newest candidate that may be good cannot be read.
+            DamagedStateError: no candidate is good; the message names what is wrong with each.
+            ForeignStateError: the state belongs to another model or optimizer.
         """
         chosen, problems, unread = self._first_good(candidates)
         for problem in problems:
@@ -204,7 +204,7 @@ class StorageTier:
                 f"no checkpoint in {self.name} is whole: {'; '.join(problems)}. Restore the files, or use "
                 "resume='never' to start over"
             )
-        if not newer:  # what is resumed from is not passed over any more, nor is what has proved to be bad
+        if not newer:  # neither the chosen candidate nor damaged ones have to be kept any more
             self._note(drop=[one.checkpoint.key for one in candidates[: chosen + 1]])
         opened = self.open(candidates[chosen], spec, self._ranks.rank)
         if all(self._ranks.gather(opened.exact)):
@@ -222,7 +222,7 @@ class StorageTier:
         )
 
     def _note(self, add: Collection[Key] = (), drop: Collection[Key] = ()) -> None:
-        """Have retention keep what could not be read, or not any more; rank 0 writes it down."""
+        """Add checkpoints to those that retention keeps as they could not be read, or drop them; written by rank 0."""
 
         def note() -> None:
             if self._ranks.rank != 0 or PASSED in self.catalog.unreadable or PASSED in self.catalog.damaged:
@@ -236,7 +236,7 @@ class StorageTier:
         self._ranks.together(note)
 
     def before(self, point: StoredPoint) -> tuple[StoredPoint | None, str]:
-        """The state from which the step of a point was taken, if its files are all good; or why there is none."""
+        """The state before a point, if its files are all good; otherwise None, and the reason in words."""
         before = point_before(self.points, point)
         if before is None:
             return None, f"{self.name} does not have the state from which step {point.step} was taken"
@@ -245,8 +245,8 @@ class StorageTier:
         return (before, "") if chosen == 0 and not unread else (None, unread or problems[0])
 
     def open(self, point: StoredPoint, spec: StateSpec, rank: int) -> StoredState:
-        """A state as a rank sees it, with what was private to that one; all ranks call this together."""
-        opened: list[StoredState] = []  # it stays with its rank: what is gathered travels
+        """Open a state with the rank state of `rank`; collective."""
+        opened: list[StoredState] = []  # kept local: gathered values are sent to all ranks
         self._ranks.together(lambda: opened.append(self._open(point, spec, rank)))
         return opened[0]
 
@@ -262,14 +262,14 @@ class StorageTier:
         return opened
 
     def _first_good(self, candidates: Sequence[StoredPoint], good: Collection[str] = ()) -> tuple[int, list[str], str]:
-        """The first candidate that is not damaged, and what is wrong with those before it; the same on every rank.
+        """Find the first candidate that is not damaged; collective.
 
         Args:
-            candidates: newest first.
-            good: paths of files that have been looked at.
+            candidates: states in the store, newest first.
+            good: paths of files that have been verified.
 
         Returns:
-            The index of that candidate, or -1 if there is none; what is wrong with the others, in words; and why that
+            Index of the candidate, or -1 if there is none; problems of the candidates before it, in words; and why the
             candidate could not be read, empty if it is good.
         """
         ranks = self._ranks
@@ -284,13 +284,13 @@ class StorageTier:
             wrong = next((damaged for damaged, _ in found if damaged), "")
             if not wrong:
                 return index, list(problems), next((unread for _, unread in found if unread), "")
-            # Many states need the same file: it is named once, with the newest of them.
+            # A file that several states need is named once, with the newest of them.
             if wrong not in "".join(problems):
                 problems[f"step {candidate.step}: {wrong}"] = None
         return -1, list(problems), ""
 
     def _first_wrong(self, candidate: StoredPoint, share: set[str], seen: dict[str, str | None]) -> tuple[str, str]:
-        """What is damaged of the candidate's files, as far as they are this rank's to check, or else not readable."""
+        """Verify this rank's share of a candidate's files. Returns the first damage and read error, in words."""
         for file in candidate.files:
             if file.path in share:
                 if file.path not in seen:
@@ -303,7 +303,7 @@ class StorageTier:
         return "", ""
 
     def _matches(self, file: StoredFile) -> str | None:
-        """What is wrong with a file; one that cannot be read is tried again. Raises StorageError."""
+        """Damage of a file, in words; None if it is good. A read error is retried, then raised as StorageError."""
         assert self._store is not None
         while True:
             try:
@@ -314,7 +314,7 @@ class StorageTier:
 
 
 def _may_be_newer(path: str, point: StoredPoint) -> bool:
-    """Whether what a commit file names could lead to a newer state than a point."""
+    """Whether the commit file at `path` may lead to a newer state than `point`."""
     place = place_of(path)
     key = place.key if place is not None else directory_key(path)
     return key is not None and key > point.key

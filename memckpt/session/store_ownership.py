@@ -26,19 +26,22 @@ _log = logging.getLogger("memckpt")
 
 
 class StoreOwnership:
-    """Who a store belongs to, seen by rank 0 of a job that is about to use it.
+    """The run that a store belongs to. Methods are called on rank 0.
 
     Args:
-        store: to be used.
-        run_dir: of the job.
-        given: the configured id of the run, or None.
-        kept: what the nodes' run directories keep, by rank.
-        originals: of which other ones they are copies, by rank; empty: of none.
+        store: store that is about to be used.
+        run_dir: run directory.
+        given: configured id of the run; None without one.
+        kept: notes in the nodes' run directories, by rank.
+        originals: for each rank, the directory that its run directory is a copy of; empty if it is none.
 
     Attributes:
-        claimed_before: the store that the run has claimed before; empty: none, as far as is known.
-        here: what a run directory says that has claimed this store.
-        absent: as for the tier.
+        run_dir: run directory.
+        kept: notes in the nodes' run directories, by rank.
+        url: URL of the store; empty if it lies inside the run directory.
+        here: note of a run directory that has claimed this store.
+        claimed_before: note of the store that the run has claimed before; empty if none is known.
+        absent: why the run's store is not there, in words; empty if it is.
     """
 
     def __init__(
@@ -53,15 +56,17 @@ class StoreOwnership:
         self.absent = ""
         #: The id of a run that has none yet.
         self._new = new_run(run_dir)
-        #: URL of the store, if it lies outside the run directory.
         self.url = url_outside(store, run_dir)
         self.here = self.url or INSIDE
 
     def id_for(self, owner: str) -> str:
-        """The id of this run, which is made if there is none yet.
+        """The id of this run; a new one if it has none yet.
+
+        Args:
+            owner: run that the store belongs to; empty if to none.
 
         Raises:
-            ForeignStateError: `owner`, to whom the store belongs, is another one.
+            ForeignStateError: the store belongs to another run.
         """
         run = choose_run(owner, self._given, [one.run for one in self.kept], not self.url)
         if run is None and owner == self._new:  # claimed when storage was looked into before
@@ -70,16 +75,22 @@ class StoreOwnership:
         return run or self._new
 
     def is_news(self, run: str) -> bool:
-        """Whether some node's run directory has to learn which run this is."""
+        """Whether some node's run directory does not know this id of the run."""
         return any(one.run != run and (self._given is not None or not one.run) for one in self.kept)
 
     def take(self, catalog: Catalog) -> tuple[str, bool]:
-        """The id of this run, for which the store is claimed if nobody has claimed it, and whether it is.
+        """Claim the store for this run, if no run has.
 
-        Nothing is claimed where the run has stored before and nothing is left of that: see `absent`.
+        Sets `absent`, and claims nothing, where the run has stored before and the store is empty.
+
+        Args:
+            catalog: contents of the store.
+
+        Returns:
+            The id of the run, and whether the store is claimed.
 
         Raises:
-            ForeignStateError: it belongs to another run, or to the one whose directory this one is a copy of.
+            ForeignStateError: the store belongs to another run, or to the original of a copied run directory.
         """
         run = self.id_for(catalog.owner)
         if catalog.owner == run and self._given is None and self.url:
@@ -112,7 +123,7 @@ class StoreOwnership:
         return run, catalog.claimed or self.claim(run, replace=CLAIM in catalog.damaged)
 
     def claim(self, run: str, replace: bool) -> bool:
-        """Claim the store; False: that could not be done. Raises ForeignStateError if another run was faster."""
+        """Claim the store; False if it cannot be written. Raises ForeignStateError if another run was faster."""
         try:
             claimed = claim(self._store, run, replace)
         except StorageError as error:  # training goes on without storage; the ids on commit files still tell

@@ -1,8 +1,8 @@
-"""The gradients that a dead attempt has left of the step after the resumed one, and the first backward beside them.
+"""Comparison of the first gradients of a resume with those that the dead attempt had left of the same step.
 
-A gradient near the loss speaks for most of a forward: for parameters, data and generators. Nothing is repeated for it,
-and nothing is waited for: what had landed in the slot is set aside before the slot is opened anew, compared as backward
-makes the same gradients again, and dropped at the commit.
+A gradient near the loss depends on most of a forward: on parameters, data and generators. No step is repeated, and
+training does not wait: the gradients in the slot are copied before the slot is reused, compared as backward computes
+them again, and dropped at the commit.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from memckpt.state.bits import Distance, same_bits
 from memckpt.state.tensors import local, version
 
 _log = logging.getLogger("memckpt")
-#: How much of a rank's memory gradients may take until they are compared.
+#: Limit on the gradients that a rank sets aside, in bytes.
 WITNESS_BYTES = 64 << 20
 _ADDED = "what had landed was added to gradients that were used and not zeroed"
-#: Differences that are kept to be named, at most.
+#: Maximum number of differences that are kept.
 _NAMED = 8
 
 
 @dataclass
 class _Kept:
-    """A gradient that was set aside: all of it, or its first elements.
+    """A gradient that was set aside, or its first elements.
 
     Attributes:
-        landing: how it came to lie in the slot.
-        held: its elements as one row.
+        name: name of the parameter.
+        landing: order and firing in which it was staged.
+        held: its elements, flattened.
         param: the live parameter.
-        fired: how often backward has made a gradient for it since.
-        found: the gradient that was made anew, while it is still being copied.
-        difference: how the two differ, once they were compared.
-        compared: whether they were, or their copy has begun.
-        left: the gradient that the parameter had when it was restored, and its version counter; None if none.
-        added: whether backward has added to that, and nobody had zeroed it before.
+        fired: number of gradients that backward has computed for the parameter since.
+        found: the new gradient, while it is being copied.
+        difference: difference between the two, once they are compared.
+        compared: whether they are compared, or the copy has begun.
+        left: gradient of the parameter when it was restored, and its version counter; None if there was none.
+        added: whether backward has added to `left` without a zeroing in between.
     """
 
     name: str
@@ -57,13 +58,14 @@ class _Kept:
 
 @dataclass
 class Testimony:
-    """One rank's result. Small, and travels between ranks.
+    """Result of one rank; sent between ranks.
 
     Attributes:
-        gradients, nbytes: how much was compared.
-        differences: the first few, in backward's order, each with its place in it.
-        differing: how many there are.
-        problem: why nothing was compared, or not all, in words; empty if all was.
+        gradients: number of compared gradients.
+        nbytes: their size in bytes.
+        differing: number of gradients that differ.
+        differences: first few differences with their positions in backward's order.
+        problem: why gradients were not compared, in words; empty if all were.
     """
 
     gradients: int = 0
@@ -74,38 +76,39 @@ class Testimony:
 
 
 class Witness:
-    """What one rank has set aside of a record. Taps call :meth:`gradient`, which never raises.
+    """Gradients of a record that one rank has set aside. Taps call :meth:`gradient`, which never raises.
 
     Args:
-        copier: brings gradients to the host where that takes time.
+        copier: copies new gradients to the host.
     """
 
     def __init__(self, copier: Copier) -> None:
         self._copier = copier
-        self._kept: dict[int, _Kept] = {}  # by identity of the parameter, which is kept with it
+        self._kept: dict[int, _Kept] = {}  # by id() of the parameter, which `_Kept` keeps alive
         self._problem = ""
         self._reduces = False
         self._left_looked_at = False
 
     def set_aside(self, writer: SlotWriter, record: int, tap: str, limit: int | None = None) -> None:
-        """Copy what has landed of `record`, those gradients first that landed first. Never raises.
+        """Copy the gradients staged for `record`, in the order of their staging. Never raises.
 
         Args:
-            writer: on the dead attempt's slots; that of `record` has not been opened since.
-            tap: takes this attempt's gradients.
-            limit: bytes; None takes :data:`WITNESS_BYTES`.
+            writer: writer on the dead attempt's slots, before the slot of `record` is reused.
+            record: number of the record.
+            tap: name of this attempt's tap.
+            limit: maximum size in bytes; None takes :data:`WITNESS_BYTES`.
         """
         try:
             self._problem = self._set_aside(writer, record, tap, WITNESS_BYTES if limit is None else limit)
-        except Exception as error:  # a resume never fails for want of a witness: it becomes the verdict's reason
+        except Exception as error:  # a resume never fails for that: it becomes the reason of the verdict
             _log.exception("memckpt: setting gradients aside failed")
             self.decline(f"setting gradients aside failed: {type(error).__name__}: {error}")
 
     def note_left(self, reduces: bool) -> None:
-        """Gradients of the resumed record have been put back, as zeros in the place of what they were.
+        """Note the restored gradients, which are zeros whatever the dead attempt had there.
 
         Args:
-            reduces: whether gradients come in buckets, so that others than the first may have been accumulated by then.
+            reduces: whether gradients come in buckets, so that several are accumulated before the first is seen.
         """
         self._reduces = reduces
         for kept in self._kept.values():
@@ -113,7 +116,7 @@ class Witness:
             kept.left = None if gradient is None else (gradient, version(gradient))
 
     def _mark_added_to(self, fired: torch.Tensor) -> None:
-        """Mark the gradients that are added to what was restored: zeros, whatever the dead attempt had there."""
+        """Mark gradients that are accumulated into restored zeros, whatever the dead attempt had there."""
         for kept in self._kept.values():
             gradient = kept.param.grad
             if kept.left is not None and gradient is kept.left[0]:
@@ -121,7 +124,7 @@ class Witness:
                 kept.added = version(gradient) <= kept.left[1] + moves
 
     def decline(self, reason: str) -> None:
-        """There is nothing to compare with."""
+        """Drop all gradients: there is nothing to compare with, for this reason."""
         self._kept.clear()
         self._problem = reason
 
@@ -145,13 +148,13 @@ class Witness:
 
     @property
     def waits(self) -> bool:
-        """Whether there are gradients to be compared with those to come."""
+        """Whether gradients are still to be compared."""
         return bool(self._kept)
 
     # While backward runs
 
     def gradient(self, param: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Backward has made a gradient: compare it, if it is the one that had landed."""
+        """Compare a gradient that backward has computed, if it is the one that was staged."""
         if not self._left_looked_at:
             self._left_looked_at = True
             self._mark_added_to(param)
@@ -164,7 +167,7 @@ class Witness:
         kept.compared = True
         try:
             self._take(kept, gradient)
-        except Exception as error:  # a hook must never end the user's training: it becomes the verdict's reason
+        except Exception as error:  # a hook must not end the user's training: it becomes the reason of the verdict
             self._give_up(kept, error)
 
     def _give_up(self, kept: _Kept, error: Exception) -> None:
@@ -187,13 +190,13 @@ class Witness:
     # At the commit
 
     def testify(self) -> Testimony:
-        """What was found; call it when the record ends. Waits for copies that have begun. Never raises."""
+        """The result, at the end of the record. Waits for copies that have begun. Never raises."""
         self._copier.token()()
         for kept in list(self._kept.values()):
             try:
                 if kept.found is not None:
                     _compare(kept, kept.found)
-            except Exception as error:  # the user's training must go on: it becomes the verdict's reason
+            except Exception as error:  # the user's training goes on: it becomes the reason of the verdict
                 self._give_up(kept, error)
         kept_ones, self._kept = self._kept, {}
         testimony = Testimony(problem=self._problem)
@@ -215,10 +218,10 @@ class Witness:
 
 
 def _is_used(param: torch.Tensor) -> bool:
-    """Whether gradients keep their values behind the step that used them: this loop zeroes them before a backward.
+    """Whether the gradient keeps its value after the step: the loop zeroes gradients before a backward.
 
-    Then the dead attempt had added to values that a resume does not have. They are thrown away before an optimizer uses
-    them, or the pending gradients would say so. A loop that zeroes before its commit had zeros there, as a resume has.
+    Then the dead attempt had accumulated into values that a resume does not have. They are zeroed before an optimizer
+    uses them; otherwise they would be pending. A loop that zeroes before its commit had zeros there, as a resume has.
     """
     gradient = param.grad
     return gradient is not None and bool(local(gradient).any())
