@@ -14,7 +14,7 @@ Events, each a method of :class:`GenerationSwitch`, and the state that follows:
 - ``resume``, a held state is back: OPEN; DUE with other settings than before, and with peers.
 - ``end_self_test``, redo has been tested: DUE at this record, in the mode that the test allows.
 - ``end_record``, a record ends: OPEN stays OPEN as long as records can be staged, and becomes DUE where one cannot. DUE
-  becomes OPEN with the record `after`, behind which the whole state is written.
+  becomes OPEN with the record `after`, behind which the whole state is written; EMPTY if the agent gives no slots.
 - ``obey``, the agent orders a generation of all local ranks: DUE.
 - ``lose_replica``, the agent's redo has failed: no change. The record has a problem, and the next generation is lazy.
 - ``rejoin``, another agent is there: DUE. Ranks that share slots are EMPTY until this agent orders a generation.

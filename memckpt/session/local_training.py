@@ -22,7 +22,6 @@ class LocalTraining:
         ranks: ranks of the job, and this one's place among them.
         live: parameters, optimizer state and buffers that are trained.
         device: device of the live tensors.
-        clock: seconds that the training thread has spent in the session, by cause.
         copier: copies from that device to host memory.
         recorder: collects the current record.
         caveats: limits of exactness and of checks, one line each.
@@ -32,7 +31,11 @@ class LocalTraining:
     ranks: Ranks
     live: LiveState
     device: torch.device
-    clock: StallClock
     copier: Copier
     recorder: Recorder
     caveats: list[str] = field(default_factory=list)
+
+    @property
+    def clock(self) -> StallClock:
+        """Seconds that the training thread has spent in the session, by cause."""
+        return self.recorder.clock

@@ -72,7 +72,7 @@ class Session:
         device, self._clock = device_of(live.tensors()), StallClock()
         self._copier = copier_for(device)
         self._recorder = Recorder(live, self._copier, self._clock)
-        training = LocalTraining(config, ranks, live, device, self._clock, self._copier, self._recorder)
+        training = LocalTraining(config, ranks, live, device, self._copier, self._recorder)
         self._training = training
         changes = Changes(self._recorder)
         self._staging = staging = Staging(training, changes)
