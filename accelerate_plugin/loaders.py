@@ -144,7 +144,7 @@ class Follower:
     # Resume
 
     def hold(self, state: dict[str, Any]) -> None:
-        """Continue behind `state` with the next iteration if it was captured in one, else begin the iteration due then.
+        """Continue after `state` with the next iteration if it was captured in one, else begin the iteration due then.
 
         Leaves the global generators as they are.
 
@@ -169,7 +169,7 @@ class Follower:
         return self._iterate()
 
     def _leave_held(self, held: dict[str, Any]) -> None:
-        """Give up the iteration that would have continued behind `held`: another one begins, and it was never advanced.
+        """Give up the iteration that would have continued after `held`: another one begins, and it was never advanced.
 
         The killed process had left it, too: `zip` ends with its shortest iterator, and asks no other.
         """

@@ -100,8 +100,7 @@ class MemCheckpointPlugin:
     # Before the loop
 
     def prepare(self, *objects: Any, device_placement: list[bool] | None = None) -> Any:
-        """Call `accelerator.prepare`, and connect to the agent. Call once, with everything that is trained and
-        iterated.
+        """Call `accelerator.prepare`, and connect to the agent. Call once, with all trained and iterated objects.
 
         Args:
             objects: model, optimizer, loaders, schedulers, in any order; returned in the same order. A model that you

@@ -112,7 +112,7 @@ class CudaCopier:
         #: Streams that produced the tensors in the bucket: fully_shard reduces gradients on a stream of its own.
         self._sources: set[Any] = set()
         self._registered: dict[int, int] = {}
-        #: Events recorded behind each launch whose copies are not known to be done, oldest first.
+        #: Events recorded after each launch whose copies are not known to be done, oldest first.
         self._launched: deque[Any] = deque()
         self._done = 0
         #: Hooks of one backward may run in several threads.

@@ -79,8 +79,10 @@ class SpecRequest:
 
 @dataclass
 class Growth:
-    """Room that earlier records have shown to be needed; it never shrinks: sub-steps by optimizer, bytes of sparse
-    gradients, tensors that change, tensors that differ between ranks. And the latest dtypes of gradients."""
+    """Room that earlier records have shown to be needed, which never shrinks; and the latest dtypes of gradients.
+
+    Room: sub-steps by optimizer, bytes of sparse gradients, tensors that change, tensors that differ between ranks.
+    """
 
     sub_steps: dict[int, int] = field(default_factory=dict)
     sparse_bytes: dict[str, int] = field(default_factory=dict)

@@ -34,8 +34,10 @@ class Op(Protocol):
 
 
 class StagingCheck:
-    """Compares staged with used gradients. Host tensors only: reading an accelerator would stall it, and there version
-    counters find unknown changes."""
+    """Compares staged with used gradients, in host memory only.
+
+    Reading an accelerator would stall it; there version counters find unknown changes.
+    """
 
     def __init__(self) -> None:
         self._checked = 0

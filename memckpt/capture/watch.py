@@ -22,8 +22,7 @@ FULL_CHECKS = 2
 
 
 class _Sample:
-    """Former values of host tensors, to detect changes that escape the counters. Accelerators would have to be waited
-    for.
+    """Former values of host tensors, to detect changes that escape the counters. Reading an accelerator would block.
 
     Args:
         tensors: the tensors to compare; always the same ones.

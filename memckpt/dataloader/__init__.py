@@ -1,7 +1,7 @@
 """Exact resume of the data position of a PyTorch DataLoader after its process was killed.
 
 `graft` adopts a loader in place, and its `position` is read after every step. In a new process `resume` makes the next
-iteration continue behind that position: same indices in the same order, same random augmentation in the same workers,
+iteration continue after that position: same indices in the same order, same random augmentation in the same workers,
 and no skipped sample is loaded.
 
     graft.py        public functions

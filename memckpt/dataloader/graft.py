@@ -98,7 +98,7 @@ def position(
 
 
 def resume(loader: DataLoader[Any], position: dict[str, Any], *, on_live: Callable[[], None] | None = None) -> None:
-    """Make the next iter() of a grafted loader continue behind `position`.
+    """Make the next iter() of a grafted loader continue after `position`.
 
     Call it before that iter(), in a process that built the loader in the same way. Skipped samples are not loaded;
     global generators stay as they are. The loader's own generators are set here. An existing iterator is dropped. Until
@@ -160,7 +160,7 @@ def comparable(position: dict[str, Any], *, between_passes: bool = False) -> dic
 
 
 def derived(position: dict[str, Any], batches: int) -> dict[str, Any]:
-    """A position `batches` behind the start of the same pass, for a loader that partitions its data differently.
+    """A position `batches` after the start of the same pass, for a loader that partitions its data differently.
 
     For a run that continues with another number of ranks. Index checksums cannot be compared there, and are left out.
     """

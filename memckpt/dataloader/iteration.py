@@ -39,7 +39,7 @@ class LoaderRecord:
         self.rereading = False
         self._noting = False
         self.resuming: dict[str, Any] | None = None
-        """A position to continue behind, for every iter() until a batch has been handed out."""
+        """A position to continue after, for every iter() until a batch has been handed out."""
         self.live_at: dict[str, Any] | None = None
         """The same, until the resumed pass goes beyond the batches that the killed process had fetched."""
         self.on_live: Callable[[], None] | None = None

@@ -127,7 +127,7 @@ class _TapIterator(Iterator[Any]):
     def _replay(self, recorded: dict[str, Any]) -> None:
         """Repeat the draws of the killed process under the generators it had then, loading nothing.
 
-        This includes batches dispatched but not handed out: behind them the live generators are right.
+        This includes batches dispatched but not handed out: after them the live generators are right.
         """
         at_iter, at_first_draw = recorded["sampler_start"]
         batches, dispatched = recorded["batches"], recorded["dispatched"]
@@ -187,7 +187,7 @@ class _StatefulTapIterator(_TapIterator):
     """For iterators with a state, which the user's own checkpoints of the loader contain."""
 
     def state_dict(self) -> Any:
-        """The state behind the batch given last, although a replay has drawn further."""
+        """The state after the batch given last, although a replay has drawn further."""
         return self._indices_state() if self._state is None else self._state
 
     def load_state_dict(self, state: Any) -> None:

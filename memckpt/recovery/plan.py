@@ -302,8 +302,9 @@ class _PeersMemory:
         return RestoreRecord(timeline, record, step, tier, lost, fetches, self._sources.history)
 
     def refuse_changed(self, stored: Sequence[StoredPoint], store: str) -> None:
-        """Refuse a changed run whose live state is not in storage yet. Pieces and standby replicas cannot be written
-        there first: for these an older state in storage suffices.
+        """Refuse a changed run whose live state is not in storage yet.
+
+        Pieces and standby replicas cannot be written there first: for these an older state in storage suffices.
         """
         own = _without_standbys(self._nodes)
         unsaved = _not_stored(own, Sources(own).common_of_all(), stored) is not None

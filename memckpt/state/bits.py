@@ -25,8 +25,7 @@ def _as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def ulp_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest distance between two tensors of one dtype in units in the last place; 0 exactly if all bits are
-    equal.
+    """The largest distance between two tensors of one dtype in units in the last place; 0 only if all bits are equal.
 
     Values of different sign are counted through zero. Integers count their difference.
     """

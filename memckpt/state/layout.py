@@ -19,7 +19,7 @@ its slot.
 
 The gradient arena has one area for each optimizer sub-step that a record may contain; landings mark the complete
 gradients of each optimizer's first one. In mode ``"capture"`` there is neither: only every N-th record has a slot, with
-the anchors of everything, and two slots are filled in turns.
+the anchors of everything, and two slots are filled alternately.
 """
 
 from __future__ import annotations
@@ -512,8 +512,7 @@ class Layout:
         return self.slots_bytes + self.static_bytes + self.replica_bytes
 
     def start_ranges(self, record: int) -> list[tuple[int, int]]:
-        """(offset, length) of the ranges of the slots' region that a start after `record` writes, in bytes of whole
-        pages.
+        """(offset, length) of the ranges of the slots' region that a start after `record` writes (bytes, whole pages).
 
         They are all headers and landings, the anchors of the virtual records, and the record's by-value tensors. The
         ranges are ascending and disjoint.
@@ -551,7 +550,7 @@ class Layout:
         return self.slot_number(record) * self.slot_bytes
 
     def slot_number(self, record: int) -> int:
-        """Index in the ring of the slot of `record`; captures use the two slots in turns."""
+        """Index in the ring of the slot of `record`; captures alternate between two slots."""
         return record // self.spec.every % self.ring
 
     @cached_property

@@ -79,8 +79,9 @@ _counter = attrgetter("_version")
 
 
 class Fixed:
-    """Tensors that are compared in every step. The DTensors among them are found once: asking each time would be most
-    of the cost with a thousand small tensors.
+    """Tensors that are compared in every step.
+
+    The DTensors among them are found once: asking each time would be most of the cost with a thousand small tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

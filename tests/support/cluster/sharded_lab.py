@@ -439,8 +439,7 @@ def check_verdict(attempt: Job) -> set[str]:
 
 
 def survives(lab: Lab, job: Job, deaths: Sequence[Death], resumed: Sequence[int] | None = None) -> Job:
-    """Check that each attempt ends as planned, each next one resumes where it must, and the last result is the
-    undisturbed one.
+    """Check that each attempt ends as planned, the next one resumes where it must, and the last result is right.
 
     Args:
         resumed: step at which each next attempt resumes; None: no step that all ranks have committed is lost.

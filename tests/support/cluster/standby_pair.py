@@ -333,9 +333,7 @@ class Pair:
         return standbys, standby_feed
 
     def replace_agent(self) -> None:
-        """Kill the agent, and with it its replicator. Its successor learns a watermark once this training has passed
-        it.
-        """
+        """Kill agent and replicator. The next agent learns a watermark once this training has passed it."""
         self.standby_feed.leave()
         self.standbys.close()
         self._told_agent.clear()
@@ -441,9 +439,7 @@ class Pair:
         return list(self.standbys.inventory(lambda ranks: None))
 
     def check(self, record: int) -> None:
-        """Check the standby replica's state after a record against the training, bit for bit; later ones can be asked
-        for afterwards.
-        """
+        """Check the replica's state after `record` against the training, bit for bit; call in ascending order."""
         standby = self.standbys.find(RANKS, record, HISTORY)
         assert standby is not None
         held = standby.generation

@@ -92,8 +92,7 @@ class SparseZeroedInPlace(Training):
 
 
 class Recycled(Adversarial):
-    """A generator's backward leaves gradients on the critic, which are discarded except in one batch, whose step uses
-    them.
+    """A generator's backward leaves gradients on the critic; they are discarded, except in one batch, which uses them.
 
     Args:
         how: way of discarding: "none" and "zero" by ``zero_grad``, "by hand" without.
