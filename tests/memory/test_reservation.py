@@ -15,7 +15,7 @@ from memckpt.memory import reservation
 from memckpt.memory.reservation import Reservation
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyOpened, StandbyRefused
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.replication.process import replicator
+from memckpt.replication.process import piece_memory
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import AskManifest, GotNone, NotStored, Open, Stored
 from tests.support.cluster.peers_harness import wait_for
@@ -94,9 +94,9 @@ def test_one_that_is_not_wanted_any_more_ends(kernel: Kernel) -> None:
 
 
 def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(piece_memory, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.fragment_store._reserve = node.replicator._reserve
+        node.fragment_store._reserve = node.replicator._memory.reserve
         opened = Open(node.window("a"))
         [refused] = node.says("a", opened)
         assert isinstance(refused, NotStored)
@@ -105,22 +105,22 @@ def test_a_replicator_speaks_with_peers_while_it_reserves(kernel: Kernel, monkey
         assert isinstance(answer, GotNone)
         [again] = node.says("a", opened)
         assert isinstance(again, NotStored)
-        assert len(node.replicator._reserving) == 1
+        assert len(node.replicator._memory._reserving) == 1
         kernel.go_on()
-        wait_for(lambda: node.replicator._reserving[0].over, "it is there")
+        wait_for(lambda: node.replicator._memory._reserving[0].over, "it is there")
         assert node.says("a", opened) == []
         assert node.keep("a", 3) == [Stored((0,), "ga", 3)]
-        assert not node.replicator._reserving
+        assert not node.replicator._memory._reserving
 
 
 def test_what_a_replicator_reserves_ends_with_the_attempt(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicator, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(piece_memory, "_AT_ONCE_BYTES", 0)
     with closing(Node()) as node:
-        node.fragment_store._reserve = node.replicator._reserve
+        node.fragment_store._reserve = node.replicator._memory.reserve
         node.says("a", Open(node.window("a")))
         kernel.go_on()
         node.replicator._leave()
-        assert not node.replicator._reserving
+        assert not node.replicator._memory._reserving
 
 
 def test_a_replicator_does_not_wait_for_its_agent_to_make_a_replica() -> None:

@@ -13,6 +13,7 @@ from memckpt.protocol.replication import (
     UnitSource,
 )
 from memckpt.replication.process.asking import Asking
+from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import (
     AskWindow,
@@ -31,7 +32,7 @@ class Question:
         self.source = msgspec.structs.replace(source, **other)
         self.asked: list[tuple[str, WireMessage]] = []
         numbers = iter(range(1, 9))
-        self.asking = Asking(self.source, lambda: next(numbers), lambda *one: self.asked.append(one), 0.0)
+        self.asking = Asking(self.source, Questions(lambda *one: self.asked.append(one), lambda: next(numbers)), 0.0)
 
     def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:
         question = next(one for _, one in self.asked if isinstance(one, AskWindow) and (one.generation == generation))

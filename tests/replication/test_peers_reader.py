@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from memckpt.memory.region import Region
 from memckpt.replication.coding.code import STRIPE_BYTES
+from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import Reader
 from memckpt.replication.transport.wire import Got, GotNone, Manifest, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bytes, Network, Node, deliver
@@ -56,14 +57,12 @@ def test_a_whole_state_is_right(job: Job) -> None:
 def test_progress_is_reported_within_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memckpt.replication.process.reader.PROGRESS_BYTES", STRIPE_BYTES)
     network = Network(job.nodes)
-    steps: list[int] = []
-    monkeypatch.setattr(network, "advance", steps.append)
     result, regions = network.read(job.source(), job.records.spec, job.code)
     with closing_all(regions):
         assert result.problem == ""
-    assert max(steps) == STRIPE_BYTES
+    assert max(network.steps) == STRIPE_BYTES
     if job.code.data == 1:
-        assert result.nbytes == sum(steps)
+        assert result.nbytes == network.progress
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -159,9 +158,7 @@ def test_a_spare_that_is_asked_late_has_time_to_answer() -> None:
     with closing(Job(1, 3)) as job:
         network = Network(job.nodes)
         regions = [Region.create("test", region.nbytes) for region in job.records.regions]
-        reader = Reader(
-            job.source(), job.records.spec, regions, job.code, network.send, network.number, network.advance, 0.0
-        )
+        reader = Reader(job.source(), job.records.spec, regions, job.code, Questions(network.send, network.number), 0.0)
         for peer, answer, payload in network.answers():
             deliver(reader, peer, answer, bytes(payload), 0.0)
         # Long after, those that were asked are given up; others are asked now, and are not late.

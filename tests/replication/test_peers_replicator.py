@@ -26,7 +26,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.pacing.pace import Pacer
-from memckpt.replication.process import replicator
+from memckpt.replication.process import answering
 from memckpt.replication.process.pump import PUMP_BYTES, Pump
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED
 from memckpt.replication.transport.transport import Delivery, Met
@@ -196,20 +196,20 @@ def test_questions_for_what_is_not_here_have_an_answer(node: Node) -> None:
 
 
 def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicator, "_MOST_QUESTIONS", 3)
+    monkeypatch.setattr(answering, "MOST_QUESTIONS", 3)
     node.line.rooms["c"] = 0
     questions = [AskManifest(number, (0,), "ga", 3) for number in range(5)]
     assert node.says("c", *questions) == []
     assert node.refused == 2
     assert len(node.says("a", questions[0])) == 1, "others are answered"
     node.line.rooms["c"] = 1
-    node.replicator._answer_waiting("c")
+    node.replicator._answering.work(node.member.mail, node.fragment_store)
     assert [one.request for one in node.line.sent["c"]] == [0, 1, 2]  # type: ignore[union-attr]
     node.line.rooms["c"] = 0
     node.says("c", questions[0])
     node.line.come.append(Met("c", "anew"))
     node.replicator._take_deliveries()
-    assert node.replicator._questions_of == {}
+    assert node.replicator._answering._waiting == {}
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
@@ -227,12 +227,12 @@ def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
 
 
 def test_what_the_agent_holds_counts_where_memory_for_others_is_reserved(node: Node) -> None:
-    node.replicator._budget = 1 << 20
+    node.replicator._memory.budget = 1 << 20
     node.replicator._handle(Holds((1 << 20) - 4096), [])
     with pytest.raises(MemoryBudgetError):
-        node.replicator._reserve(8192)
+        node.replicator._memory.reserve(8192)
     node.replicator._handle(Holds(0), [])
-    node.replicator._reserve(8192).close()
+    node.replicator._memory.reserve(8192).close()
 
 
 # Whatever is said
@@ -282,7 +282,7 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         node.send_own()
         node.replicator._send_generation(node.records[1].serve(5), node.records[1].duplicates())
         source = UnitSource((0,), 5, "ga", None, (("a", 0),), False, None, 2, 2)
-        node.replicator._describe(Describe(source))
+        node.replicator._handle(Describe(source), [])
         node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
         for message in messages:
             if isinstance(message, dict):
@@ -295,13 +295,13 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
                 message = Open(node.window("c", **message))
             node.says("c", message, payload=payload)
             node.member.work(0.0)
-            node.replicator._finish_readers()
+            node.replicator._fetching.take_news()
         window = node.fragment_store.window((0,), "ga")
         assert window is not None
         assert window.records() == [3]
         assert node.member.watermark == Watermark(0, False)
         assert node.member.senders[0].acknowledged == 0
-        assert len(node.replicator._readers) == len(node.replicator._asking) == 1
+        assert len(node.replicator._fetching._readers) == len(node.replicator._fetching._asking) == 1
         node.all_store(1, 2, 3, 4, 5)
         assert node.keep("a", 4) == [Stored((0,), "ga", 4)]
 
@@ -341,10 +341,10 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
 def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
     source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
     node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
-    [reader] = node.replicator._readers
+    [reader] = node.replicator._fetching._readers
     reader.taken_bytes = reader.expected_bytes // 4
     megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
-    assert node.replicator._recovering() == f"ranks 0 from peers after record 5, 25% of {megabytes}"
+    assert str(node.replicator._fetching) == f"ranks 0 from peers after record 5, 25% of {megabytes}"
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
@@ -354,8 +354,8 @@ def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
     assert len(asked) == 3
     node.says("a", *(GotNone(one.request, "gone") for one in asked))
     node.says("c", *(GotNone(one.request, "gone") for one in asked))
-    node.replicator._finish_readers()
-    [filled] = [one for one in node.wire.told if isinstance(one, Filled)]
+    [filled] = node.replicator._fetching.take_news()
+    assert isinstance(filled, Filled)
     assert "of ranks [0] cannot be had" in filled.problem
     assert set(filled.bad) == {BadSourceSeen(peer, (0,), "ga") for peer in ("a", "c")}
-    assert node.replicator._readers == []
+    assert node.replicator._fetching._readers == []

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from memckpt.protocol.replication import BadSourceSeen, Described, UnitSource
+from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
-from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs, WireMessage
+from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs
 from memckpt.state.layout import StateSpec
 from memckpt.state.received import read_spec
 
@@ -17,17 +17,15 @@ class Asking:
 
     Args:
         source: of the state.
-        number: makes a number that no other question has.
-        send: gives a message to a node.
+        questions: how peers are asked.
+        now: seconds of a clock that only goes forward.
 
     Attributes:
         requests: the numbers of what is asked.
         result: None until it is there.
     """
 
-    def __init__(
-        self, source: UnitSource, number: Callable[[], int], send: Callable[[str, WireMessage], None], now: float
-    ) -> None:
+    def __init__(self, source: UnitSource, questions: Questions, now: float) -> None:
         self._source = source
         self._started = now
         self._said: dict[str, bytes | None] = {}
@@ -36,14 +34,14 @@ class Asking:
         #: Node and ranks that have the rest, where pieces hold only what is private to these ranks.
         self._replica = source.replica if source.live is None and source.private else None
         self._replica_said: list[bytes | None] = []
-        self._request, self._replica_request = number(), number()
+        self._request, self._replica_request = questions.number(), questions.number()
         self.requests = {self._request, self._replica_request}
         self.result: Described | None = None
         if self._replica is not None:
             node, ranks = self._replica
-            send(node, AskWindow(self._replica_request, ranks, LIVE_SHARED))
+            questions.send(node, AskWindow(self._replica_request, ranks, LIVE_SHARED))
         for node in sorted(self._nodes):
-            send(node, AskWindow(self._request, source.ranks, generation))
+            questions.send(node, AskWindow(self._request, source.ranks, generation))
 
     def answered(self, peer: str, message: Manifest | Got | WindowIs | GotNone, now: float) -> None:
         """A source has said something; what others say, or what it says once more, does not count."""

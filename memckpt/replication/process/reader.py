@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import xxhash
 
@@ -15,8 +15,9 @@ from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader,
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import decode_stripe
 from memckpt.replication.process.assembly import Part, Stripe
+from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.source import rooms_for
-from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest, WireMessage
+from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest
 from memckpt.state.layout import Layout, StateSpec
 
 _log = logging.getLogger("memckpt.replicator")
@@ -38,9 +39,8 @@ class Reader:
         spec: of the generation that is filled.
         regions: its slots, then static where present.
         code: of the pieces.
-        send: gives a message to a node.
-        number: makes a number that no other question has.
-        progress: told how many bytes more are here, now and then.
+        questions: how peers are asked.
+        now: seconds of a clock that only goes forward.
 
     Attributes:
         taken_bytes: of the state, that are where they belong.
@@ -53,9 +53,7 @@ class Reader:
         spec: StateSpec,
         regions: list[Region],
         code: Code,
-        send: Callable[[str, WireMessage], None],
-        number: Callable[[], int],
-        progress: Callable[[int], None],
+        questions: Questions,
         now: float,
     ) -> None:
         self.source = source
@@ -63,8 +61,7 @@ class Reader:
         self._regions = regions
         self._slots, self._static = regions[0], regions[1] if len(regions) > 1 else None
         self._code = code
-        self._send = send
-        self._progress = progress
+        self._send = questions.send
         self._parts = self._plan_parts(self._static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
@@ -74,7 +71,8 @@ class Reader:
             number: {} for number in range(source.record - source.before, source.record + 1)
         }
         self._nbytes = 0
-        self._unreported = 0
+        #: Bytes that are here and were not reported, and whether they are to be.
+        self._unreported, self._reports = 0, False
         #: When a source that is waited for last did what it was asked, or was asked.
         self._heard: dict[str, float] = {}
         #: Sources that were given up since they said nothing.
@@ -84,7 +82,7 @@ class Reader:
         self.taken_bytes = 0
         self.expected_bytes = sum(self._room_bytes(part.record) for part in self._parts)
         for part in self._parts:
-            part.request = number()
+            part.request = questions.number()
             for node in part.sources:
                 self._heard[node] = now
                 self._send(node, AskManifest(part.request, part.owner, part.generation, part.record))
@@ -319,7 +317,8 @@ class Reader:
                     return False
                 self._into.take(data)
                 self.taken_bytes += len(data)
-                self._report(len(data))
+                self._unreported += len(data)
+                self._reports |= self._unreported >= PROGRESS_BYTES
                 del part.stripes[part.next_taken]
                 part.next_taken += 1
                 self._ask_ahead(part, now)
@@ -332,14 +331,14 @@ class Reader:
             return False
         self._into = None
         self._parts.pop(0)
-        self._report(0, end=True)
+        self._reports = True
         return True
 
-    def _report(self, nbytes: int, end: bool = False) -> None:
-        self._unreported += nbytes
-        if self._unreported >= (1 if end else PROGRESS_BYTES):
-            self._progress(self._unreported)
-            self._unreported = 0
+    def take_progress(self) -> int:
+        """Bytes that have come since they were reported last; 0: too few to report."""
+        nbytes = self._unreported if self._reports else 0
+        self._unreported, self._reports = self._unreported - nbytes, False
+        return nbytes
 
     def _decode(self, part: Part, number: int, now: float) -> bytes | None:
         """The bytes of a stripe; None if more pieces of it have to come first."""

@@ -20,6 +20,7 @@ from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.windows import sizes_of
+from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import PATIENCE_SECONDS, Reader
 from memckpt.replication.process.serving import Serving
 from memckpt.replication.process.source import Part, RegionSource
@@ -274,7 +275,7 @@ class Network:
         self._questions: deque[tuple[str, bytes]] = deque()
         self._numbers = itertools.count(1)
         self.now = 1000.0
-        self.progress = 0
+        self.steps: list[int] = []  # progress, as it was reported
         self.fetched: list[tuple[int, int]] = []  # bytes of the state, and bytes expected, at each arrival
 
     def send(self, peer: str, message: WireMessage) -> None:
@@ -283,8 +284,10 @@ class Network:
     def number(self) -> int:
         return next(self._numbers)
 
-    def advance(self, nbytes: int) -> None:
-        self.progress += nbytes
+    @property
+    def progress(self) -> int:
+        """Bytes that were reported."""
+        return sum(self.steps)
 
     def answers(self) -> Answers:
         """Answers to the pending questions."""
@@ -305,11 +308,12 @@ class Network:
         regions = [Region.create("test", nbytes) for nbytes in sizes]
 
         own = [Region.open(os.dup(region.fd)) for region in regions]
-        reader = Reader(source, spec, own, code, self.send, self.number, self.advance, self.now)
+        reader = Reader(source, spec, own, code, Questions(self.send, self.number), self.now)
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:
                     deliver(reader, peer, answer, bytes(payload), self.now)
+                    self.steps.append(reader.take_progress())
                     self.fetched.append((reader.taken_bytes, reader.expected_bytes))
             if reader.result is not None:
                 break
