@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.agent.replication import peers
+from memckpt.agent.replication import own_replicator, peers
+from memckpt.agent.replication.handing_out import Standing
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.errors import AgentError, AgentGoneError, PeerError
@@ -58,7 +59,7 @@ class Desk:
         self.make: Callable[[Desk, Callable[[str], None]], FakeReplicator] = FakeReplicator
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
-        monkeypatch.setattr(peers, "HelperProcess", self._start)
+        monkeypatch.setattr(own_replicator, "HelperProcess", self._start)
         standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
         nothing: Any = None
@@ -131,13 +132,13 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
     desk.peers.listen(LISTEN)
     desk.join()
     desk.peers.recover(Recover(5, (), (source(0), source(1)), None), answers.append)
-    desk.peers._received(Described((0,), SPEC, recovery=1))
+    desk.peers.replicator_said(Described((0,), SPEC, recovery=1))
     [room] = desk.places[(0,)].rooms
     assert not room.closed
     end(desk)
     assert room.closed
     assert [bool(one.problem) for one in answers] == [True]
-    desk.peers._received(Filled((0,), recovery=1))
+    desk.peers.replicator_said(Filled((0,), recovery=1))
     assert not room.filled
 
 
@@ -235,8 +236,8 @@ def test_replicators_that_die_again_and_again_are_started_ever_more_seldom(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
-    desk.peers._backoff = Backoff(lambda: now)
+    monkeypatch.setattr(own_replicator, "time", SimpleNamespace(monotonic=lambda: now))
+    desk.peers._replicator._backoff = Backoff(lambda: now)
     desk.peers.listen(LISTEN)
     desk.join()
     pauses = []
@@ -267,11 +268,11 @@ def test_what_cannot_be_started_during_training_is_tried_again_and_redo_does_not
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr(peers, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(own_replicator, "time", SimpleNamespace(monotonic=lambda: now))
     group: Any = SimpleNamespace(held=None, ranks=(0,))
     desk.peers.listen(LISTEN)
     desk.join()
-    desk.peers._received(WatermarkAdvanced(7, True))
+    desk.peers.replicator_said(WatermarkAdvanced(7, True))
     desk.make = broken
     desk.started[0].ended("killed")
     for _ in range(3):
@@ -325,6 +326,18 @@ def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -
     assert desk.peers.redo_limit(group) == 9 - (3 - 2)
 
 
+def hand_out_something(monkeypatch: pytest.MonkeyPatch, first: Callable[[], None] = lambda: None) -> None:
+    """Whatever is to be handed out is here, once `first` has happened."""
+
+    def stand(*_: object) -> Standing:
+        first()
+        held: Any = SimpleNamespace(regions=())
+        return Standing(held, ())
+
+    monkeypatch.setattr(peers, "stand_still", stand)
+    monkeypatch.setattr(peers, "hand_out", lambda *_: "a state")
+
+
 def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     class Dies(FakeReplicator):
         def ask(self, message: object, *arguments: Any) -> Any:
@@ -336,7 +349,7 @@ def test_a_replicator_that_dies_as_it_is_asked_dies_once(desk: Desk, monkeypatch
     desk.make = Dies
     desk.peers.listen(LISTEN)
     desk.join()
-    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: "")
+    hand_out_something(monkeypatch)
     answers: list[Any] = []
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
@@ -381,7 +394,7 @@ def test_what_was_handed_out_to_a_replicator_that_has_died_is_not_taken_for_hand
     answers: list[Any] = []
     desk.peers.listen(LISTEN)
     desk.join()
-    monkeypatch.setattr(desk.peers, "_serve", lambda ranks, message: desk.started[0].ended("killed") or "")
+    hand_out_something(monkeypatch, lambda: desk.started[0].ended("killed"))
     desk.peers.recover(Recover(5, ((0,),), (), None), answers.append)
     assert [one.problem for one in answers] == ["the replicator is gone"]
 

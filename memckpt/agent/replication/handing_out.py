@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from memckpt.agent.group_state import GroupState
+from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
+from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
-from memckpt.protocol.replication import SendGeneration, StateTaken
+from memckpt.protocol.replication import Recover, SendGeneration, StateTaken
+from memckpt.protocol.standby import CloseStandby
 from memckpt.state.records import Branch
 
 
@@ -43,6 +48,47 @@ def by_value(group: GroupState, snapshot: Snapshot, name: str) -> StateTaken:
         plain=snapshot.plain,
         history=group.history,
     )
+
+
+class Standing(NamedTuple):
+    """A state that stands still on this node. `history`: timelines of its records, oldest first."""
+
+    held: Generation
+    history: tuple[Branch, ...]
+
+
+def stand_still(
+    ranks: tuple[int, ...], message: Recover, standbys: StandbyReplicas, group: GroupState | None
+) -> Standing | str:
+    """Have the state of some ranks stand still, their own or that of their standby replica.
+
+    Args:
+        ranks: the ranks.
+        message: names the record, and whether the state before it is wanted, too.
+        standbys: standby replicas of this node.
+        group: the ranks' own state; None: they are not on this node.
+
+    Returns:
+        The state; or why it cannot be had after that record, in words.
+
+    Raises:
+        AgentError: it is not here.
+    """
+    record, behind = message.record, int(message.before)
+    standby = standbys.find(ranks, record, message.history, behind)
+    if standby is not None:
+        try:
+            return Standing(standby.stand_at(record, behind), standby.opened.history)
+        except AgentError as error:
+            if not behind:
+                standbys.close_one(CloseStandby(ranks, standby.opened.generation))
+            return f"the replica of ranks {list(ranks)}: {error}"
+    if behind and (group is None or group.why_not_repeated(record)):
+        reason = group.why_not_repeated(record) if group is not None else "no replica here has both"
+        return f"ranks {list(ranks)} cannot be handed out before record {record}: {reason}"
+    if group is None:
+        raise AgentError(f"ranks {list(ranks)} were to be handed out, but are not held here")
+    return Standing(group.stand_at(record, behind), group.history)
 
 
 def hand_out(

@@ -1,0 +1,338 @@
+"""The replicator process of a node: started, watched, and replaced when it dies."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from memckpt.agent.replication.fragment_memory import PieceRooms
+from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
+from memckpt.memory.life import LifePage
+from memckpt.processes.backoff import Backoff
+from memckpt.processes.helper_process import HelperProcess
+from memckpt.protocol.replication import (
+    Drain,
+    Drained,
+    Halt,
+    Halted,
+    Holds,
+    KeepRoom,
+    LetGoOfRoom,
+    Listen,
+    Listening,
+    ListPieces,
+    Pieces,
+)
+from memckpt.protocol.trainer import Message
+from memckpt.state.records import HeldPieces
+
+_log = logging.getLogger("memckpt.agent")
+_ANSWER_SECONDS = 20.0
+#: Seconds for a replicator that lives and does not halt at once: what it has received and not written down dies with
+#: it. Less than the 60 s that trainers wait for the agent.
+_HALT_SECONDS = 50.0
+#: Pause between two attempts at starting a replicator that does not come up, in multiples of the time that one took.
+_REST_FACTOR = 5.0
+#: Number of replicators that stand still as they begin to listen, and are replaced at once.
+_MOST_STANDING = 2
+
+
+class Owner(Protocol):
+    """Whoever has a replicator, and is told what becomes of it."""
+
+    def replicator_said(self, message: Message) -> None:
+        """It has sent a message that is no answer to a question."""
+        ...
+
+    def replicator_died(self) -> None:
+        """It is gone, with all that it was told. Another one may follow."""
+        ...
+
+    def replicator_replaced(self) -> None:
+        """Another one has taken its place in the attempt, and knows nothing of that yet."""
+        ...
+
+    def replicator_lost(self, reason: str) -> None:
+        """There is none, for a while or for the rest of the attempt."""
+        ...
+
+
+class OwnReplicator:
+    """The replicator of a node. Owns the process, and the memory in which it keeps other nodes' pieces.
+
+    The memory outlives the process: the next one goes on with it.
+
+    Args:
+        selector: of the agent's loop.
+        owner: told of its messages, its death and its replacement.
+        life: the page that the agent's loop moves; belongs to the caller.
+
+    Attributes:
+        process: the process that runs; None while there is none.
+        planned: whether it has a plan, so that its peers know the job and a successor tells them where it listens.
+        fingerprints: by rank of the node, what its model consists of; compared with what is kept.
+        problem: why there is no process, in words.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, owner: Owner, life: LifePage | None) -> None:
+        self.process: HelperProcess | None = None
+        self.planned = False
+        self.fingerprints: dict[int, tuple[str, ...]] = {}
+        self.problem = ""
+        self._selector = selector
+        self._owner = owner
+        self._life = life
+        self._rooms = PieceRooms()
+        #: What it was told of the attempt, and where it listens.
+        self._listening: tuple[Listen, Listening] | None = None
+        self._backoff = Backoff()
+        #: When another one is started, where the last one died soon after those before it.
+        self._retry_at: float | None = None
+        self._died_of = ""
+        #: Memory of the node that it was told of, in bytes; None: it was not.
+        self._told_own: int | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the fragments that it keeps for other nodes, in bytes."""
+        return self._rooms.nbytes
+
+    @property
+    def told(self) -> Listen | None:
+        """What it was told of the attempt; None before that, or where there is none for the rest of the attempt."""
+        return None if self._listening is None else self._listening[0]
+
+    # Messages
+
+    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Send a message, if there is a process; one that cannot be reached is replaced."""
+        if self.process is None:
+            return
+        try:
+            self.process.send(message, list(fds))
+        except AgentGoneError as error:
+            self._die(str(error))
+
+    def tell_own(self, nbytes: int) -> None:
+        """Tell it what memory the node holds beside that of fragments."""
+        if self.process is not None and nbytes != self._told_own:
+            self._told_own = nbytes
+            self.send(Holds(nbytes))
+
+    def has_taken_all(self) -> bool:
+        """Whether the process is alive, and has taken all that was sent to it until now."""
+        process = self.process
+        try:
+            self._pieces()
+        except AgentGoneError as error:
+            if self.process is process:
+                self._die(str(error))
+            return False
+        return True
+
+    def drain(self) -> None:
+        """Wait until peers have received what is on its way to them, for some seconds."""
+        if self.process is None:
+            return
+        try:
+            self.process.ask(Drain(), Drained, _ANSWER_SECONDS)
+        except AgentGoneError as error:
+            _log.warning("could not confirm that peers received the final records: %s", error)
+
+    def _received(self, message: Message) -> None:
+        match message:
+            case KeepRoom() | LetGoOfRoom():
+                self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
+            case Listening() | Pieces() | Halted():
+                pass  # an answer for which nobody waits any more
+            case _:
+                self._owner.replicator_said(message)
+
+    def _note_room(self, message: KeepRoom | LetGoOfRoom, fds: list[int]) -> None:
+        if isinstance(message, KeepRoom):
+            self._rooms.keep(message, fds)
+        else:
+            self._rooms.let_go(message)
+
+    def _pieces(self) -> tuple[HeldPieces, ...]:
+        assert self.process is not None
+        return self.process.ask(ListPieces(self.fingerprints), Pieces, _ANSWER_SECONDS).pieces
+
+    # Attempts
+
+    def begin_attempt(self) -> None:
+        """Have it write down all that it has received, and nothing more: what was acknowledged has to be found here."""
+        if self.process is not None:
+            try:
+                self.process.ask(Halt(), Halted, _ANSWER_SECONDS, _HALT_SECONDS)
+            except AgentError as error:
+                _log.error("the replicator is gone: %s", error)
+                self._end()  # or the one that has taken its place: nobody needs that one either
+        self._forget()
+        self.fingerprints.clear()
+        self._backoff.reset()
+        self.problem = ""
+
+    def _forget(self) -> None:
+        self._listening = self._retry_at = None
+        self.planned = False
+
+    def close(self) -> None:
+        """Kill it: what is to reach peers was drained before, and what it keeps of theirs ends with the agent."""
+        self._forget()
+        self._end()
+        self._rooms.close()
+
+    def listen(self, message: Listen) -> Listening:
+        """Have it listen for peers.
+
+        Returns:
+            Where it listens, and the fragments that it keeps.
+
+        Raises:
+            AgentError: it does not come up.
+        """
+        if self._retry_at is not None:
+            self._restart()  # a trainer that is back asks for it before its time
+            if self.process is None:
+                raise AgentError(f"there is no replicator: {self.problem}")
+        for standing in range(_MOST_STANDING + 1):
+            try:
+                return self._have_listen(message)
+            except AgentGoneError as error:
+                if standing == _MOST_STANDING or not self._replaces_standing(message, str(error)):
+                    raise AgentError(f"the replicator does not answer: {error}") from error
+        raise AssertionError("the last one is an answer or an error")
+
+    def _have_listen(self, message: Listen) -> Listening:
+        if self._listening is None or self._listening[0].attempt != message.attempt or self.process is None:
+            if self.process is None:
+                self._backoff.started()
+                self._told_own = None
+                self.process = self._start(message.liveness_seconds)
+            self.process.watch_for(message.liveness_seconds)
+            self._listening = message, self.process.ask(message, Listening, _ANSWER_SECONDS)
+        return msgspec.structs.replace(self._listening[1], pieces=self._pieces())
+
+    def _replaces_standing(self, message: Listen, reason: str) -> bool:
+        """Whether it has not answered because it stands still; then it is killed, and may be replaced."""
+        if self.process is None or not self.process.stands_still():
+            return False
+        if self._listening is not None and self._listening[0].attempt == message.attempt:
+            self._die(reason)  # others may know where it listens
+            return self.process is not None
+        _log.error("the replicator stands still as it begins to listen, and is replaced: %s", reason)
+        self._lose(reason)
+        return True
+
+    def check(self) -> None:
+        """Make sure that there is a process that listens.
+
+        Raises:
+            PeerError: it is gone, and there is no other one where peers look for it.
+        """
+        if self._retry_at is not None:
+            self._restart()
+        if self.process is None or self._listening is None:
+            raise PeerError(
+                "expected a replicator through which this node reaches its peers, found that it is gone "
+                f"({self.problem or 'it was never started'}); see the agent's log, and start the attempt again"
+            )
+
+    # Life and death
+
+    def _start(self, liveness_seconds: float) -> HelperProcess:
+        """Start a process; it goes on with what the last one kept."""
+        process = HelperProcess(
+            "memckpt.replication.process", [], self._selector, self._received, self._die, liveness_seconds, self._life
+        )
+        try:
+            for message, fd in self._rooms.handover():
+                process.send(message, [fd])
+        except AgentGoneError:
+            process.close()
+            raise
+        return process
+
+    def _end(self) -> None:
+        """Kill the process, if there is one; what it has said of its memory counts, and nothing else."""
+        process, self.process = self.process, None
+
+        def note(message: Message) -> None:
+            if isinstance(message, KeepRoom | LetGoOfRoom):
+                assert process is not None
+                self._note_room(message, process.take_descriptors())
+
+        if process is not None:
+            process.close(note)
+
+    def _lose(self, reason: str) -> None:
+        self.problem = reason
+        self._end()
+
+    def _die(self, reason: str) -> None:
+        _log.error("the replicator is gone: %s", reason)
+        self._died_of = reason
+        self._lose(reason)
+        self._owner.replicator_died()
+        pause = self._backoff.died()
+        if not self.planned and (self._listening is None or pause):
+            self._do_without(reason)
+        elif pause:
+            self._wait_with_another(pause)
+        else:
+            self._restart()
+
+    def _do_without(self, reason: str) -> None:
+        """Peers look for one at an address where there is none any more: the start of the attempt fails."""
+        self._listening = None
+        self._owner.replicator_lost(reason)
+
+    def _wait_with_another(self, pause: float) -> None:
+        self._retry_at = time.monotonic() + pause
+        self._owner.replicator_lost(f"{self.problem}; another replicator is started in {pause:.0f} s")
+
+    def deadline(self) -> float | None:
+        """When :meth:`look_at_clock` has something to do; None: never, as far as is known."""
+        looks = None if self.process is None else self.process.look_at
+        return min((at for at in (self._retry_at, looks) if at is not None), default=None)
+
+    def look_at_clock(self) -> None:
+        """Do what is due."""
+        if self.process is not None and self.process.stands_still():
+            self._die("it shows no sign of life (stopped, or dead-locked), and is killed")
+        if self._retry_at is not None and time.monotonic() >= self._retry_at:
+            self._restart()
+
+    def _restart(self) -> None:
+        """Start another one, which goes on with what the last one kept."""
+        self._retry_at = None
+        planned, began = self.planned, time.monotonic()
+        try:
+            self._replace(planned)
+        except MemckptError as error:
+            self._lose(f"{self._died_of}; no other one takes its place: {error}")
+            if not planned:
+                self._do_without(self.problem)
+            else:
+                # While it is waited for, the loop does nothing else: that must be rare.
+                took = time.monotonic() - began
+                self._wait_with_another(max(1.0, self._backoff.died(), _REST_FACTOR * took))
+            return
+        if planned:
+            self._owner.replicator_replaced()
+
+    def _replace(self, planned: bool) -> None:
+        assert self._listening is not None
+        listen, listening = where, _ = self._listening
+        if not planned:
+            # All that others know of this node yet is the address that was told to the trainers: it has to stay.
+            where = msgspec.structs.replace(listen, port=int(listening.address.rpartition(":")[2]))
+        self.listen(where)
+        if self._listening is not None:
+            self._listening = listen, self._listening[1]
