@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from benchmarks.command import Options, run
 from benchmarks.report import Report, Table, median_and_spread
 from memckpt.replication.transport.keys import Keys
-from memckpt.replication.transport.transport import Delivery, Transport
+from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Transport
 
 TITLE = "The transport between replicators"
 METHOD = """\
@@ -32,6 +32,7 @@ top."""
 
 PATIENCE_SECONDS = 120.0
 WINDOW_BYTES = 32 << 20
+LIMITS = Limits(window_bytes=WINDOW_BYTES)
 BODY = bytes(64)
 ENVELOPE = bytes(60)
 
@@ -111,9 +112,7 @@ def receive_bare(task: Task, tell: Callable[[str], None]) -> Received:
 
 
 def receive_with_transport(task: Task, tell: Callable[[str], None]) -> Received:
-    transport = Transport(
-        "receiver", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES, io_threads=task.io_threads
-    )
+    transport = Transport("receiver", Endpoint("127.0.0.1"), keys=task.keys, limits=LIMITS, io_threads=task.io_threads)
     try:
         tell(transport.address)
         poller = zmq.Poller()
@@ -156,9 +155,7 @@ def send_bare(task: Task, address: str, payload: memoryview) -> None:
 
 
 def send_with_transport(task: Task, address: str, payload: memoryview, link: Connection) -> None:
-    transport = Transport(
-        "sender", host="127.0.0.1", keys=task.keys, window_bytes=WINDOW_BYTES, io_threads=task.io_threads
-    )
+    transport = Transport("sender", Endpoint("127.0.0.1"), keys=task.keys, limits=LIMITS, io_threads=task.io_threads)
     try:
         transport.connect("receiver", address)
         poller = zmq.Poller()

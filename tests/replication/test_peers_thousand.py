@@ -15,7 +15,7 @@ import zmq
 
 from memckpt.protocol.descriptors import PEER_DESCRIPTORS, raise_limit
 from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Met, Transport
+from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
 
 #: A stand-in has a context of its own, of some 25 descriptors, so they are spread over several processes.
 _STAND_INS_EACH = 200
@@ -27,7 +27,8 @@ def stand_ins(channel: Connection, names: list[str], leader: str, keys: Keys | P
     raise_limit()
     with ExitStack() as stack:
         transports = {
-            name: Transport(name, host="127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS) for name in names
+            name: Transport(name, Endpoint("127.0.0.1"), keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
+            for name in names
         }
         for one in transports.values():
             stack.callback(one.close)
@@ -65,7 +66,7 @@ def peers(count: int, leader: Transport, keys: Keys | Password) -> Iterator[dict
 def test_all_meet_and_each_message_arrives_once(count: int, encrypted: bool) -> None:
     raise_limit()
     keys = Keys.make() if encrypted else Password.make()
-    leader = Transport("leader", host="127.0.0.1", keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
+    leader = Transport("leader", Endpoint("127.0.0.1"), keys=keys, heartbeat_seconds=_HEARTBEAT_SECONDS)
     try:
         poller = zmq.Poller()
         leader.register(poller)

@@ -16,7 +16,7 @@ from memckpt.errors import PeerError, PeerOverrunError, UsageError
 from memckpt.protocol.descriptors import readable
 from memckpt.replication.transport import directory, envelope, links
 from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Transport
+from memckpt.replication.transport.transport import Endpoint, Transport
 from tests.support.cluster.peers_harness import (
     Node,
     Proxy,
@@ -460,13 +460,13 @@ def test_larger_messages_than_are_taken_are_refused() -> None:
 def test_where_nobody_can_listen_is_named(host: str) -> None:
     before = open_things()
     with pytest.raises(PeerError, match=r"peers\.host"):
-        Transport("a", host=host, keys=None)
+        Transport("a", Endpoint(host), keys=None)
     assert_nothing_is_left_beyond(before)
 
 
 def test_a_port_in_use_is_named() -> None:
     with nodes_of(Node("a", None)) as (a,), pytest.raises(PeerError, match="free port"):
-        Transport("b", host="127.0.0.1", port=a.port, keys=None)
+        Transport("b", Endpoint("127.0.0.1", a.port), keys=None)
 
 
 @pytest.mark.parametrize("address", ["", "tcp://", "tcp://x", "ipc://x", "tcp://x:0", "tcp://x:70000", "tcp://a;b:1"])

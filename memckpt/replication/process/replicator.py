@@ -56,7 +56,7 @@ from memckpt.replication.process.serving import Question
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport import wire
 from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Met, Transport
+from memckpt.replication.transport.transport import Delivery, Endpoint, Met, Transport
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.replicator")
@@ -257,7 +257,7 @@ class Replicator:
             fragment_store = FragmentStore(message.node, self._memory.reserve, self._memory)
             self._feed = StandbyFeed(fragment_store, self._ask_for_standby, self._channel.send)
             self._memory.hand_over(fragment_store)
-        self._transport = Transport(message.node, host=message.host, port=message.port, keys=keys)
+        self._transport = Transport(message.node, Endpoint(message.host, message.port), keys=keys)
         self._channel.send(Listening(self._transport.address))
 
     def _join(self, message: Join) -> None:

@@ -12,6 +12,7 @@ import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ _ACKNOWLEDGE_SECONDS = 0.005
 _NOBLOCK = int(zmq.NOBLOCK)
 _REFUSALS_IN_ONE_CALL = 256
 _SILENT_AFTER_BEATS = 5
-__all__ = ["Delivery", "Met", "PeerState", "Transport"]
+__all__ = ["Delivery", "Endpoint", "Limits", "Met", "PeerState", "Transport"]
 _WILDCARDS = ("0.0.0.0", "*", "::", "[::]")
 
 
@@ -51,6 +52,35 @@ class Met(NamedTuple):
     incarnation: str
 
 
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a transport listens.
+
+    Attributes:
+        host: address or interface.
+        port: TCP port; 0: any.
+        advertise: the address that peers are told, where it is not the one on which the transport listens.
+    """
+
+    host: str
+    port: int = 0
+    advertise: str | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a transport takes and sends, in bytes.
+
+    Attributes:
+        max_body, max_payload: of one message, sent or received.
+        window_bytes: bodies and payloads that may be on their way to one peer without an acknowledgement.
+    """
+
+    max_body: int = 64 << 20
+    max_payload: int = 1 << 20
+    window_bytes: int = 32 << 20
+
+
 class Transport:
     """One replicator's sockets; :meth:`close` it. Not for use by several threads.
 
@@ -59,14 +89,11 @@ class Transport:
 
     Args:
         node: our name, by which peers know us.
-        host: address or interface on which to listen.
-        port: on which to listen; 0: any.
+        endpoint: where it listens.
         keys: of the attempt, or a password, with which messages are authenticated but not encrypted; None: neither.
-        max_body, max_payload: bytes that one message may have, of those sent and those received.
-        window_bytes: bytes of bodies and payloads that may be on their way to one peer without an acknowledgement.
-        heartbeat_seconds: between states to each peer; after five without an answer it counts as silent.
-        advertise: the address that peers are told, where it is not the one on which we listen.
-        io_threads: that encrypt, send and receive; each connection belongs to one of them.
+        limits: how much it takes and sends.
+        heartbeat_seconds: seconds between states to each peer; after five without an answer it counts as silent.
+        io_threads: threads that encrypt, send and receive; each connection belongs to one of them.
 
     Attributes:
         address: to which peers connect.
@@ -81,15 +108,11 @@ class Transport:
     def __init__(
         self,
         node: str,
+        endpoint: Endpoint,
         *,
-        host: str,
-        port: int = 0,
         keys: Keys | Password | None,
-        max_body: int = 64 << 20,
-        max_payload: int = 1 << 20,
-        window_bytes: int = 32 << 20,
+        limits: Limits = Limits(),
         heartbeat_seconds: float = 1.0,
-        advertise: str | None = None,
         io_threads: int = 1,
     ) -> None:
         self.node = node
@@ -97,9 +120,8 @@ class Transport:
         self.refused: Counter[str] = Counter()
         self.silent: frozenset[str] = frozenset()
         self.bytes_received = 0
-        self._max_body = max_body
-        self._max_payload = max_payload
-        self._most_frames = math.ceil(max_body / envelopes.FRAME_BYTES) + 2
+        self._limits = limits
+        self._most_frames = math.ceil(limits.max_body / envelopes.FRAME_BYTES) + 2
         self._heartbeat_seconds = heartbeat_seconds
         self._retry_seconds = min(0.05, heartbeat_seconds / 4)
         self._now = 0.0
@@ -111,18 +133,19 @@ class Transport:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         try:
             self._doorkeeper = Doorkeeper(self._context, keys, self.refused)
-            largest = max(min(max_body, envelopes.FRAME_BYTES), max_payload, envelopes.ENVELOPE_BYTES) + 1024
-            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in host)
+            frame = min(limits.max_body, envelopes.FRAME_BYTES)
+            largest = max(frame, limits.max_payload, envelopes.ENVELOPE_BYTES) + 1024
+            self._router = receiving_socket(self._context, keys, heartbeat_seconds, largest, ipv6=":" in endpoint.host)
             self._doorkeeper.watch(self._router)
-            bound = self._bind(host, port)
-            self.address = bound if advertise is None else advertise
+            bound = self._bind(endpoint.host, endpoint.port)
+            self.address = bound if endpoint.advertise is None else endpoint.advertise
             if not envelopes.is_address(self.address):
                 raise PeerError(f"expected an address like tcp://host:port to be told to peers, found {self.address!r}")
             self._directory = Directory(
                 node,
                 self.incarnation,
                 self.address,
-                window_bytes,
+                limits.window_bytes,
                 partial(sending_socket, self._context, keys, heartbeat_seconds),
             )
         except BaseException:  # closes what nobody else owns
@@ -205,9 +228,10 @@ class Transport:
         if known is None:
             raise UsageError(f"no peer {peer!r} is connected; known are {sorted(self._directory.peers)}")
         nbytes = memoryview(payload).nbytes
-        if len(body) > self._max_body or nbytes > self._max_payload:
+        limits = self._limits
+        if len(body) > limits.max_body or nbytes > limits.max_payload:
             raise PeerError(
-                f"expected a body of at most {self._max_body} bytes and a payload of at most {self._max_payload}, "
+                f"expected a body of at most {limits.max_body} bytes and a payload of at most {limits.max_payload}, "
                 f"found {len(body)} and {nbytes}; cut it into several messages"
             )
         known.link.send(body, payload)
@@ -287,7 +311,7 @@ class Transport:
         if isinstance(envelope, Data):
             parts, payload = frames[1:-1], frames[-1]
             nbytes, payload_bytes = sum(len(part.buffer) for part in parts), len(payload.buffer)
-            if nbytes > self._max_body or payload_bytes > self._max_payload:
+            if nbytes > self._limits.max_body or payload_bytes > self._limits.max_payload:
                 return "oversized"
             reason = link.take_data(envelope, nbytes + payload_bytes)
             if reason is None:

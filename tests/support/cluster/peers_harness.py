@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from memckpt.replication.transport.keys import Keys, Password
-from memckpt.replication.transport.transport import Delivery, Met, Transport
+from memckpt.replication.transport.transport import Delivery, Endpoint, Limits, Met, Transport
 
 PATIENCE_SECONDS = 60.0
 
@@ -24,9 +24,10 @@ class Node:
     """A transport and its received messages. It reads only while `reads`; its clock is `ahead` seconds ahead."""
 
     def __init__(self, name: str, keys: Keys | Password | None, **options: Any) -> None:
-        options.setdefault("host", "127.0.0.1")
+        limits = {name: options.pop(name) for name in ("max_body", "max_payload", "window_bytes") if name in options}
+        endpoint = Endpoint(options.pop("host", "127.0.0.1"), options.pop("port", 0), options.pop("advertise", None))
         options.setdefault("heartbeat_seconds", 0.1)
-        self.transport = Transport(name, keys=keys, **options)
+        self.transport = Transport(name, endpoint, keys=keys, limits=Limits(**limits), **options)
         self.name = name
         self.reads = True
         self.ahead = 0.0
