@@ -1,4 +1,4 @@
-"""The memory in which replicators keep other nodes' pieces, as the agent has it: it outlives them."""
+"""Memory in which replicators keep other nodes' pieces. The agent has it, too, so that it outlives them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Kept(NamedTuple):
 
 
 class PieceRooms:
-    """Owns the descriptors. What lies in the memory is the replicator's business."""
+    """Descriptors of that memory; owns them. What lies there is the replicator's business."""
 
     def __init__(self) -> None:
         self._rooms: dict[_Key, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of all of them."""
+        """Shared memory of all rooms, in bytes."""
         return sum(one.nbytes for one in self._rooms.values())
 
     def keep(self, message: KeepRoom, fds: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class PieceRooms:
         self._rooms[key] = _Kept(message, fds[0], os.fstat(fds[0]).st_size)
 
     def let_go(self, message: LetGoOfRoom) -> None:
-        """It needs this memory no more."""
+        """Close a room that the replicator does not need any more."""
         self._drop((message.owner, message.generation, message.slot))
 
     def _drop(self, key: _Key) -> None:
@@ -58,6 +58,6 @@ class PieceRooms:
             yield kept.message, kept.fd
 
     def close(self) -> None:
-        """Let go of all of it."""
+        """Close all rooms."""
         for key in list(self._rooms):
             self._drop(key)

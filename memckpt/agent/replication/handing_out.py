@@ -1,4 +1,4 @@
-"""Descriptions, for the replicator, of states in this agent's memory: one that it sends, one that others read."""
+"""Descriptions, for the replicator, of states in this agent's memory: those that it sends, and that others read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memckpt.state.records import Branch
 
 
 def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
-    """A generation that is complete: all that is whole of it goes to peers, and what follows."""
+    """Description of a generation that is complete, all of which goes to peers."""
     assert held.base is not None
     missing: tuple[tuple[int, int, str], ...] = ()
     plain = b""
@@ -35,7 +35,7 @@ def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
 
 
 def by_value(group: GroupState, snapshot: Snapshot, name: str) -> StateTaken:
-    """A state that was copied for peers."""
+    """Description of a state that was copied for peers."""
     held, record = snapshot.generation, snapshot.record
     return StateTaken(
         ranks=group.ranks,
@@ -94,11 +94,11 @@ def stand_still(
 def hand_out(
     ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
 ) -> SendGeneration:
-    """The state after a record, which stands still: for readers only.
+    """Description of a state that stands still, for readers only.
 
     Args:
-        behind: by how many records the replica stands behind it (eager); these are handed out as they were staged, and
-            with them the states before.
+        behind: number of records by which the replica stands behind it (eager); these are handed out as they were
+            staged, and with them the states before.
     """
     base = record - behind
     missing: tuple[tuple[int, int, str], ...] = ()

@@ -68,14 +68,14 @@ class OwnReplicator:
     The memory outlives the process: the next one goes on with it.
 
     Args:
-        selector: of the agent's loop.
+        selector: selector of the agent's loop.
         owner: told of its messages, its death and its replacement.
         life: the page that the agent's loop moves; belongs to the caller.
 
     Attributes:
         process: the process that runs; None while there is none.
         planned: whether it has a plan, so that its peers know the job and a successor tells them where it listens.
-        fingerprints: by rank of the node, what its model consists of; compared with what is kept.
+        fingerprints: what the model of each of the node's ranks consists of; compared with what is kept.
         problem: why there is no process, in words.
     """
 

@@ -47,7 +47,7 @@ from memckpt.state.layout import optimizers_of
 from memckpt.state.records import HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
-#: It says every second how things are.
+#: Seconds without a report after which the replicator stands still; it reports every second.
 _QUIET_SECONDS = 5.0
 
 
@@ -55,7 +55,7 @@ class Peers:
     """Belongs to the agent's event loop. Owns the replicator.
 
     Args:
-        selector: of the loop.
+        selector: selector of the loop.
         group: the group of ranks that share shards, or None.
         adopt: makes a group for ranks that are not here.
         watermark_advanced: called when the watermark has got further.
@@ -145,12 +145,12 @@ class Peers:
         )
 
     def tell_deserted(self) -> None:
-        """A trainer of this node goes on without us: have nobody wait for what it would have committed."""
+        """Have nobody wait for records of this node: a trainer goes on without its agent."""
         if self._job is not None:
             self._replicator.send(Deserted())
 
     def introduce(self, rank: int, fingerprint: tuple[str, ...]) -> None:
-        """A rank of the attempt, and what its model consists of."""
+        """Note a rank of the attempt, and what its model consists of."""
         fingerprints = self._replicator.fingerprints
         fingerprints[rank] = fingerprint
         self._standbys.optimizers = frozenset[str]().union(*map(optimizers_of, fingerprints.values()))
@@ -169,7 +169,7 @@ class Peers:
     # Start of an attempt
 
     def listen(self, message: Listen) -> Listening:
-        """Be there for peers; what is kept of others' records.
+        """Have the replicator listen; returns where, and what is kept of others' records.
 
         Raises:
             AgentError: the replicator does not come up.
@@ -177,7 +177,7 @@ class Peers:
         return self._replicator.listen(message)
 
     def join(self, message: Join) -> None:
-        """The plan is made: take part.
+        """Take part in the attempt, for which the plan is made.
 
         Raises:
             PeerError: the replicator is gone, and there is no other one where peers look for it.
@@ -207,8 +207,8 @@ class Peers:
         """Where a rank of this node marks its phases: the answer, and the descriptor that goes with it.
 
         Args:
-            position: of the rank among those of the node.
-            ranks: how many there are.
+            position: position of the rank among those of the node.
+            ranks: number of the node's ranks.
         """
         if self._phases is None:
             self._phases = PhasesPage.create(ranks)
@@ -311,7 +311,7 @@ class Peers:
         self._end_recovery()
 
     def _give_up_recovery(self, reason: str) -> None:
-        """Let go of what it has fetched so far, if one is under way."""
+        """Drop what a recovery has fetched so far, if one is under way."""
         recovery, self._recovery = self._recovery, None
         if recovery is not None:
             recovery.fail(reason)

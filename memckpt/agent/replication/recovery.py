@@ -34,8 +34,8 @@ class Recovery:
     Args:
         number: no other recovery of this agent has it. What the replicator answers to another one is ignored.
         message: what is asked for.
-        group: of the ranks that share shards. May raise MemckptError.
-        send: to the replicator.
+        group: finds the group of ranks that share shards. May raise MemckptError.
+        send: gives the replicator a message.
         done: gets Recovered once all are here, or the first cannot be.
     """
 

@@ -28,7 +28,7 @@ class StandbyReplica:
         #: The first of the records that have come without a gap up to the newest.
         self._first = 0
         self._newest: int | None = None
-        #: What lies beyond it belongs to an abandoned timeline.
+        #: Records beyond it belong to an abandoned timeline.
         self._last: int | None = None
 
     @property
@@ -37,7 +37,7 @@ class StandbyReplica:
 
     @property
     def exact_from(self) -> int:
-        """From this record on its state is that of the owner, bit for bit."""
+        """The first record from which on its state is that of the owner, bit for bit."""
         return max(self.opened.base, self._first + self.opened.spec.period - 1)
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class StandbyReplica:
     # Records
 
     def take(self, message: StandbyRecord) -> None:
-        """A record has come; what lies between it and the one before does not come any more."""
+        """Take a record; what lies between it and the one before does not come any more."""
         record, base = message.record, self.opened.base
         if self._newest is not None and record <= self._newest:
             return
@@ -72,7 +72,7 @@ class StandbyReplica:
             self.generation.commit(rank, commit)
 
     def skip(self, record: int) -> None:
-        """Nothing more comes up to a record."""
+        """Skip the records up to one: they do not come any more."""
         if self.generation.complete and (self._newest is None or record > self._newest):
             assert self.generation.replica is not None
             self._newest, self._first = record, record + 1
@@ -114,7 +114,7 @@ class StandbyReplica:
         return tuple(sorted(missing)), encoded
 
     def let_go_on(self, redo_limit: int) -> None:
-        """Redo may go on up to `redo_limit`."""
+        """Let redo go on up to `redo_limit`."""
         if self.generation.redo_limit is None or redo_limit > self.generation.redo_limit:
             self.generation.raise_redo_limit(redo_limit)
 
@@ -137,7 +137,7 @@ class StandbyReplica:
         """Go to a record that it can produce, and stay there.
 
         Args:
-            behind: by how many records the replica stays behind it.
+            behind: number of records by which the replica stays behind it.
 
         Raises:
             AgentError: redo failed on the way.
@@ -149,7 +149,7 @@ class StandbyReplica:
         return self.generation
 
     def held(self, node: str, fingerprint: Sequence[str] | None) -> HeldRecords | None:
-        """What it can produce, for the plan; None: nothing."""
+        """Description of what it can produce, for the plan; None: nothing."""
         opened, records = self.opened, self.standing_still()
         if not records:
             return None

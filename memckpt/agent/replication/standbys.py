@@ -69,7 +69,7 @@ class StandbyReplicas:
 
     @property
     def nbytes(self) -> int:
-        """Shared memory of all of them."""
+        """Shared memory of all standby replicas, in bytes."""
         return sum(one.nbytes for one in self._all.values())
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class StandbyReplicas:
 
         Args:
             budget: the configured limit on the node's memory, in bytes.
-            threads: for redo.
+            threads: number of threads for redo.
         """
         self.attempt, self._watermark = attempt, record or 0
         self._budget, self._threads = budget, threads
@@ -130,7 +130,7 @@ class StandbyReplicas:
             standby = self._make(message)
         except Exception as error:  # of foreign code, too: an optimizer that another node names, and its constructor
             problem = _in_words(error)
-            _log.warning("ranks %s of another node get no replica here: %s", list(message.ranks), problem)
+            _log.warning("no standby replica is made of ranks %s of another node: %s", list(message.ranks), problem)
             return StandbyRefused(*key, problem), []
         self._all[key] = standby
         generation = standby.generation
@@ -164,7 +164,8 @@ class StandbyReplicas:
             if not former:
                 raise
             _log.warning(
-                "standby replicas of an earlier attempt go before this one's are whole (a gap in protection): %s", error
+                "dropping standby replicas of an earlier attempt before this one's are whole (a gap in protection): %s",
+                error,
             )
             for one in former:
                 self._drop(one)
@@ -208,7 +209,7 @@ class StandbyReplicas:
             standby.skip(message.record)
 
     def close_one(self, message: CloseStandby) -> None:
-        """Nobody needs this one any more."""
+        """Close a standby replica that nobody needs any more."""
         key = message.ranks, message.generation
         if key in self._all:
             self._drop(key)
@@ -217,7 +218,7 @@ class StandbyReplicas:
         """Handle news of a redo thread; returns what the replicator has to know of it."""
         standby = self._all.get(key)
         if standby is None:
-            return None  # it has been let go of since
+            return None  # it was dropped since
         match message:
             case Credit():
                 return StandbyApplied(*key, message.applied)
@@ -248,7 +249,7 @@ class StandbyReplicas:
             held = standby.held(self._node, fingerprint_of(standby.opened.ranks))
             if held is None:
                 continue
-            # Of one owner there are several where a generation has begun after another one.
+            # An owner has several where a generation has begun after another one.
             key = held.ranks, held.history
             found[key] = held if key not in found else _merged(found[key], held)
         return tuple(found.values())

@@ -16,9 +16,9 @@ from memckpt.errors import DamagedStateError
 from memckpt.replication.coding.code import STRIPE_BYTES
 
 _HEAD = struct.Struct("<Q")  # length of the encoded tail
-#: In place of a record's number: what is sent once in a generation.
+#: Number in place of a record's, for what is sent once in a generation.
 STATIC = -(1 << 40)
-#: The most that what belongs to a record beside its bytes may have.
+#: Limit on what belongs to a record beside the bytes of its slot, in bytes.
 MOST_TAIL_BYTES = 1 << 30
 
 
@@ -33,9 +33,9 @@ class RecordTail(msgspec.Struct, frozen=True, array_like=True):
     """What belongs to a record beside the bytes of its slot.
 
     Attributes:
-        step: the framework's.
+        step: the framework's step.
         meta: its scalars (RecordMeta), encoded; empty where only private bytes are sent.
-        rank_states: of the owner's ranks, encoded, by rank; empty for virtual records before the generation's base.
+        rank_states: encoded states of the owner's ranks, by rank; empty for virtual records before the base.
         extents: where the bytes belong, in their order.
     """
 
@@ -75,7 +75,7 @@ class Blob:
         return found[0] if len(found) == 1 else b"".join(found)
 
     def release(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         self._views.clear()
         self._starts.clear()
 
@@ -95,8 +95,8 @@ class BlobReader:
     """Takes the stripes of a record in their order and puts its bytes where they belong.
 
     Args:
-        rooms: for all bytes of a record, or of the static region.
-        limit: the most that a tail may have, in bytes.
+        rooms: memory for all bytes of a record, or of the static region.
+        limit: limit on a tail, in bytes.
     """
 
     def __init__(self, rooms: Sequence[Room], limit: int = MOST_TAIL_BYTES) -> None:
@@ -110,7 +110,7 @@ class BlobReader:
         self.tail: RecordTail | None = None
 
     def take(self, stripe: bytes) -> None:
-        """The next stripe.
+        """Take the next stripe.
 
         Raises:
             DamagedStateError: the bytes are not those of a record, or do not fit the room.
@@ -159,7 +159,7 @@ class BlobReader:
         raise DamagedStateError(f"a record of pieces: expected bytes within {bounds}, found {extent}")
 
     def finish(self) -> RecordTail:
-        """All stripes have been taken.
+        """The tail of the record, all stripes of which were taken.
 
         Raises:
             DamagedStateError: some are missing.

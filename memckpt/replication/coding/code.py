@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: The bytes of a piece.
 Piece = bytes | memoryview
 
-#: Records are cut into stripes of so many bytes, so that encoding one works in a core's cache.
+#: Bytes of a stripe: encoding one works in a core's cache.
 STRIPE_BYTES = 256 << 10
 
 #: Any k pieces suffice by their construction. What else there is must show it, with each choice of k.
@@ -39,12 +39,12 @@ class Code:
     With m = 1 there is no parity, with k = 1 the pieces are copies; both need no backend.
 
     Args:
-        data: k, how many pieces make a stripe whole.
+        data: k, the number of pieces that make a stripe whole.
         tolerate: m; one piece less than m can be missing.
-        backend: of liberasurecode, as pyeclib names it.
+        backend: backend of liberasurecode, as pyeclib names it.
 
     Attributes:
-        pieces: how many there are, k + m - 1.
+        pieces: number of pieces, k + m - 1.
 
     Raises:
         ConfigurationError: the backend is not there, does not take so many pieces, or not any k of them suffice.
@@ -68,7 +68,7 @@ class Code:
                 raise
 
     def close(self) -> None:
-        """Give back what the backend holds; may be called twice."""
+        """Release what the backend holds. Idempotent."""
         if self._driver is not None:
             self._driver.close()
 

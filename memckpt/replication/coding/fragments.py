@@ -34,7 +34,7 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
         stripe, stripes: which part of the record, of how many.
         piece: which of the k + m - 1 pieces.
         data, tolerate: k and m.
-        length: of the stripe in bytes.
+        length: length of the stripe, in bytes.
         checksum: xxh3_64 of the other fields and of the payload.
         digest: xxh3_128 of the stripe.
     """
@@ -126,7 +126,7 @@ def decode_stripe(
     candidates lie than do not, and k do not, the bytes are right, whatever the liars have made up.
 
     Args:
-        code: with which it was encoded.
+        code: the code with which it was encoded.
         candidates: fragments, and by name where they were found, each source once.
         generation, owner, record, stripe, stripes, length: what they should be of.
 

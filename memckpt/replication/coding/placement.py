@@ -31,9 +31,9 @@ class Placement:
 
     Attributes:
         groups: every node is in one of them; the larger ones come last.
-        survived: for each level of the domains' paths, widest first: how many domains of it can be lost at once,
+        survived: by level of the domains' paths, widest first: the number of domains that can be lost at once,
             whichever they are, without losing a record.
-        warnings: in words, what cannot be had.
+        warnings: what cannot be had, in words.
     """
 
     groups: tuple[Group, ...]
@@ -63,7 +63,7 @@ def place(domains: Sequence[Path], data: int, tolerate: int, *, level: str = "do
     nothing is known of domains, takes its place, and nothing else moves.
 
     Args:
-        domains: of each node, by its index: the way to its failure domain from the widest one, all of one length. Nodes
+        domains: the way to each node's failure domain from the widest one, by its index, all of one length. Nodes
             with the same way fail together, at worst; nodes are also spread over the wider ones as evenly as can be.
         data: k, how many pieces make a record whole; 1 where each piece is a copy.
         tolerate: m, how many nodes of a group may be lost.

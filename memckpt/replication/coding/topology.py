@@ -32,8 +32,8 @@ class Level(NamedTuple):
 
     Attributes:
         name: ``"zone"``, ``"rack"`` or ``"node"``.
-        paths: of each node, the way to its domain from the widest level that all nodes know.
-        reason: in words, why it is this level.
+        paths: the way to each node's domain from the widest level that all nodes know.
+        reason: why it is this level, in words.
     """
 
     name: str
@@ -66,7 +66,7 @@ def choose_level(domains: Sequence[Domain], level: DomainLevel, group_nodes: int
     """Choose which failure domains to place for.
 
     Args:
-        domains: of each node, by its index.
+        domains: domain of each node, by its index.
         level: what is asked for; ``"auto"`` takes the widest level that all nodes know, at which a record's holders can
             all be in different domains.
         group_nodes: k + m, how many nodes hold a record.

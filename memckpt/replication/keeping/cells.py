@@ -28,10 +28,10 @@ class Found(NamedTuple):
 
 
 class Cells:
-    """The places of a slot's fragments, one after the other: each a stamp and the bytes behind it.
+    """The cells of a slot, one after the other: each has a stamp and the bytes of a fragment.
 
     Args:
-        window: whose fragments they are.
+        window: generation of the fragments.
         unit: bytes of a fragment of a whole stripe.
         parts: the memory, in order; each a whole number of cells.
     """
@@ -53,9 +53,9 @@ class Cells:
         raise IndexError(f"expected one of {len(self)} cells, found {stripe}")
 
     def write(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> memoryview:
-        """Lay a fragment down; returns its bytes there."""
+        """Write a fragment to its cell; returns its bytes there."""
         one, cell = fragment, self._cell(fragment.stripe)
-        # A writer that dies in between leaves no fragment here: the number of stripes goes first, and comes last.
+        # A writer that dies in between leaves an empty cell: the number of stripes is cleared first and written last.
         _STRIPES.pack_into(cell, 0, 0)
         place = cell[STAMP_BYTES : STAMP_BYTES + len(payload)]
         place[:] = payload
@@ -64,7 +64,7 @@ class Cells:
         return place
 
     def clear(self) -> None:
-        """No fragment lies here any more."""
+        """Empty all cells."""
         for stripe in range(len(self)):
             _STRIPES.pack_into(self._cell(stripe), 0, 0)
 

@@ -13,12 +13,12 @@ from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.replicator")
-#: Generations of one owner that are kept while the watermark stands still.
+#: Number of generations of one owner that are kept while the watermark stands still.
 MOST_WINDOWS = 8
 
 
 class FragmentStore:
-    """All that a node keeps for others. Opens and drops windows as their owners and the watermark say.
+    """All fragments that a node keeps for others. Opens and drops windows as their owners and the watermark say.
 
     Args:
         node: its name.
@@ -63,7 +63,7 @@ class FragmentStore:
         Args:
             window: the generation.
             unit: bytes of a fragment of a whole stripe.
-            rooms: by slot, the memory where its pieces lie; closed with the window.
+            rooms: memory where its pieces lie, by slot; closed with the window.
 
         Raises:
             ValueError: the rooms are not those of such a window.
@@ -78,8 +78,8 @@ class FragmentStore:
 
         Args:
             attempt: its nonce.
-            record: the one that the attempt goes on behind.
-            code: of its pieces; belongs to the caller, and is not used after the attempt.
+            record: the record behind which the attempt goes on.
+            code: the code of its pieces; belongs to the caller, and is not used after the attempt.
             rejoined: the attempt has begun before, with another holder, whose pieces are here.
         """
         self._attempt, self._code = attempt, code
@@ -92,7 +92,7 @@ class FragmentStore:
                 window.drop_beyond(record)
 
     def close(self) -> None:
-        """Let go of all that is kept."""
+        """Drop all that is kept."""
         for window in self.windows():
             self._forget(window)
 
@@ -137,17 +137,17 @@ class FragmentStore:
             former = [one for one in self.windows() if one.window.attempt != self._attempt]
             if self._goes_on or not former:
                 raise
-            _log.warning("pieces of an earlier attempt, which this one does not use, go: %s", error)
+            _log.warning("dropping pieces of an earlier attempt, which this one does not use: %s", error)
             for one in former:
                 self._forget(one)
             return KeptWindow(window, unit, self._reserve, self._keeper)
 
     def keep_own(self, window: Window, code: Code) -> KeptWindow:
-        """Room for a state of this node's own ranks, which it keeps itself.
+        """Make room for a state of this node's own ranks, which it keeps itself.
 
         Args:
             window: what it would tell a holder.
-            code: of its pieces.
+            code: the code of its pieces.
 
         Raises:
             MemckptError: there is none.
@@ -158,11 +158,11 @@ class FragmentStore:
         return kept
 
     def keeps_for_itself(self, window: KeptWindow) -> bool:
-        """Whether it is of this node's own ranks."""
+        """Whether a window is of this node's own ranks."""
         return window.window.node == self._node
 
     def let_go_of(self, owner: tuple[int, ...], generation: str) -> None:
-        """A generation is not needed any more."""
+        """Drop a generation that is not needed any more."""
         window = self._windows.get((owner, generation))
         if window is not None:
             self._forget(window)
@@ -215,12 +215,12 @@ class FragmentStore:
                 window.drop_up_to(self.watermark - told.period * told.every - (not window.captures))
 
     def forget_before(self, owner: tuple[int, ...], base: int) -> None:
-        """What this attempt has kept of an owner's generations that begin before `base` is not needed any more."""
+        """Drop an owner's generations of this attempt that begin before `base`."""
         for window in self.windows():
             told = window.window
             if told.owner == owner and told.attempt == self._attempt and told.base < base and not told.cut:
                 self._forget(window)
 
     def held(self, fingerprint_of: Callable[[KeptWindow], tuple[str, ...] | None]) -> tuple[HeldPieces, ...]:
-        """What is here, for the plan."""
+        """Description of all that is kept, for the plan."""
         return tuple(window.held(self._node, fingerprint_of(window)) for window in self.windows())

@@ -29,7 +29,7 @@ class Room(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """All of it."""
+        """The whole memory."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +44,7 @@ class BeingReservedError(MemoryBudgetError):
 
 
 class Place(NamedTuple):
-    """What a room is for.
+    """The purpose of a room.
 
     Attributes:
         window: the generation whose pieces lie there.
@@ -58,14 +58,14 @@ class Place(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Knows rooms beyond the life of this process."""
+    """Keeps rooms beyond the life of this process."""
 
     def keep(self, place: Place, room: Room) -> None:
-        """A room was reserved."""
+        """Keep a room that was reserved."""
         ...
 
     def let_go(self, place: Place) -> None:
-        """It is not needed any more."""
+        """Drop a room that is not needed any more."""
         ...
 
 
@@ -84,14 +84,14 @@ class _KeptRecord:
 
 
 class KeptWindow:
-    """One generation of one owner's pieces.
+    """One generation of one owner's pieces, in memory that is reserved.
 
     Args:
-        window: what the owner has said of it.
+        window: the owner's description of it.
         unit: bytes of a fragment of a whole stripe.
-        reserve: for the memory that it takes, all of it that is known beforehand now; closed by :meth:`close`.
-        keeper: is told of that memory.
-        rooms: by slot, those of a process that has died: the records that are whole in them are kept.
+        reserve: makes its memory, at once as far as its size is known; closed by :meth:`close`.
+        keeper: told of that memory.
+        rooms: rooms of a process that has died, by slot; the records that are whole in them are kept.
 
     Raises:
         ValueError: the owner's layout cannot be read, the window does not follow from it, or the rooms do not fit it.
@@ -124,7 +124,7 @@ class KeptWindow:
             raise ValueError(f"expected a room of {self._slot_bytes * window.kept} bytes, found {found}")
         self._free = list(range(window.kept))
         self._records: dict[int, _KeptRecord] = {}
-        #: Nobody can need this record any more, or those before it.
+        #: Nobody needs this record any more, or those before it.
         self._past = STATIC
         if rooms:
             self._find_records()
@@ -163,7 +163,7 @@ class KeptWindow:
         return kept.complete
 
     def _compare(self, kept: _KeptRecord, fragment: Fragment) -> None:
-        """Look at what is here of a record that is sent once more: its owner, or we, were away for a while."""
+        """Check what is here of a record that is sent once more: its owner, or this node, was away for a while."""
         known = kept.fragments.get(fragment.stripe)
         same = known is not None and (known[0].checksum, known[0].digest) == (fragment.checksum, fragment.digest)
         problem = check(*known) if known is not None and same else "it is another record of the same number"
@@ -206,12 +206,12 @@ class KeptWindow:
                 self._free.remove(slot)
 
     def abandon(self, record: int) -> None:
-        """No more comes of a record: what is here of it is of no use."""
+        """Drop a record of which no more comes."""
         if record in self._records:
             self._drop(record)
 
     def drop_up_to(self, record: int) -> None:
-        """Nobody can need these records any more. What still comes of them is acknowledged, and not kept."""
+        """Drop records that nobody needs any more. What still comes of them is acknowledged, and not kept."""
         self._past = max(self._past, record)
         for number in [one for one in self._records if STATIC < one <= record]:
             self._drop(number)
@@ -235,7 +235,7 @@ class KeptWindow:
         return STAMP_BYTES + self._unit
 
     def _in_slot(self, slot: int) -> int:
-        """Stripes for which there is room without more being reserved."""
+        """Number of stripes for which a slot has room without more being reserved."""
         return 0 if slot == _STATIC_SLOT else self._sizes.stripes
 
     def _cells(self, slot: int) -> Cells:
@@ -261,11 +261,11 @@ class KeptWindow:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is reserved."""
+        """Bytes of memory that are reserved."""
         return sum(room.view.nbytes for room in self._rooms.values())
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory; its keeper drops it, too."""
         self._records.clear()
         for slot in list(self._rooms):
             self._remove_room(slot)
@@ -293,15 +293,15 @@ class KeptWindow:
         return sum(one.length for one in headers), b"".join(one.digest for one in headers)
 
     def records(self) -> list[int]:
-        """Those that are complete, ascending."""
+        """Numbers of the records that are complete, ascending."""
         return sorted(number for number, kept in self._records.items() if kept.complete and number != STATIC)
 
     def held(self, node: str, fingerprint: tuple[str, ...] | None) -> HeldPieces:
-        """What is here, for the plan.
+        """Description of what is here, for the plan.
 
         Args:
-            node: this one.
-            fingerprint: of the model that is to be resumed; None: there is nothing to compare with.
+            node: name of this node.
+            fingerprint: fingerprint of the model that is to be resumed; None: there is nothing to compare with.
         """
         window, records = self.window, self.records()
         difference = first_difference(self.spec.fingerprint(), fingerprint) if fingerprint is not None else None

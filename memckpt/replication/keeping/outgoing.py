@@ -21,7 +21,7 @@ class Stripes(Protocol):
 
 
 class Source(Protocol):
-    """Where the bytes of one generation's records lie."""
+    """Bytes of one generation's records."""
 
     def open(self, record: int) -> Stripes | None:
         """The bytes of a record; None if they are not there any more."""

@@ -311,7 +311,7 @@ class Sender:
         return any(stream.queue and self._room(stream.holder) > 0 for stream in self._streams)
 
     def retry_at(self) -> float | None:
-        """When to :meth:`retry`; None: there is nothing to."""
+        """Time of the next :meth:`retry`; None: there is none."""
         return min((stream.retry_at for stream in self._streams if stream.waits), default=None)
 
     def retry(self, now: float) -> None:

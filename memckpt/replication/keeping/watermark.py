@@ -11,15 +11,15 @@ from memckpt.replication.transport.wire import Acknowledged, Watermark
 
 
 class Leader:
-    """Puts together what the nodes have said; the first rank's node is the leader.
+    """The watermark, put together from the nodes' acknowledgements; the first rank's node is the leader.
 
     Args:
-        nodes: all of the job.
-        record: that every node can produce at the start.
+        nodes: all nodes of the job.
+        record: the record that every node can produce at the start.
         cadence: which states are protected where links are too slow for records; None: no other than these.
 
     Attributes:
-        newest: record that this node has committed.
+        newest: the newest record that this node has committed.
     """
 
     def __init__(self, nodes: Collection[str], record: int, cadence: Cadence | None = None) -> None:
@@ -33,11 +33,11 @@ class Leader:
 
     @property
     def watermark(self) -> Watermark:
-        """The newest."""
+        """The newest watermark."""
         return self._told
 
     def acknowledged(self, message: Acknowledged) -> Watermark | None:
-        """What a node says; a new watermark if it has changed. It never goes back."""
+        """Take a node's acknowledgement. Returns the new watermark if it changed; it never goes back."""
         if message.node not in self._nodes:
             return None
         self._said[message.node] = message

@@ -1,4 +1,4 @@
-"""What a window of an owner's records has: a function of its layout, so that owner and holders get the same."""
+"""Sizes of a window of an owner's records: a function of its layout, so that owner and holders get the same."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import CAPTURES, Layout, StateSpec
 
-#: Room for what belongs to a record beside its bytes; where it has more, more is reserved when that comes.
+#: Bytes of room for what belongs to a record beside its slot; more is reserved when more comes.
 _TAIL_BYTES = 64 << 10
 
 
 class WindowSizes(NamedTuple):
-    """As in Window, and what a holder has to have room for.
+    """Sizes of a window, and of the memory that a holder needs for it.
 
     Attributes:
-        period, kept, every, record_bytes, static: as there.
-        stripes: of a record, as a rule.
-        most_stripes, most_static_stripes: of one, and of what is sent once, at most.
+        period, kept, every, record_bytes, static: as in Window.
+        stripes: number of stripes of a record, as a rule.
+        most_stripes, most_static_stripes: limits on the stripes of a record, and of the static tensors.
     """
 
     period: int
@@ -38,8 +38,8 @@ def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
 
     Args:
         spec: what the layout is made from.
-        private: they have what is their ranks' own only.
-        cut: they are virtual ones, of one state.
+        private: whether they have only the bytes of their ranks alone.
+        cut: whether they are virtual records of one state.
     """
     layout = Layout(spec)
     period = 1 if private else spec.period
@@ -61,7 +61,7 @@ def sizes_of(spec: StateSpec, private: bool, cut: bool = False) -> WindowSizes:
 
 
 def differing(window: Window, spec: StateSpec, sizes: WindowSizes) -> str:
-    """What of a window does not follow from its layout, in words; empty if all does."""
+    """Why a window does not follow from its layout, in words; empty if it does."""
     names = ("period", "kept", "every", "record_bytes", "static")
     expected: dict[str, object] = {name: getattr(sizes, name) for name in names}
     expected |= {"owner": spec.local_ranks, "replicas": spec.serves}

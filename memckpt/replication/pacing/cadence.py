@@ -1,4 +1,4 @@
-"""Which states are protected where links cannot carry every record: one every N steps, the same on all nodes.
+"""States that are protected where links cannot carry every record: one every N steps, the same on all nodes.
 
 Nothing is planned ahead: a state begins when the one before it is with all its holders. So N follows from what the
 slowest link carries, a link of any rate above zero gets each state there, and training is never further ahead of what
@@ -13,15 +13,15 @@ from collections.abc import Collection
 from memckpt.replication.transport.wire import Acknowledged
 
 _FIRST_LEAD, _LONGEST_LEAD = 2, 64
-#: States after which records are tried again: at first, and at most.
+#: Number of states after which records are tried again: at first, and at most.
 _FIRST_REST, _LONGEST_REST = 2, 64
-#: Orders in a row that some node could not meet, the last of them long ahead: no state can be had, as memory is short.
+#: Number of orders in a row that some node could not meet: then memory is short, and no state can be had.
 _MOST_MISSED = 10
-#: Records after which states are tried again then.
+#: Number of records after which states are tried again then.
 _GIVEN_UP_RECORDS = 1000
-#: What :attr:`Cadence.cut` is meanwhile.
+#: Value of :attr:`Cadence.cut` meanwhile.
 NONE_CAN_BE_HAD = -1
-#: Records in a row after which the next trial comes as early as the first one.
+#: Number of records in a row after which the next trial comes as early as the first one.
 _KEPT_UP_RECORDS = 200
 
 
@@ -51,9 +51,9 @@ class Cadence:
         """Take note of what all nodes have said.
 
         Args:
-            said: the last words of each node.
+            said: the newest message of each node.
             newest: record that the leader's node has committed.
-            watermark: as records have brought it forward.
+            watermark: the newest record that all nodes have acknowledged, states left aside.
 
         Returns:
             The watermark: further ahead if a state has got to its holders everywhere.

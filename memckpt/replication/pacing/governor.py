@@ -45,14 +45,14 @@ class EndedStep(NamedTuple):
 
 
 class StepClock:
-    """How long steps and their backwards take, by the marks of one rank.
+    """Durations of steps and of their backwards, by the marks of one rank.
 
     Args:
         longest_backward: seconds; what one takes beyond that does not count.
 
     Attributes:
         step: number of the step that runs; None before the first mark.
-        phase: that it is in.
+        phase: its phase.
         since_ns: when that began.
     """
 
@@ -154,17 +154,17 @@ class Governor:
     never filled. How fast bulk can go does not show in how fast it is handed over: kernels take some MiB at once.
 
     Args:
-        overhead: by what share steps may be slower than without traffic.
+        overhead: share by which traffic may slow steps down.
 
     Attributes:
         limit: bytes per second; None: none is needed. The caller sends at the least what records need.
-        share: by which steps were slower when last judged; None before.
+        share: relative slowdown of steps when last judged; None before.
         probing: nothing is to be sent in this step.
         probe_follows: nor in the next one. What waits goes at its beginning, and nothing at its end, so that it has
             arrived by then.
         lead: the share of that step in which nothing is sent.
         overruled: training waits for what is sent, or soon would: limits and probes are off.
-        reason: for all this, in words.
+        reason: explanation of all this, in words.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -196,7 +196,7 @@ class Governor:
         return self._overruled_left > 0
 
     def overrule(self, reason: str, steps: int) -> None:
-        """Training waits for what is sent, or is about to: send as fast as possible for so many steps.
+        """Send as fast as possible for some steps: training waits for what is sent, or is about to.
 
         Nothing is learnt from these: that they are slow is not the network's doing.
         """
@@ -212,18 +212,18 @@ class Governor:
         self.reason = reason
 
     def end_probe(self) -> None:
-        """Send again: training gets no further without."""
+        """End a probe: training gets no further without what is held back."""
         self.probing = False
 
     def step_ended(
         self, step: int, seconds: float, *, sent: int, settled: bool, rate: float, floor: float, binding: bool
     ) -> None:
-        """One step is over.
+        """Note the end of a step.
 
         Args:
-            step: number of the one that begins.
-            seconds: that it took.
-            sent: bytes in it.
+            step: number of the step that begins.
+            seconds: its duration.
+            sent: bytes that went in it.
             settled: whether nothing was on its way any more when it began.
             rate: bytes per second while there was something to send.
             floor: bytes per second that records need.

@@ -1,17 +1,17 @@
-"""Who owes an acknowledgement for too long, in time that passes only while somebody looks."""
+"""Nodes that owe an acknowledgement for too long, in time that passes only while somebody looks."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 
-#: A look that comes later counts for no more: whoever was busy or stopped itself has not waited for others.
+#: The longest time between two looks that counts: whoever was busy or stopped itself has not waited for others.
 _LONGEST_LOOK_SECONDS = 2.0
 LOST_LIMITS = 20
-"""So many time limits a node is waited for that may be lost."""
+"""Number of time limits for which training waits for a node that may be lost."""
 
 
 class Overdue:
-    """Time limits of nodes, each from its last progress.
+    """Time limits of nodes, each counted from the node's last progress.
 
     Args:
         limit: seconds without progress after which a node is overdue.
@@ -22,14 +22,14 @@ class Overdue:
         self._watched = 0.0
         self._looked: float | None = None
         self._since: dict[str, tuple[Hashable, float]] = {}
-        #: Those that were overdue at the last look.
+        #: Nodes that were overdue at the last look.
         self.nodes: frozenset[str] = frozenset()
 
     def look(self, owing: Mapping[str, Hashable], now: float) -> bool:
-        """Look at all that owe something; whether others are overdue than at the last look.
+        """Look at all that owe something; returns whether the overdue ones have changed.
 
         Args:
-            owing: by node, what changes whenever it makes progress.
+            owing: nodes that owe something, each with a value that changes whenever it makes progress.
             now: seconds of a clock that only goes forward.
         """
         passed = 0.0 if self._looked is None else min(max(0.0, now - self._looked), _LONGEST_LOOK_SECONDS)
@@ -46,7 +46,7 @@ class Overdue:
 
 
 class Absence:
-    """Nodes of which nothing is heard, and that training is not to wait for.
+    """Nodes that are not heard, and that training does not wait for.
 
     A node that is silent may stand still, or may be lost with all that ran there. Going on overwrites what a resume
     without it needs. But a record takes all ranks: where two more were made since it was last heard, its trainers live,
@@ -67,7 +67,7 @@ class Absence:
         """Look at all peers.
 
         Args:
-            heard: by peer, when it was heard last.
+            heard: all peers, each with the time at which it was heard last.
             newest: the newest record that is whole on this node.
             every: records have numbers that are multiples of it.
             now: seconds of a clock that only goes forward.

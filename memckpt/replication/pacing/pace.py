@@ -1,4 +1,4 @@
-"""When records may be sent: the rate cap, the governor's limit, and the phases of training, put together.
+"""Times at which records may be sent: the rate cap, the governor's limit, and the phases of training, put together.
 
 Nothing here looks at a clock or sends: the caller passes the time of the monotonic clock, in seconds, and asks before
 each piece of bulk. What keeps the protocol alive (acknowledgements, the watermark) does not ask.
@@ -51,14 +51,14 @@ class RateCap:
         self._rate = rate
 
     def delay(self, nbytes: int, now: float) -> float:
-        """Seconds until so many bytes may go; 0: now."""
+        """Seconds until `nbytes` may go; 0: now."""
         if self._rate is None:
             return 0.0
         cost = nbytes / self._rate
         return max(0.0, self._full_at + cost - max(_BURST_SECONDS, cost) - now)
 
     def sent(self, nbytes: int, now: float) -> None:
-        """So many bytes went."""
+        """Charge bytes that went."""
         if self._rate is not None:
             self._full_at = max(self._full_at, now) + nbytes / self._rate
 
@@ -67,14 +67,14 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True):
     """How fast records are sent, and why.
 
     Attributes:
-        rate_limit_bytes_per_second: in force now; None: none.
-        baseline_step_seconds: of a step without traffic; None: not known yet.
-        step_seconds: of a step lately; None: not known yet.
-        share: by which steps with traffic are slower than without; None: not known yet. May be negative by chance.
-        phase: that training is in: "forward", "backward", "step", or "unknown".
-        holding: whether records are held back now.
+        rate_limit_bytes_per_second: the limit in force; None: there is none.
+        baseline_step_seconds: duration of a step without traffic; None: not known yet.
+        step_seconds: recent duration of a step; None: not known yet.
+        share: relative slowdown of steps by traffic; None: not known yet. Noise can make it negative.
+        phase: phase of training: "forward", "backward", "step", or "unknown".
+        holding: whether records are held back.
         overruled: whether they go as fast as they can, since training waits for them, or soon would.
-        reason: in words.
+        reason: explanation of all this, in words.
     """
 
     rate_limit_bytes_per_second: float | None
@@ -88,7 +88,7 @@ class PaceState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pacer:
-    """Says when bulk may go. Not thread-safe.
+    """Decides when bulk may go. Not thread-safe.
 
     Args:
         rate_bytes_per_second: never to be exceeded; None: no cap.
@@ -106,7 +106,7 @@ class Pacer:
         self._room: int | None = None
         self._waiting = 0
         self._in_flight = 0
-        # Of the step that runs.
+        # What has happened in the step that runs.
         self._step_sent = 0
         self._step_waited = 0.0
         self._step_probes = False  # a probe, and nothing has gone before training waited
@@ -135,17 +135,17 @@ class Pacer:
                 self._step_ended(step, ended.seconds, at)
 
     def needs(self, bytes_per_step: float, waiting: int, room: int | None = None) -> None:
-        """What there is to send. Call it whenever a record is queued or dropped.
+        """Note what there is to send. Call it whenever a record is queued or dropped.
 
         Args:
-            bytes_per_step: that each step adds, on average.
-            waiting: bytes that are queued now.
+            bytes_per_step: bytes that each step adds, on average.
+            waiting: bytes that are queued.
             room: bytes that may be queued before training has to wait or a gap is declared; None: no end.
         """
         self._needed, self._waiting, self._room = bytes_per_step, waiting, room
 
     def sent(self, nbytes: int, now: float) -> None:
-        """So many bytes of bulk went."""
+        """Note bytes of bulk that went."""
         self._cap.sent(nbytes, now)
         if self._limited(now):
             self._soft.sent(nbytes, now)
@@ -157,11 +157,11 @@ class Pacer:
         self._last_sent, self._held_since = now, None
 
     def in_flight(self, nbytes: int) -> None:
-        """So many bytes have gone, and are not acknowledged. Kernels take MiBs long before they are on the wire."""
+        """Note the bytes that are not acknowledged. Kernels take MiBs long before they are on the wire."""
         self._in_flight = nbytes
 
     def waited(self, seconds: float) -> None:
-        """Training has waited so long for acknowledgements; may be called while it still does, each time with more.
+        """Note seconds that training has waited for acknowledgements; called again while the wait goes on.
 
         A probe ends with that. It counts, less the waiting: with little room a step without traffic cannot be had
         otherwise.
@@ -268,7 +268,7 @@ class Pacer:
         return _HOLD_UNKNOWN_SECONDS if step is None else min(_HOLD_SECONDS, _HOLD_SHARE * step)
 
     def state(self) -> PaceState:
-        """For people to read, as of the last call of :meth:`delay`."""
+        """The state as of the last call of :meth:`delay`, for people to read."""
         governor, clock = self._governor, self._clock
         overruled = governor.overruled
         limits = [rate for rate in (self._cap.rate, None if overruled else self._soft.rate) if rate is not None]

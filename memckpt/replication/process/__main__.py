@@ -22,7 +22,7 @@ from memckpt.protocol.descriptors import raise_limit
 from memckpt.replication.process.replicator import Replicator
 
 _PR_SET_PDEATHSIG = 1
-#: Without a sign of life of its agent, until that says for how long.
+#: Seconds without a sign of life of its agent, until that says for how long.
 _AGENT_SECONDS = 15.0
 
 
@@ -49,7 +49,7 @@ def main() -> int:
         try:
             replicator.run()
         except AgentGoneError:
-            pass  # the agent has let go of us
+            pass  # the agent has closed the connection
         finally:
             replicator.close()
             channel.close()

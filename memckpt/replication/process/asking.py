@@ -1,4 +1,4 @@
-"""Asks of which layout a state is that is to be read from peers."""
+"""The layout of a state that is to be read from peers, as they describe it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from memckpt.state.received import read_spec
 
 
 class Asking:
-    """One question to all that have the state: what most of them say counts.
+    """One question to all nodes that have the state: the answer of most counts.
 
     Args:
-        source: of the state.
+        source: where the state is.
         questions: how peers are asked.
         now: seconds of a clock that only goes forward.
 
@@ -44,7 +44,7 @@ class Asking:
             questions.send(node, AskWindow(self._request, source.ranks, generation))
 
     def answered(self, peer: str, message: Manifest | Got | WindowIs | GotNone, now: float) -> None:
-        """A source has said something; what others say, or what it says once more, does not count."""
+        """Take a source's answer. Answers of other nodes, and second answers, do not count."""
         if self.result is not None:
             return
         spec = message.spec if isinstance(message, WindowIs) else None
@@ -56,7 +56,7 @@ class Asking:
             self._count()
 
     def tend(self, now: float) -> None:
-        """After a while, those count that have answered."""
+        """Count the answers that are there, once the others are late."""
         if self.result is None and now - self._started > PATIENCE_SECONDS:
             self._count()
 
@@ -89,7 +89,7 @@ class Asking:
         )
 
     def _differs(self, spec: StateSpec) -> str:
-        """Why the bytes of the replica do not fit where they are to go, in words; empty if they do."""
+        """Why the bytes of the replica do not fit the state's layout, in words; empty if they do."""
         if self._replica is None:
             return ""
         node, ranks = self._replica

@@ -1,4 +1,4 @@
-"""A record on its way here: which stripes of it were asked from whom, and what has come."""
+"""A record that is being read: which stripes were asked from whom, and what has come."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from memckpt.replication.transport.wire import Manifest
 
 
 class Stripe:
-    """What has become of one stripe.
+    """One stripe of a record that is being read.
 
     Attributes:
         asked: nodes that were asked for their piece of it, and which that is.
-        here: what they have given that may be of use.
-        useless: those that have given something else.
-        wanted: how many of them it takes.
-        suspects: who has given what, put together, is not the stripe.
+        here: what they have given, as far as it may be of use.
+        useless: nodes that have given something else.
+        wanted: number of pieces that it takes.
+        suspects: nodes whose pieces do not make the stripe.
     """
 
     def __init__(self, wanted: int) -> None:
@@ -34,15 +34,15 @@ class Part:
     """A record that is to be read, and from whom.
 
     Args:
-        owner, generation, record: which.
+        owner, generation, record: the record.
         sources: node and piece of each; a piece of None: whole stripes of the node's own.
-        needed: how many of them make a stripe whole.
+        needed: number of pieces that make a stripe whole.
 
     Attributes:
-        manifests: what sources have said that it consists of.
-        manifest: what most have said.
-        lost: sources that it is not read from any more, and why.
-        open: by source, how many of its questions are not answered.
+        manifests: description of the record, by source.
+        manifest: the description that most sources give.
+        lost: sources that are not asked any more, each with a reason.
+        open: number of unanswered questions, by source.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Part:
         return f"{what} of ranks {list(self.owner)}"
 
     def usable(self) -> list[tuple[str, int | None]]:
-        """Sources that are left."""
+        """Sources that are not lost, each with its piece."""
         return [(node, piece) for node, piece in self.sources.items() if node not in self.lost]
 
     @property
@@ -91,7 +91,7 @@ class Part:
         return self.manifest.digests[16 * stripe : 16 * (stripe + 1)]
 
     def waiting(self, stripe: Stripe) -> list[str]:
-        """Who was asked for a stripe and has not answered."""
+        """Nodes that were asked for a stripe and have not answered."""
         return [
             node
             for node in stripe.asked

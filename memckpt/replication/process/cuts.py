@@ -30,9 +30,9 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, encode_meta
 
 _log = logging.getLogger("memckpt.replicator")
-#: Copied before the loop looks at what has arrived.
+#: Bytes that are copied before the loop looks at what has arrived.
 _COPY_BYTES = 16 << 20
-#: In the name of what a node keeps of a state of its own.
+#: End of the name of what a node keeps of a state of its own.
 _OWN = "/own"
 
 
@@ -92,7 +92,7 @@ class _Stripes:
 
 
 class _OwnCopy:
-    """What the node itself keeps of a state, as a source. Belongs to the holder."""
+    """The node's own copy of a state, as a source. Belongs to the fragment store."""
 
     def __init__(self, kept: KeptWindow, step: int) -> None:
         self._kept, self._step = kept, step
@@ -115,19 +115,19 @@ class _OwnCopy:
 
 
 class Cuts:
-    """Belongs to a member.
+    """States of one node that are protected by value, in place of records. Belongs to the node's part in an attempt.
 
     Args:
         plan: the node's part in the job's plan.
         code: the code of the pieces.
         fragment_store: keeps this node's own copies; the caller's.
-        senders: by their ranks, who sends the states of this node; :meth:`close` closes them.
+        senders: senders of this node's states, by their ranks; :meth:`close` closes them.
         ask: has the agent copy a state.
 
     Attributes:
-        ordered: the record whose state is to be protected; 0: none was yet.
-        missed: one of which that cannot be.
-        problem: why, in words.
+        ordered: the record whose state is to be protected; 0: there was none yet.
+        missed: the newest record whose state cannot be protected.
+        problem: the reason for that, in words.
     """
 
     def __init__(
@@ -183,14 +183,14 @@ class Cuts:
         return all(sender.holds(record) for sender in self._senders.values())
 
     def watermark_advanced(self, watermark: int) -> None:
-        """The watermark has got so far: states before it are not needed any more."""
+        """Drop states before the watermark: they are not needed any more."""
         self._watermark = max(self._watermark, watermark)
         for ranks, sender in self._senders.items():
             sender.watermark_advanced(watermark)
             self._let_go(ranks, [record for record in self._kept[ranks] if record < watermark])
 
     def order(self, record: int) -> None:
-        """Protect the state after this record, and none that was to be protected before and is not."""
+        """Protect the state after this record, in place of one that is not protected yet."""
         if record <= self.ordered:
             return
         self.ordered = record
@@ -205,12 +205,12 @@ class Cuts:
             self._fragment_store.let_go_of(ranks, self._kept[ranks].pop(record))
 
     def miss(self, record: int, problem: str) -> None:
-        """A state was not copied, or there is no room for it."""
+        """Note that a state was not copied, or that there is no room for it."""
         if record == self.ordered:
             self.missed, self.problem = record, problem
 
     def take(self, message: StateTaken, regions: list[Region]) -> None:
-        """The state of some ranks has been copied."""
+        """Take a copy of some ranks' state."""
         taken = _Taken(message, regions)
         if message.ranks not in self._senders or message.record != self.ordered or self.missed == self.ordered:
             taken.close()
@@ -219,7 +219,7 @@ class Cuts:
         self._keep_arrived()
 
     def _keep_arrived(self) -> None:
-        """Begin to keep copies for which there is room."""
+        """Keep copies for which there is room."""
         for taken in list(self._arrived):
             told = taken.message
             window = self._plan.window(told)
@@ -270,7 +270,7 @@ class Cuts:
         return bool(self._copying) and not self._waits
 
     def work(self) -> None:
-        """Copy some."""
+        """Copy some bytes of the states that are to be kept."""
         self._keep_arrived()
         left, self._waits = _COPY_BYTES, False
         while self._copying and left > 0 and not self._waits:

@@ -1,4 +1,4 @@
-"""Whether links hold training back at each step, by more than is allowed: then they do not carry every record."""
+"""Whether links hold training back by more than is allowed: then they do not carry every record."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ _RECORDS = 32
 
 
 class HeldUp:
-    """Counts the records that training had to wait for.
+    """Share of records that training had to wait for, and the time that it took.
 
-    One long wait, for a peer that is away, says nothing of the links: half of all records have to be waited for.
+    One long wait, for a peer that is away, says nothing of the links: training has to wait for half of all records.
 
     Args:
         overhead: the share by which training may be slower than without peers.
 
     Attributes:
-        too_long: whether that was so of the last records.
-        began: whether anything is counted.
+        too_long: whether training waited too long for too many of the last records.
+        began: whether records are counted.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -27,22 +27,22 @@ class HeldUp:
         self._waited = False
 
     def forget(self) -> None:
-        """Begin anew, once there is something to count."""
+        """Drop what was counted."""
         self.too_long = self.began = False
 
     def committed(self) -> None:
-        """Training has made a record."""
+        """Count a record."""
         self._records += 1
         self._waited_for += self._waited
         self._waited = False
 
     def waited(self, seconds: float) -> None:
-        """Training has waited so long, or so long again."""
+        """Add seconds that training has waited for the next record."""
         self._seconds += seconds
         self._waited = True
 
     def look(self, now: float, counts: bool) -> None:
-        """Judge the last records, if there were enough; `counts`: those that come are to be judged."""
+        """Judge the last records, if there were enough. `counts`: whether the next ones are to be judged."""
         if not counts:
             self.began = False
         elif not self.began:

@@ -1,4 +1,4 @@
-"""One node's part in an attempt: what it sends to whom, what it keeps for whom, and how far all have got."""
+"""One node's part in an attempt: records that it sends and keeps, and how far all nodes have got."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ class ReplicationNode:
 
     @property
     def senders(self) -> list[Sender]:
-        """Those that send records."""
+        """Senders of records."""
         return list(self._senders.values())
 
     @property
     def all_senders(self) -> list[Sender]:
-        """Those that send records, and those that send states."""
+        """Senders of records, and of states."""
         return [*self._senders.values(), *(self.cuts.senders if self.cuts is not None else ())]
 
     def code_for(self, data: int) -> Code:
@@ -154,7 +154,7 @@ class ReplicationNode:
     # Messages
 
     def met(self, peer: str) -> None:
-        """A peer is there for the first time, or has lost all that it had."""
+        """Send a peer all that it needs: it is there for the first time, or has lost all that it had."""
         self.mail.met(peer)
         for sender in self.all_senders:
             sender.met(peer)
@@ -164,7 +164,7 @@ class ReplicationNode:
             self.mail.send(peer, self.leader.watermark)
 
     def handle(self, peer: str, message: WireMessage, payload: bytes | memoryview, now: float) -> None:
-        """A message of a peer."""
+        """Handle a message of a peer."""
         problem = self.plan.unfit(peer, message)
         if problem:
             self.refuse(f"{peer}: {type(message).__name__}: {problem}")
@@ -207,7 +207,7 @@ class ReplicationNode:
         self._pass(changed)
 
     def _pass_led(self) -> None:
-        """What the leader has said counts as whole only while it is heard."""
+        """Pass on the leader's watermark, which counts as whole only while the leader is heard."""
         led, waits_suspended = self._led, self._led.waits_suspended or self.plan.leader in self.laggards.away
         whole = led.whole and not waits_suspended and self.plan.leader not in self.unheard
         # It has got no further than this node has; its records may reach it after the leader's word has.
@@ -262,7 +262,7 @@ class ReplicationNode:
         return self.cuts is not None and self._generations.can_be_cut(ranks)
 
     def _forget_virtual(self, sender: Sender) -> None:
-        """Once its base is acknowledged a replica goes on, and no virtual records can be cut from it."""
+        """Give up virtual records that are not needed: once its base is acknowledged, a replica goes on."""
         window, record = sender.window, self.watermark.record
         if window is not None and window.base <= record and self._generations.begins_in_replica(sender.ranks):
             sender.give_up(window.generation)
@@ -291,7 +291,7 @@ class ReplicationNode:
                 self._held_up.committed()
 
     def give_up(self, message: GiveUp) -> None:
-        """What a generation begins with cannot be sent any more."""
+        """Send no more of the state with which a generation begins."""
         sender = self._senders.get(message.ranks)
         if sender is not None:
             sender.give_up(message.generation)
@@ -299,7 +299,7 @@ class ReplicationNode:
     # Work
 
     def work(self, now: float) -> None:
-        """Send some of what is due, if it may go now, and say how far all is."""
+        """Send some of what is due, if it may go now, and tell the leader how far this node is."""
         for sender in self.all_senders:
             sender.retry(now)
         if self.cuts is not None:
@@ -326,7 +326,7 @@ class ReplicationNode:
             self._pass_led()
 
     def _how_far(self) -> Acknowledged:
-        """What the leader is to know of this node."""
+        """The acknowledgement of this node, for the leader."""
         record = min((sender.acknowledged for sender in self._senders.values()), default=self._told.record)
         late = [ranks for ranks in self._senders if self.is_late(ranks)]
         self._run_ahead.beyond &= self.watermark.waits_suspended or self.watermark.every > 0 or bool(late)
@@ -360,7 +360,7 @@ class ReplicationNode:
         return Acknowledged(self._node, record, since, whole, lost, behind, self.cuts.acknowledged, missed)
 
     def leave(self, now: float) -> None:
-        """Training is over on this node, and soon on all: nobody is to wait for what it keeps or leads any more."""
+        """Have nobody wait for this node: training is over here, and soon on all nodes."""
         self._leaving = True
         self.work(now)
 

@@ -1,4 +1,4 @@
-"""Reads a state out of peers' memory: pieces of its records from all who keep them at once, or a living node's own."""
+"""A state that is read from peers' memory: pieces from all holders at once, or the records of a living node."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, M
 from memckpt.state.layout import Layout, StateSpec
 
 _log = logging.getLogger("memckpt.replicator")
-#: Stripes that are asked for ahead of the one that is needed next.
+#: Number of stripes that are asked for ahead of the one that is needed next.
 _AHEAD = 64
-#: A source that says nothing for so long is taken for lost.
+#: Seconds without an answer after which a source is taken for lost.
 PATIENCE_SECONDS = 10.0
-#: After so many bytes progress is reported, and at the end of each record.
+#: Bytes after which progress is reported; it is also at the end of each record.
 PROGRESS_BYTES = 64 << 20
-#: In place of a generation's name: what a living node hands out itself, all of it or what every replica has.
+#: Names of what a living node hands out itself, in place of a generation: all of it, or what every replica has.
 LIVE_ALL, LIVE_SHARED = "live", "live shared"
 
 
 class Reader:
-    """One state on its way into regions; closes them.
+    """A state that is read from peers into regions; closes them.
 
     Args:
-        source: as the plan says.
-        spec: of the generation that is filled.
-        regions: its slots, then static where present.
-        code: of the pieces.
+        source: where it is, as the plan says.
+        spec: layout of the generation that is filled.
+        regions: its slots, then its static tensors where present.
+        code: the code of the pieces.
         questions: how peers are asked.
         now: seconds of a clock that only goes forward.
 
     Attributes:
-        taken_bytes: of the state, that are where they belong.
-        expected_bytes: of it; what is not known yet counts as the room for it.
+        taken_bytes: bytes of the state that are where they belong.
+        expected_bytes: bytes of the whole state; a record of unknown size counts as its slot.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reader:
         return [Part(ranks, generation, record, [(node, None)], 1) for record in [STATIC] * static + list(window)]
 
     def close(self) -> None:
-        """Let go of the regions; whether all is there or not."""
+        """Close the regions, whether all is there or not."""
         self._into = None
         for region in self._regions:
             region.close()
@@ -123,7 +123,7 @@ class Reader:
     # What peers answer
 
     def _part_of(self, peer: str, request: int) -> Part | None:
-        """What a source speaks of; None: it was not asked that, or does not count any more."""
+        """The record that a source answers about; None: it was not asked, or does not count any more."""
         if self.result is not None:
             return None
         for part in self._parts:
@@ -132,7 +132,7 @@ class Reader:
         return None
 
     def got_manifest(self, peer: str, message: Manifest, now: float) -> None:
-        """What a record consists of, as a source says."""
+        """Take a source's description of a record."""
         part = self._part_of(peer, message.request)
         if part is None or part.manifest is not None or peer in part.manifests:
             return
@@ -146,7 +146,7 @@ class Reader:
         self._go_on(now)
 
     def got(self, peer: str, message: Got, payload: bytes, now: float) -> None:
-        """A fragment, or a stripe."""
+        """Take a fragment, or a whole stripe."""
         part = self._part_of(peer, message.request)
         stripe = part.stripes.get(message.stripe) if part is not None else None
         if part is None or stripe is None or peer not in part.waiting(stripe):
@@ -163,7 +163,7 @@ class Reader:
         self._go_on(now)
 
     def _check(self, part: Part, piece: int | None, message: Got, payload: bytes) -> str:
-        """Why something is not what was asked for, in words; empty if it may be. What a digest shows comes later."""
+        """Why an answer is not what was asked for, in words; empty if it may be. Digests are checked later."""
         fragment = message.fragment
         if part.live:
             if fragment is not None or len(payload) != part.length(message.stripe):
@@ -175,7 +175,7 @@ class Reader:
         return "" if fragment.digest == part.digest(message.stripe) else "it names another digest than most"
 
     def got_none(self, peer: str, message: GotNone, now: float) -> None:
-        """A source does not have what it should."""
+        """Note that a source lacks what it should have."""
         part = self._part_of(peer, message.request)
         if part is None:
             return
@@ -188,7 +188,7 @@ class Reader:
             self._lose(part, peer, message.reason, now)
 
     def tend(self, now: float) -> None:
-        """Give up sources that say nothing. To be called every second or so."""
+        """Give up sources that do not answer. To be called every second or so."""
         for peer in self._waiting_for():
             if now - self._heard[peer] > PATIENCE_SECONDS:
                 reason = f"it has not answered for {PATIENCE_SECONDS:.0f} s"
@@ -212,7 +212,7 @@ class Reader:
         part.open[peer] -= 1
 
     def _lose(self, part: Part, peer: str, reason: str, now: float) -> None:
-        """Read a record from the others instead."""
+        """Read a record from the other sources instead."""
         if self.result is not None or peer in part.lost:
             return
         self._note_bad(part, peer, reason)
@@ -244,7 +244,7 @@ class Reader:
                 return
 
     def _vote(self, part: Part) -> bool:
-        """Once all sources have said what the record consists of, take what most say."""
+        """Take the description of the record that most sources give, once all have given one."""
         alive = [node for node, _ in part.usable()]
         said = {peer: (one.nbytes, one.digests) for peer, one in part.manifests.items() if peer in alive}
         if len(said) < len(alive):
@@ -282,7 +282,7 @@ class Reader:
             self._want(part, number, now)
 
     def _want(self, part: Part, number: int, now: float) -> None:
-        """Ask sources that were not asked yet for a stripe, as many as it takes that all that it wants can come."""
+        """Ask sources for a stripe that were not asked yet, as many as it needs pieces."""
         stripe = part.stripes[number]
         missing = stripe.wanted - len(stripe.here) - len(part.waiting(stripe))
         if missing <= 0 or self.result is not None:
@@ -390,7 +390,7 @@ class Reader:
         )
 
     def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:
-        """It cannot be read from these sources."""
+        """Note that the state cannot be read from these sources."""
         for peer in bad:
             self._note_bad(part, peer, problem)
         problem = f"{part} cannot be had: {problem}"

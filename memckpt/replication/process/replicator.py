@@ -69,7 +69,7 @@ _MOST_DELIVERIES = 256
 
 
 class Replicator:
-    """Belongs to one thread.
+    """The event loop of a replicator. Belongs to one thread.
 
     Args:
         channel: to the agent; belongs to the caller.
@@ -134,7 +134,7 @@ class Replicator:
             self._member.deserted = "its agent stands still"
 
     def _drain(self, now: float) -> None:
-        """See what is on its way to peers arrive; then say so."""
+        """Tell the agent once peers have received what is on its way to them, or time is up."""
         assert self._draining_until is not None
         states = [] if self._transport is None else list(self._transport.peers().values())
         if now >= self._draining_until or not any(one.unacknowledged_messages for one in states):
@@ -156,7 +156,7 @@ class Replicator:
         return max(0.0, min(limits))
 
     def close(self) -> None:
-        """Let go of everything; what is kept for others stays with the agent."""
+        """Close everything; what is kept for others stays with the agent."""
         self._leave()
         if self._feed is not None:
             self._feed.leave()
@@ -168,7 +168,7 @@ class Replicator:
             phases.close()
 
     def _leave(self) -> None:
-        """The attempt is over. What is kept stays."""
+        """Leave the attempt. What is kept stays."""
         self._fetching.stop()
         self._answering.close()
         self._memory.halt()
@@ -283,7 +283,7 @@ class Replicator:
 
     def _tell_watermark(self, advanced: WatermarkAdvanced) -> None:
         if advanced.whole:
-            # All have what they restore, and the agent lets go of standby replicas of earlier attempts.
+            # All have what they restore, and the agent drops standby replicas of earlier attempts.
             self._answering.serving.close()
         self._channel.send(advanced)
 

@@ -1,4 +1,4 @@
-"""Hands out what this node has to peers that restore a state: pieces that it keeps, or records of its own."""
+"""Answers to peers that restore a state: from pieces that are kept here, or from records of this node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Serving:
         self._blobs: dict[tuple[tuple[int, ...], str, int], Blob] = {}
 
     def add(self, message: SendGeneration, regions: list[Region]) -> None:
-        """From now on this state is handed out, and no other one of these ranks."""
+        """Hand out this state from now on, and no other one of these ranks."""
         former = self._sources.pop(message.ranks, None)
         for key in [key for key in self._blobs if key[0] == message.ranks]:
             self._blobs.pop(key).release()
@@ -86,7 +86,7 @@ class Serving:
 
     @staticmethod
     def answer_from(fragment_store: FragmentStore, question: Question) -> tuple[WireMessage, bytes | memoryview]:
-        """The same from the pieces that are kept."""
+        """The answer from the pieces that are kept, and the bytes beside it."""
         window = fragment_store.window(question.owner, question.generation)
         if window is None:
             return GotNone(question.request, f"nothing is kept of generation {question.generation}"), b""

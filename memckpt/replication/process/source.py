@@ -1,4 +1,4 @@
-"""Where the bytes of a generation's records lie in this node's shared memory."""
+"""Bytes of a generation's records in this node's shared memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from memckpt.state.layout import ITEM_BYTES, Layout, StateSpec
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
 
 _log = logging.getLogger("memckpt.replicator")
-#: Which bytes of a record: all of them; what is its ranks' own; or what every replica has.
+#: Bytes of a record: all of them; those of its ranks alone; or those that every replica has.
 Part = Literal["all", "private", "shared"]
 
 
 class RegionSource:
-    """Reads the regions of one generation; closes them.
+    """The records of one generation, read from its regions; closes them.
 
     Args:
-        spec: of the generation.
-        number: that its slots are stamped with.
+        spec: layout of the generation.
+        number: number with which its slots are stamped.
         base: the record that it begins with.
         regions: slots, then static and replica where present.
-        missing, plain: of the replica's state at `base` (eager).
+        missing, plain: what the replica's state at `base` lacks, and has beside tensors (eager).
         by_value_from: the first record whose by-value tensors are read, too; None: `base`.
     """
 
@@ -55,7 +55,7 @@ class RegionSource:
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
     def note(self, record: int, step: int, meta: bytes, rank_states: dict[int, bytes]) -> None:
-        """A record is whole; what belongs to it beside its slot."""
+        """Note what belongs to a whole record beside the bytes of its slot."""
         self._records[record] = (step, meta, rank_states)
         for old in [number for number in self._records if number < record - 2 * self.layout.ring - self.spec.period]:
             del self._records[old]
@@ -64,7 +64,7 @@ class RegionSource:
         return self._records[record][0] if record in self._records else 0
 
     def intact(self, record: int) -> bool:
-        """Whether what is read of a record is still held."""
+        """Whether the bytes of a record are still there."""
         if record == STATIC or (self._replica is not None and record < self._base):
             return True  # the replica stands still until the agent has been told that this is over
         try:
@@ -134,8 +134,8 @@ class PartSource:
     """The part of a generation's records that a unit's holders get. Closes the source.
 
     Args:
-        source: of the records.
-        part: which bytes of each.
+        source: the records.
+        part: bytes of each record.
     """
 
     def __init__(self, source: RegionSource, part: Part) -> None:
@@ -155,7 +155,7 @@ class PartSource:
 
 
 def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
-    """Where the bytes of a record belong that comes from elsewhere: in its slot, and in that of by-value tensors."""
+    """Memory for the bytes of a record from elsewhere: its slot, and that of its by-value tensors."""
     whole = memoryview(slots)
     begin, nbytes = layout.by_value_area()
     start = layout.slot_offset(record)
@@ -167,7 +167,7 @@ def rooms_for(layout: Layout, slots: mmap.mmap, record: int) -> list[Room]:
 
 
 def replica_parts(layout: Layout, record: int) -> Iterator[tuple[int, int, int]]:
-    """Where each part of a record's anchors belongs in a slot, where it lies in the replica, and its bytes."""
+    """Parts of a record's anchors: offset in a slot, offset in the replica, and bytes of each."""
     for piece in layout.due(record):
         param = layout.spec.params[piece.param]
         value, states = layout.replica_offsets[piece.param]

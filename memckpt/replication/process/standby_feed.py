@@ -39,7 +39,7 @@ class StandbyFeed:
     Belongs to the replicator's loop.
 
     Args:
-        fragment_store: of pieces and plain copies; left with it.
+        fragment_store: keeps pieces and plain copies.
         ask: has the agent make a standby replica; None: the answer follows, by :meth:`answered`.
         tell: gives the agent a message.
     """
@@ -55,14 +55,14 @@ class StandbyFeed:
         self._tell = tell
         self._attempt: str | None = None
         self._standbys: dict[Key, StandbyWindow] = {}
-        #: That the agent is making.
+        #: Windows whose standby replica the agent is making.
         self._asked: dict[Key, Window] = {}
         #: Windows that are kept as plain copies instead, and why.
         self._refused: dict[Key, str] = {}
 
     @property
     def watermark(self) -> int:
-        """As the holder knows it."""
+        """The newest record that is acknowledged for every node, as far as is known here."""
         return self._fragment_store.watermark
 
     @property
@@ -72,7 +72,7 @@ class StandbyFeed:
 
     @property
     def problem(self) -> str:
-        """Why there are plain copies in place of replicas, in words; empty if there are none."""
+        """Reason for plain copies in place of replicas, in words; empty if there are none."""
         return next((f"ranks {list(key[0])}: {reason}" for key, reason in self._refused.items()), "")
 
     def kept(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
@@ -93,7 +93,7 @@ class StandbyFeed:
     # Attempts
 
     def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
-        """As for a holder."""
+        """Begin an attempt, as :meth:`FragmentStore.begin` does."""
         self._attempt = attempt
         self._fragment_store.begin(attempt, record, code, rejoined)
 
@@ -108,7 +108,7 @@ class StandbyFeed:
         self._fragment_store.halt()
 
     def forget(self) -> None:
-        """Nobody wants what was kept until now. Standby replicas are the agent's."""
+        """Drop all pieces: nobody wants them. Standby replicas are the agent's."""
         self._fragment_store.close()
 
     def leave(self) -> None:

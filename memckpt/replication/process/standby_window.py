@@ -22,7 +22,7 @@ Key = tuple[tuple[int, ...], str]
 
 
 class _AllLostError(DamagedStateError):
-    """What was stored before is of no use any more, either."""
+    """Records that were stored before are of no use any more, either."""
 
 
 class StandbyWindow:
@@ -73,17 +73,17 @@ class StandbyWindow:
         self._deaf = False
 
     def close(self) -> None:
-        """Let go of the regions."""
+        """Close the regions."""
         self._into = None
         for region in self._regions:
             region.close()
 
     def reopened(self) -> None:
-        """The owner has lost sight of what is here, and sends it once more."""
+        """Take records again from the first: the owner has lost sight of what is here, and sends it once more."""
         self._into, self._deaf = None, False
 
     def abandon(self, record: int) -> None:
-        """No more comes of a record."""
+        """Drop what has come of a record of which no more comes."""
         if self._next[0] == record:
             self._into = None
 

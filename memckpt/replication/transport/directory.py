@@ -14,7 +14,7 @@ from memckpt.replication.transport.links import Link, Traffic
 from memckpt.replication.transport.sockets import Socket, hand_to
 
 MAX_PEERS = 1024
-"""Above, those who announce themselves are not connected to."""
+"""Number of peers above which those that announce themselves are not connected to."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class PeerState:
     """What is known of a peer.
 
     Attributes:
-        address: to which we connect.
-        incarnation: the one that we have met; empty before.
+        address: address to which we connect.
+        incarnation: the incarnation that we have met; empty before.
         connected: whether the last message could be handed to a connection.
-        heard_seconds: since anything came of it, or since it was named first.
-        silent: that is longer than several heartbeats.
-        in_flight_bytes: handed over and not acknowledged.
-        unacknowledged_bytes: these, and those that wait to be handed over.
-        unacknowledged_messages: likewise.
+        heard_seconds: seconds since anything came of it, or since it was named first.
+        silent: whether that is longer than several heartbeats.
+        in_flight_bytes: bytes that are handed over and not acknowledged.
+        unacknowledged_bytes: these bytes, and those that wait to be handed over.
+        unacknowledged_messages: likewise, in messages.
         traffic: what went over the link since it was named.
     """
 
@@ -84,13 +84,13 @@ class Directory:
 
     Args:
         node: our name.
-        incarnation: ours; that of each link begins with it.
-        address: at which we listen.
-        window_bytes: of each link.
+        incarnation: our incarnation; that of each link begins with it.
+        address: address at which we listen.
+        window_bytes: bytes that each link sends without an acknowledgement.
         connect: makes a socket that is connected to an address.
 
     Attributes:
-        peers: by name.
+        peers: all peers, by name.
     """
 
     def __init__(

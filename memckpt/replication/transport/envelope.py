@@ -10,9 +10,9 @@ import msgspec
 WIRE_VERSION = 3
 """Version of the protocol between replicators. Nodes of different versions do not meet."""
 ENVELOPE_BYTES = 2048
-"""More than any envelope takes."""
+"""Limit on the size of an envelope, in bytes."""
 FRAME_BYTES = 1 << 20
-"""The most of a body that goes in one frame: who connects can have one buffered before it has shown its keys."""
+"""Limit on a frame, in bytes: whoever connects can have one buffered before it has shown its keys."""
 MAX_PARTS = 1024
 
 _ADDRESS = re.compile(r"tcp://(\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}")
@@ -23,14 +23,14 @@ _Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What all have in common.
+    """Fields that all envelopes have.
 
     Attributes:
         node: the sender's name.
         incarnation: the sender's, for this receiver.
         meant: the receiver's incarnation, which the sender can know only from the receiver; empty before it does.
         turn: how often the sender has gone back so far to send again what was lost.
-        number: of this message; in a state, of the next one that is to be sent.
+        number: number of this message; in a state, of the next message that is to be sent.
     """
 
     node: _Name
@@ -54,8 +54,8 @@ class State(Envelope, frozen=True, array_like=True, tag=2):
         seen: the receiver's turn as the sender knows it.
         gap: something of that turn is missing: go back to `expected`.
         ask: the sender wants an answer.
-        address: at which the sender listens.
-        version: of the sender's messages; 0: from before there were versions.
+        address: address at which the sender listens.
+        version: version of the sender's messages; 0: from before there were versions.
     """
 
     expected: _Number

@@ -12,8 +12,8 @@ class Keys(msgspec.Struct, frozen=True):
     """CURVE keys in Z85, made anew for each attempt and known to all its agents.
 
     Attributes:
-        server_public, server_secret: by which whoever listens proves itself.
-        client_public, client_secret: by which whoever connects does.
+        server_public, server_secret: key pair that proves whoever listens.
+        client_public, client_secret: key pair that proves whoever connects.
     """
 
     server_public: str
@@ -39,7 +39,7 @@ class Password(msgspec.Struct, frozen=True):
 
     @classmethod
     def make(cls) -> Password:
-        """A new one."""
+        """A new password."""
         return cls(secrets.token_hex(32))
 
     def __repr__(self) -> str:

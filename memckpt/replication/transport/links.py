@@ -18,9 +18,9 @@ from memckpt.replication.transport.envelope import WIRE_VERSION, Data, Envelope,
 Payload = bytes | memoryview
 
 MAX_MESSAGES = 100_000
-"""Messages that may wait for one peer."""
+"""Limit on messages that wait for one peer."""
 MAX_ON_THE_WAY = 1024
-"""Messages that are handed over without an acknowledgement; less than what sockets take on both sides."""
+"""Limit on messages without an acknowledgement; less than what sockets take on both sides."""
 _ACKNOWLEDGE_BYTES = 1 << 20
 _ACKNOWLEDGE_MESSAGES = 128
 _RETIRED = 256
@@ -50,7 +50,7 @@ class Link:
     Args:
         node: our name.
         own: our incarnation for this peer: another one for each link, so that nothing of a former link is taken.
-        address: at which we listen.
+        address: address at which we listen.
         window_bytes: how much may be on its way without an acknowledgement.
         hand: takes a message's frames, or returns False where there is no connection or no room; it takes all that
             follow one another, or loses some that follow one another.
@@ -114,7 +114,7 @@ class Link:
         return self._window_bytes - self.unacknowledged_bytes if self.met else 0
 
     def send(self, body: bytes, payload: Payload) -> None:
-        """Queue a message.
+        """Queue a message behind those before it.
 
         Raises:
             PeerOverrunError: too many wait already.

@@ -14,7 +14,7 @@ Socket = zmq.Socket[bytes]
 
 # More messages than are on the way at once: a peer that keeps to that never blocks the heartbeats behind them.
 _MESSAGES = 4096
-# Below, copying a frame costs less than keeping it.
+# Size below which copying a frame costs less than keeping it.
 _COPY_BELOW_BYTES = 64 << 10
 USERNAME = b"memckpt"
 _LAST, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)

@@ -72,7 +72,7 @@ class Limits:
     """How much a transport takes and sends, in bytes.
 
     Attributes:
-        max_body, max_payload: of one message, sent or received.
+        max_body, max_payload: size of one message, sent or received.
         window_bytes: bodies and payloads that may be on their way to one peer without an acknowledgement.
     """
 
@@ -90,15 +90,15 @@ class Transport:
     Args:
         node: our name, by which peers know us.
         endpoint: where it listens.
-        keys: of the attempt, or a password, with which messages are authenticated but not encrypted; None: neither.
+        keys: keys of the attempt, or a password, which authenticates but does not encrypt; None: neither.
         limits: how much it takes and sends.
         heartbeat_seconds: seconds between states to each peer; after five without an answer it counts as silent.
         io_threads: threads that encrypt, send and receive; each connection belongs to one of them.
 
     Attributes:
-        address: to which peers connect.
-        incarnation: of this transport; random.
-        refused: how many messages and connections were refused, by reason.
+        address: address to which peers connect.
+        incarnation: random name of this transport.
+        refused: number of messages and connections that were refused, by reason.
         silent: peers of which nothing was heard for several heartbeats, as of the last :meth:`tend`.
 
     Raises:

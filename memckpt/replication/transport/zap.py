@@ -14,7 +14,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://monitor"
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-# The thread that reports a failure waits where so many are unread.
+# Number of unread failures at which the thread that reports them waits.
 _UNREAD_FAILURES = 100_000
 
 
@@ -22,7 +22,7 @@ class Doorkeeper:
     """Lets in who has the client's key, or the password. Its sockets are the context's, which closes them.
 
     Args:
-        context: of the sockets that it answers for; it must be made before they are bound.
+        context: context of the sockets that it answers for; the doorkeeper is made before they are bound.
         keys: or a password; None: there is nothing to ask.
         refused: counts, by reason: "unauthenticated" is another client's key, or password, "handshake" are garbage, the
             wrong server's key, and clients without either.
