@@ -25,6 +25,8 @@ from memckpt.protocol.trainer import Message
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
 _TAKE_SECONDS = 5.0
+#: The longest wait for an answer, however many other messages come before it.
+_LONGEST_ANSWER_SECONDS = 120.0
 #: Most bytes of messages that the process has not read yet.
 _MOST_WAITING_BYTES = 64 << 20
 
@@ -235,7 +237,7 @@ class HelperProcess:
             if not self._wait(self._writable, deadline - time.monotonic()):
                 raise AgentGoneError("the process reads no messages (stopped or overloaded?)")
             self._send_waiting()
-        longer = 0.0
+        longer, latest = 0.0, time.monotonic() + _LONGEST_ANSWER_SECONDS
         while True:
             received = self._wait(self._channel.poll, longer or timeout)
             if received is None:
@@ -255,12 +257,20 @@ class HelperProcess:
             self._receive(answer, fds)
             if self._channel.fileno() < 0:
                 raise AgentGoneError("one of its messages led to its end")
+            if time.monotonic() >= latest:
+                raise AgentGoneError(
+                    f"no answer within {_LONGEST_ANSWER_SECONDS:.0f} s, though it sends other messages"
+                )
 
     def _writable(self, seconds: float) -> bool | None:
         return writable(self._channel.sock, seconds) or None
 
     def close(self, last: Callable[[Message], None] | None = None) -> None:
         """Kill it, wait a while for its end, and close the connection. Idempotent.
+
+        It is killed rather than asked to leave: it ignores SIGTERM, which schedulers send to all processes of a job,
+        and may hang in a system call. What is to be finished is asked for before (Halt, Drain); what a writer has not
+        committed does not count. Callers log why it has to go.
 
         Args:
             last: called with each message that it has sent and that was not received yet.

@@ -488,6 +488,18 @@ def test_a_process_that_lives_gets_longer_to_answer(helper: Any, caplog: pytest.
         process.ask(Halt(), Halted, 0.01, patience=0.02)
 
 
+def test_a_process_that_sends_other_messages_is_not_waited_for_without_end(
+    helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, started, received = helper
+    monkeypatch.setattr(helper_process, "_LONGEST_ANSWER_SECONDS", 0.0)
+    started.channel.send(RecoveryProgress(1))
+    started.channel.send(Halted())
+    with pytest.raises(AgentGoneError, match="sends other messages"):
+        process.ask(Halt(), Halted, 10.0)
+    assert received == [RecoveryProgress(1)]
+
+
 @pytest.mark.parametrize("error", [BlockingIOError(errno.EAGAIN, "no more"), OSError(errno.ENOMEM, "no memory")])
 def test_a_process_that_cannot_be_started_is_an_error_of_the_agent(
     error: OSError, monkeypatch: pytest.MonkeyPatch
