@@ -264,17 +264,18 @@ def read_two(node: Node, recovery: int) -> list[Any]:
 
 def test_a_new_recovery_ends_what_is_read_for_the_one_before(node: Node) -> None:
     first = read_two(node, 1)
-    [former] = node.replicator._asking
+    [former] = node.replicator._fetching._asking
     second = read_two(node, 2)
     assert {region.fd for region in first} == {-1}
     assert all(region.fd >= 0 for region in second)
-    assert len(node.replicator._readers) == len(node.replicator._asking) == 1
-    [asking] = node.replicator._asking
+    assert len(node.replicator._fetching._readers) == len(node.replicator._fetching._asking) == 1
+    [asking] = node.replicator._fetching._asking
     spec = msgspec.msgpack.encode(node.records[2].spec)
     for one in (former, asking):
         for peer in ("a", "c"):
             node.says(peer, WindowIs(min(one.requests), (2,), spec))
-    node.replicator._finish_readers()
+    for news in node.replicator._fetching.take_news():
+        node.wire.send(news)
     assert [(type(one), one.recovery) for one in node.wire.told] == [(Described, 2)]
 
 
@@ -282,6 +283,6 @@ def test_a_plan_that_is_made_once_more_ends_what_is_read_by_the_former_code(node
     regions = read_two(node, 1)
     node.replicator._join(Join(node.job))
     assert {region.fd for region in regions} == {-1}
-    assert not node.replicator._readers
-    assert not node.replicator._asking
+    assert not node.replicator._fetching._readers
+    assert not node.replicator._fetching._asking
     assert not [one for one in node.wire.told if isinstance(one, (Filled, RecoveryProgress))]
