@@ -103,6 +103,8 @@ class Replicator:
         while True:
             self._beat()
             self._poller.poll(math.ceil(self._patience() * 1000))
+            # All that is there: the agent sends some messages a step, and queues no more than HelperProcess allows.
+            # Peers are not trusted that far, so that their messages have a limit.
             while (received := self._channel.poll()) is not None:
                 self._handle(*received)
             self._take_deliveries()

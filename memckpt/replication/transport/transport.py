@@ -385,7 +385,7 @@ class Transport:
         return self._retry_seconds if link.down else self._heartbeat_seconds
 
     def close(self) -> None:
-        """Close all sockets and end their threads; what was not sent yet is dropped."""
+        """Close all sockets and end their threads; what was not sent yet is dropped, so that this waits for no peer."""
         for poller in list(self._pollers):
             self.unregister(poller)
         self._directory.peers.clear()
