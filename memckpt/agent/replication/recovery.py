@@ -75,7 +75,11 @@ class Recovery:
         known = message.ranks in self._sources
         expected = known and (message.ranks in self._generations) == isinstance(message, Filled)
         if message.recovery != self._number or not expected:
-            _log.info("%s of ranks %s is of a former recovery", type(message).__name__, list(message.ranks))
+            _log.info(
+                "ignoring %s of ranks %s: it belongs to an earlier recovery",
+                type(message).__name__,
+                list(message.ranks),
+            )
             return
         self._bad += message.bad
         if message.problem:

@@ -210,7 +210,7 @@ class Sender:
             known = any(one.generation == message.generation for one in self._generations)
             if stream.holder == holder and stream.met and known and not stream.waits:
                 _log.warning(
-                    "%s does not keep record %d of ranks %s: %s",
+                    "%s refused record %d of ranks %s: %s",
                     holder,
                     message.record,
                     list(self.ranks),

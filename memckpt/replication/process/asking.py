@@ -65,11 +65,11 @@ class Asking:
         votes = Counter(one for one in self._said.values() if one is not None).most_common(2)
         silent = {node for node in self._nodes if self._said.get(node) is None}
         if not votes:
-            problem = f"ranks {list(ranks)}: nobody says what their state consists of"
+            problem = f"ranks {list(ranks)}: no node has told the layout of their state"
             self.result = Described(ranks, None, problem, self._bad(silent))
             return
         if len(votes) > 1 and votes[0][1] == votes[1][1]:
-            problem = f"ranks {list(ranks)}: {', '.join(sorted(self._said))} say different things of their state"
+            problem = f"ranks {list(ranks)}: {', '.join(sorted(self._said))} describe their state differently"
             self.result = Described(ranks, None, problem, self._bad(self._nodes))
             return
         chosen = votes[0][0]
@@ -95,7 +95,7 @@ class Asking:
         node, ranks = self._replica
         said = self._replica_said[0] if self._replica_said else None
         if said is None:
-            return f"{node} does not say what the state of ranks {list(ranks)} consists of"
+            return f"{node} has not told the layout of ranks {list(ranks)}"
         try:
             other = read_spec(said)
         except ValueError as error:

@@ -140,7 +140,7 @@ class Reader:
         stripes = -(-message.nbytes // STRIPE_BYTES)
         most = self._room_bytes(part.record) + MOST_TAIL_BYTES
         if not 1 <= message.nbytes <= most or len(message.digests) != (0 if part.live else 16 * stripes):
-            self._lose(part, peer, "what it says of the record makes no sense", now)
+            self._lose(part, peer, "its description of the record is invalid", now)
             return
         part.manifests[peer] = message
         self._go_on(now)
@@ -254,14 +254,14 @@ class Reader:
             self._fail(part, f"{len(alive)} of {part.needed} pieces needed can be read", part.lost)
             return False
         if len(votes) > 1 and votes[0][1] == votes[1][1]:
-            self._fail(part, f"{', '.join(sorted(said))} say different things of it", said)
+            self._fail(part, f"{', '.join(sorted(said))} describe it differently", said)
             return False
         (nbytes, digests), _ = votes[0]
         part.manifest = Manifest(part.request, part.record, nbytes, digests)
         self.expected_bytes += nbytes - self._room_bytes(part.record)
         for peer, what in said.items():
             if what != votes[0][0]:
-                part.lost[peer] = "it says other things of the record than most"
+                part.lost[peer] = "it describes the record differently from most"
                 self._note_bad(part, peer, part.lost[peer])
         return True
 
@@ -290,8 +290,10 @@ class Reader:
         others = [one for one in part.usable() if one[0] not in stripe.asked]
         if len(others) < missing:
             words = [f"{node}: {reason}" for node, reason in sorted(part.lost.items())]
-            words += [f"{node}: it gives something else" for node in sorted(stripe.useless)]
-            words += [f"{', '.join(sorted(stripe.suspects))}: what they have is not the stripe"] * bool(stripe.suspects)
+            words += [f"{node}: its answer is not what was asked for" for node in sorted(stripe.useless)]
+            words += [f"{', '.join(sorted(stripe.suspects))}: their pieces do not make the stripe"] * bool(
+                stripe.suspects
+            )
             problem = f"too few of the {part.needed} pieces needed of stripe {number} are left ({'; '.join(words)})"
             self._fail(part, problem, {**part.lost, **dict.fromkeys(stripe.useless | stripe.suspects)})
             return

@@ -151,7 +151,7 @@ class StandbyWindow:
         self._next = record, 0
         if record == STATIC:
             if self._static is None:
-                raise DamagedStateError("its layout has nothing that is sent once")
+                raise DamagedStateError("expected a layout with static tensors, found one without")
             self._into = BlobReader([Room(0, memoryview(self._static.map))])
             return
         if record > self.window.base:
@@ -187,12 +187,12 @@ class StandbyWindow:
         try:
             meta = decode_meta(tail.meta)
         except ValueError as error:  # of msgspec, or of text that is no UTF-8
-            raise DamagedStateError(f"what it consists of cannot be read: {error}") from error
+            raise DamagedStateError(f"the metadata of record {record} cannot be decoded: {error}") from error
         if meta.record != record:
-            raise DamagedStateError(f"expected what record {record} consists of, found that of {meta.record}")
+            raise DamagedStateError(f"expected the metadata of record {record}, found those of record {meta.record}")
         lacking = set(self.window.owner) - set(tail.rank_states)
         if record >= self.window.base and lacking:
-            raise DamagedStateError(f"expected the states of all its ranks, found none of {sorted(lacking)}")
+            raise DamagedStateError(f"expected the states of all its ranks, found none of ranks {sorted(lacking)}")
 
     def _complete(self, record: int, tail: RecordTail) -> None:
         """All of a record is here."""
