@@ -205,6 +205,8 @@ def test_many_files_that_cannot_be_read_are_not_all_tried(tmp_path: Path, hiccup
 class _Tier:
     """As a plan sees it: something in storage cannot be read until it is looked into again."""
 
+    name = "storage"
+
     def __init__(self, readable: bool) -> None:
         self.unread = "could not read x"
         self.absent = ""
