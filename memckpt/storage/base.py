@@ -3,9 +3,9 @@
 In memory the state is a *snapshot*: parameters and optimizer state as in a replica, then the by-value tensors of each
 local rank. In a store its tensors are called ``model.<name>`` and ``optimizers.<index>.<name of the parameter>.<key>``.
 
-Of a tensor that is sharded each node writes the piece that it holds, at its place in the whole, under the same name.
-What is a rank's own (buffers), or that of the ranks that hold the same shards (plain tensors beside sharded ones), has
-these names for rank 0, and for another rank, the first of those, ``ranks.<rank>.`` and these names.
+Each node writes its shard of a sharded tensor under the same name, at the shard's offset. Tensors private to a rank
+(buffers), or to the ranks that hold the same shards (plain tensors beside sharded ones), have these names for rank 0;
+for other ranks the prefix ``ranks.<first of these ranks>.`` is added.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def state_name(optimizer: int, param: str, key: str) -> str:
 
 
 def state_shard(param: TensorSpec, state: StateTensorSpec) -> Shard | None:
-    """The shard that a tensor of optimizer state is: element-wise state is cut like its parameter."""
+    """The shard of a tensor of optimizer state; element-wise state is cut like its parameter. None: it is whole."""
     return param.shard if state.elementwise else None
 
 
 class StoredNames:
-    """What the tensors of one node's part are called.
+    """Names of the tensors in one node's part.
 
     Args:
-        spec: of what the node holds.
-        version: the part's format.
+        spec: description of the node's state.
+        version: format version of the part.
     """
 
     def __init__(self, spec: StateSpec, version: int = FORMAT_VERSION) -> None:
@@ -62,7 +62,7 @@ class StoredNames:
         return name if shard is not None or self._first == 0 else f"ranks.{self._first}.{name}"
 
     def by_value(self, tensor: TensorSpec, rank: int) -> str:
-        """Name of a rank's own tensor. The shards of the first ranks make up the whole of a sharded one."""
+        """Name of a rank's by-value tensor. The first ranks' shards together make up a sharded one."""
         if rank == 0 or self._is_piece(tensor, rank):
             return model_name(tensor.name)
         return self._own.format(rank) + tensor.name
@@ -71,7 +71,7 @@ class StoredNames:
         return tensor.shard is not None and rank == self._first
 
     def shards(self) -> dict[str, Shard]:
-        """Which of the tensors are pieces of larger ones."""
+        """The shards among the tensors, by name."""
         return {name: shard for name, shard in self._all_shards() if shard is not None}
 
     def _all_shards(self) -> Iterator[tuple[str, Shard | None]]:
@@ -90,11 +90,11 @@ class StoredNames:
 def state_tensors(
     layout: Layout, state: mmap.mmap, static: mmap.mmap | None, missing: Sequence[tuple[int, int, str]]
 ) -> dict[str, torch.Tensor]:
-    """Views of parameters, optimizer state and static tensors by the names they have in a store.
+    """Views of parameters, optimizer state and static tensors, by their names in a store.
 
     Args:
-        layout: where in `state` and `static` they lie, as in a replica.
-        missing: what of the optimizer state does not exist.
+        layout: offsets in `state` and `static`, as in a replica.
+        missing: parameter index, optimizer and key of optimizer state that does not exist.
     """
     absent = set(missing)
     names = StoredNames(layout.spec)
@@ -114,7 +114,7 @@ def state_tensors(
 
 
 def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str, torch.Tensor]:
-    """Views of the by-value tensors of all local ranks, from `base` on; several of one tensor where that is shared."""
+    """Views of all local ranks' by-value tensors by name; `base` is their offset in bytes."""
     spec = layout.spec
     names = StoredNames(spec)
     tensors: dict[str, torch.Tensor] = {}
@@ -125,7 +125,7 @@ def by_value_tensors(layout: Layout, by_value: mmap.mmap, base: int) -> dict[str
 
 
 def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str, torch.Tensor]) -> Part:
-    """Write a node's part, except for what makes it count. Returns the part, with its files."""
+    """Write the data files of a node's part, without its commit file. Returns the part with its files."""
     shards = StoredNames(state.spec).shards()
     files = dcp.save(store, part.base_directory, tensors, shards, crc32=False) if tensors else ()
     files += (store.write(part.state_path, encode_node_state(state)),)
@@ -133,7 +133,7 @@ def write_files(store: Store, part: Part, state: NodeState, tensors: Mapping[str
 
 
 def write_commit(store: Store, part: Part) -> None:
-    """Make a part count whose files are written."""
+    """Write the commit file of a part whose data files are written."""
     store.write(part.commit_path, encode_commit(part))
 
 

@@ -1,8 +1,8 @@
 """Batches of logged records as safetensors files. Writing them needs no torch.
 
-Of a record there is, under ``<record>/``: ``meta`` (its scalars, as bytes), ``rank_state/<rank>`` (bytes),
-``by_value/<rank>/<name>``, and for each step of an optimizer ``gradients/<optimizer>/<step>/<parameter>``; a sparse
-gradient is two tensors, ``.../indices`` and ``.../values``.
+A record's tensors, under ``<record>/``, are: ``meta`` (its scalars, as bytes), ``rank_state/<rank>`` (bytes),
+``by_value/<rank>/<name>``, and for each optimizer step ``gradients/<optimizer>/<step>/<parameter>``. A sparse gradient
+is two tensors, ``.../indices`` and ``.../values``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("memckpt.storage")
-#: What the format calls our dtypes; it has no name for the others.
+#: safetensors' names of dtypes; it does not support others.
 _DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -47,7 +47,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor on its way to a file: its bytes, contiguous."""
+    """A tensor to be written; `data` is contiguous."""
 
     name: str
     dtype: str
@@ -56,12 +56,12 @@ class FileTensor:
 
 
 def not_loggable(spec: StateSpec) -> str:
-    """Why records of this layout cannot be logged, in words; empty if they can."""
+    """The reason why records of this layout cannot be logged; empty if they can."""
     if spec.mode == "capture":
-        return "the state is captured because steps are not redone, and a log would be of no use without that"
+        return "the state is captured because steps are not redone, and a log is useless without redo"
     for tensor in [*(param.tensor for param in spec.params), *spec.by_value]:
         if tensor.dtype not in _DTYPES:
-            return f"{tensor.name} is {tensor.dtype}, which safetensors has no name for"
+            return f"{tensor.name} is {tensor.dtype}, which safetensors does not support"
     return ""
 
 
@@ -82,12 +82,12 @@ def meta_name(record: int) -> str:
 
 
 class RecordCopy:
-    """One record, copied out of its slot: the slot may be filled anew once this has been made.
+    """One record copied out of its slot, which may be reused afterwards.
 
     Args:
-        layout: of the slots.
-        slots: where the record lies.
-        record: its number.
+        layout: layout of the slots.
+        slots: mapping that holds the record.
+        record: number of the record.
         full: whether the gradients are copied, too.
     """
 
@@ -106,12 +106,12 @@ class RecordCopy:
         return len(self._gradients) + len(self._by_value)
 
     def tensors(self, meta: bytes, sub_steps: Sequence[SubStep], rank_states: dict[int, bytes]) -> Iterator[FileTensor]:
-        """What goes into the file.
+        """The tensors to write.
 
         Args:
-            meta: the record's scalars, encoded; empty where gradients are not copied.
-            sub_steps: those of the record.
-            rank_states: by rank.
+            meta: the record's encoded scalars; empty where gradients are not copied.
+            sub_steps: optimizer steps of the record.
+            rank_states: encoded rank states by rank.
         """
         if meta:
             yield _bytes_tensor(meta_name(self.record), meta)
@@ -154,8 +154,11 @@ def _bytes_tensor(name: str, data: bytes) -> FileTensor:
 
 
 def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Batch:
-    """Write a batch: its file, read back, then its commit file. Returns it as committed. Raises StorageError."""
-    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # so that each lies aligned
+    """Write a batch's file, read it back, and write its commit file. Returns the batch with its files.
+
+    Raises StorageError.
+    """
+    ordered = sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype])  # keeps every tensor aligned
     with store.create(batch.log_path) as stream:
         stream.write(_header(ordered))
         for tensor in ordered:
@@ -164,17 +167,17 @@ def write_batch(store: Store, batch: Batch, tensors: Sequence[FileTensor]) -> Ba
     try:
         read_back(store, committed.files)
         store.write(committed.commit_path, encode_commit(committed))
-    except Exception:  # raised again; first what was written gives its room back
+    except Exception:  # raised again after the file is deleted
         try:
             store.delete(committed.log_path)
         except StorageError as error:
-            _log.warning("what was written of a batch is left where it is: %s", error)
+            _log.warning("could not delete an unfinished batch: %s", error)
         raise
     return committed
 
 
 def _header(tensors: Sequence[FileTensor]) -> bytes:
-    """The head of a safetensors file: the length of what follows, then names, dtypes, shapes and offsets as JSON."""
+    """The header of a safetensors file: its length in bytes, then names, dtypes, shapes and offsets as JSON."""
     entries: dict[str, dict[str, object]] = {}
     offset = 0
     for tensor in tensors:
@@ -195,11 +198,11 @@ class RecordReader:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def tensor(self, batch: Batch, name: str) -> torch.Tensor:
-        """One tensor, in host memory, that must not be changed.
+        """One tensor in host memory; do not modify it.
 
         Raises:
-            DamagedStateError: the batch does not have it, or is no safetensors file.
-            StorageError: it cannot be read.
+            DamagedStateError: the batch lacks the tensor, or is no safetensors file.
+            StorageError: the file cannot be read.
         """
         if self._batch != batch:
             from safetensors import SafetensorError
@@ -223,7 +226,7 @@ class RecordReader:
     def gradient(
         self, batch: Batch, layout: Layout, meta: RecordMeta, sub_step: SubStep, param: int
     ) -> torch.Tensor | None:
-        """The gradient of a parameter in one step of an optimizer, as it was staged; None where there was none."""
+        """The gradient of a parameter in one optimizer step, as staged; None: the parameter had none."""
         import torch
 
         if param in sub_step.absent:

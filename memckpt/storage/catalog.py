@@ -1,4 +1,4 @@
-"""Which checkpoints a store holds, whether they are whole, and which may go. Torch-free."""
+"""The checkpoints and batches in a store: listing, verification, retention. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from memckpt.storage.format import (
 from memckpt.storage.owner import CLAIM, read_claim
 from memckpt.storage.store import Store, StoredFile, finished_name, is_missing, matches
 
-#: What orders checkpoints and batches: number and nonce of the attempt, then the (last) record.
+#: Sort key of checkpoints and batches: number and nonce of the attempt, then the (last) record.
 Key = tuple[int, str, int]
-#: So many commit files that cannot be read, and the rest are not tried: each may take a minute.
+#: Unreadable commit files after which the rest are not tried: each may take a minute.
 _TRIED = 3
-#: Which checkpoints were passed over at a resume because they could not be read; retention keeps them.
+#: File in a store with the keys of checkpoints that a resume skipped as unreadable; retention keeps them.
 PASSED = "passed.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The parts of one record on one timeline, by node (by unit, where ranks of a node hold different shards)."""
+    """The parts of one record on one timeline, by node, or by unit where ranks of a node hold different shards."""
 
     timeline: Timeline
     record: int
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def key(self) -> Key:
-        """What orders checkpoints: later attempts first of all."""
+        """Sort key: the attempt, then the record."""
         return self.timeline.number, self.timeline.nonce, self.record
 
     @property
@@ -69,29 +69,29 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether the states of all ranks are there, and the parameters of all of them."""
+        """Whether all ranks' states, and the parameters of all of them, are present."""
         ranks = {rank for part in self.parts.values() for rank in part.ranks}
         served = {rank for part in self.parts.values() if part.full for rank in part.served}
         return ranks & served >= set(range(self.world_size))
 
     @property
     def full_parts(self) -> list[Part]:
-        """Those with parameters and optimizer state, that of the first rank first."""
+        """Parts with parameters and optimizer state, the first rank's first."""
         return sorted((part for part in self.parts.values() if part.full), key=lambda part: (part.served, part.node))
 
     @property
     def directory(self) -> str:
-        """Where the tensors of all parts are."""
+        """Directory of all parts' tensors."""
         return next(iter(self.parts.values())).checkpoint_directory
 
     @property
     def merged_path(self) -> str:
-        """The file that makes one checkpoint of all parts, for stock tools."""
+        """The metadata file that joins all parts into one checkpoint, for stock tools."""
         return f"{self.directory}/{MERGED}"
 
     @property
     def tensor_nodes(self) -> list[str]:
-        """Whose parts have tensors; what several have is that of the first."""
+        """Nodes whose parts have tensors; if several have the same tensor, the first counts."""
         rest = sorted((part for part in self.parts.values() if not part.full), key=lambda part: part.ranks)
         with_tensors = (
             part
@@ -111,20 +111,20 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All that a store holds of the run that it belongs to.
+    """Contents of a store, as far as they belong to its owner.
 
     Attributes:
         checkpoints: newest first.
-        damaged: which commit files could not be used, and why.
-        files: whatever is there, of half-written checkpoints too.
-        batches: logged records, oldest first.
-        owner: id of that run; empty: the store belongs to none yet.
-        claimed: whether that is written down, beside the ids on commit files.
-        others: ids of runs that have written commit files there all the same, which count for nothing.
-        unreadable: which commit files could not be read, which directories of them not be listed, and why; nothing is
-            known of them.
-        passed: the keys of checkpoints that a resume could not read and that were passed over, or may have been.
-        unlisted: directories, of data too, that could not be listed.
+        damaged: unusable commit files, with the reason.
+        files: paths of all files, including those of unfinished checkpoints.
+        batches: batches of logged records, oldest first.
+        owner: id of the owning run; empty: none yet.
+        claimed: whether there is a claim file.
+        others: ids of other runs with commit files in the store, which are ignored.
+        unreadable: commit files that could not be read, and directories of them that could not be listed, with the
+            reason.
+        passed: keys of checkpoints that a resume skipped, or may have skipped, as unreadable.
+        unlisted: directories, including those of data, that could not be listed.
     """
 
     checkpoints: tuple[Checkpoint, ...]
@@ -144,33 +144,34 @@ class Catalog:
 
     @property
     def unsure(self) -> frozenset[Key]:
-        """The keys of what retention has to keep, as it may be whole: what was passed over, what has unread parts."""
+        """Keys that retention must keep, as they may be complete: skipped checkpoints, and those with unread parts."""
         places = (place_of(path) for path in self.unreadable)
         return self.passed | {place.key for place in places if place is not None}
 
     @property
     def latest_attempt(self) -> int:
-        """The highest number of an attempt that has begun to write, whether it got anywhere or not; 0: none has."""
+        """The highest number of an attempt that has begun to write, committed or not; 0: none has."""
         places = (place_of(finished_name(path)) for path in self.files)
         hidden = (directory_key(path) for path in self.unlisted)
         numbers = [place.number for place in places if place is not None]
         return max([*numbers, *(key[0] for key in hidden if key is not None)], default=0)
 
     def hides(self, path: str) -> bool:
-        """Whether what a file belongs to may have a commit file that could not be listed."""
+        """Whether a file may have a commit file in a directory that could not be listed."""
         _, *middle = path.split("/")
         return any(middle[: one.count("/")] == one.split("/")[1:] for one in self.unlisted if one.startswith(COMMITS))
 
 
 def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> Catalog:
-    """List everything, and read every commit file. What other runs than the store's owner have there is left out.
+    """List all files and read all commit files. Those of runs other than the store's owner are left out.
 
-    `known` has commit files that were read before, by path: they never change, and are not read again. It is brought up
-    to what there is.
+    Args:
+        store: the store.
+        known: commit files read before, by path, which never change and are not read again; updated in place.
 
     Raises:
-        StorageError: the store cannot be listed; where a directory of one checkpoint cannot, that is noted.
-        UnsupportedError: a newer version has written to it.
+        StorageError: the store cannot be listed. A single checkpoint's directory that cannot is noted in the catalog.
+        UnsupportedError: a newer version has written to the store.
     """
     damaged: dict[str, str] = {}
     claim = None
@@ -190,7 +191,7 @@ def read_catalog(store: Store, known: dict[str, Part | Batch] | None = None) -> 
     foreign = [one for one in contents if one.run not in ("", owner)]
     contents = [one for one in contents if one.run in ("", owner)]
     if foreign:
-        # Of an attempt that has committed nothing yet nobody knows whose it is.
+        # An attempt without commit files cannot be attributed to a run.
         own = {one.timeline for one in contents}
         files = [path for path in files if (place := place_of(finished_name(path))) is None or place.timeline in own]
     found: dict[Key, Checkpoint] = {}
@@ -223,7 +224,7 @@ def _read_commits(
     unreadable: dict[str, str],
     known: dict[str, Part | Batch],
 ) -> list[Part | Batch]:
-    """The contents of all commit files among `files`; why one cannot be used goes to `damaged` or `unreadable`."""
+    """The contents of all commit files in `files`; problems go to `damaged` or `unreadable`."""
     before = dict(known)
     known.clear()
     for path in files:
@@ -233,7 +234,7 @@ def _read_commits(
             known[path] = before[path]
             continue
         if len(unreadable) >= _TRIED:
-            unreadable[path] = f"{path}: it was not tried, as others could not be read"
+            unreadable[path] = f"{path}: not tried, as other files could not be read"
             continue
         try:
             known[path] = decode_commit(store.read(path), path)
@@ -252,15 +253,12 @@ def _read_passed(store: Store, damaged: dict[str, str], unreadable: dict[str, st
         if not is_missing(error):
             unreadable[PASSED] = str(error)
     except msgspec.MsgspecError as error:
-        damaged[PASSED] = f"{PASSED}: expected the checkpoints that were passed over, found something else: {error}"
+        damaged[PASSED] = f"{PASSED}: expected the keys of skipped checkpoints, found something else: {error}"
     return frozenset()
 
 
 def note_passed(store: Store, catalog: Catalog, add: Iterable[Key] = (), drop: Iterable[Key] = ()) -> None:
-    """Note which checkpoints could not be read, for retention to keep, and which need not be kept for that any more.
-
-    Raises StorageError.
-    """
+    """Add keys to, and drop keys from, the skipped checkpoints that retention keeps. Raises StorageError."""
     passed = (catalog.passed | set(add)) - set(drop)
     if passed == catalog.passed:
         return
@@ -271,14 +269,14 @@ def note_passed(store: Store, catalog: Catalog, add: Iterable[Key] = (), drop: I
 
 
 class Examined(NamedTuple):
-    """What a look at files has found, in words: what is proved bad, and of what nothing is known."""
+    """Problems of examined files: those proved damaged, and those that could not be read and may be good."""
 
     damaged: list[str]
     unreadable: list[str]
 
 
 def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> Examined:
-    """Read files and compare them with what must be there. `progress` is told of bytes as they are read."""
+    """Read files and compare sizes and checksums. `progress` is called with the bytes read since its last call."""
     found = Examined([], [])
     for file in files:
         try:
@@ -292,22 +290,22 @@ def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int],
 
 
 def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read all files of a checkpoint and compare them with its commit files; what is wrong, in words.
+    """Read all files of a checkpoint and compare them with its commit files. Returns the problems.
 
-    `progress` is told of bytes as they are read.
+    `progress` is called with the bytes read since its last call.
 
     Raises:
-        StorageError: some cannot be read.
+        StorageError: a file cannot be read.
     """
     problems = [] if checkpoint.complete else ["parts are missing"]
     return problems + verify_files(store, checkpoint.part_files, progress)
 
 
 def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read files and compare them with what must be there; what is wrong, in words.
+    """Read files and compare sizes and checksums. Returns the problems.
 
     Raises:
-        StorageError: some cannot be read.
+        StorageError: a file cannot be read.
     """
     found = examine(store, files, progress)
     if found.unreadable:
@@ -316,27 +314,27 @@ def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[
 
 
 def read_back(store: Store, files: Sequence[StoredFile]) -> None:
-    """Read files that have just been written, from where they will be read, and leave the memory to others.
+    """Verify files that have just been written, and drop them from the page cache.
 
     Raises:
-        StorageError: they are not what was written.
+        StorageError: a file differs from what was written.
     """
     problems = verify_files(store, files)
     if problems:
-        raise StorageError(f"what was written cannot be read back: {'; '.join(problems)}")
+        raise StorageError(f"files just written cannot be read back: {'; '.join(problems)}")
     for file in files:
         store.let_go(file.path)
 
 
 def still_there(store: Store, checkpoint: Checkpoint) -> bool:
-    """Whether no commit file of a checkpoint has been deleted since it was found."""
+    """Whether all commit files of a checkpoint still exist."""
     directories = {part.commit_path.rpartition("/")[0] for part in checkpoint.parts.values()}
     found = {path for directory in directories for path in store.find(directory)}
     return found >= {part.commit_path for part in checkpoint.parts.values()}
 
 
 def remove(store: Store, checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint: its commit files first, so that what is left is never taken for whole."""
+    """Delete a checkpoint, its commit files first: a partial delete never looks complete."""
     parts = list(checkpoint.parts.values())
     for part in parts:
         store.delete(part.commit_path)
@@ -353,15 +351,16 @@ def remove_batch(store: Store, batch: Batch) -> None:
 
 
 def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
-    """Files without a commit file, of writers that were killed: nobody will ever use them.
+    """Uncommitted files of dead writers, which may be deleted.
 
-    That is what of `abandoned` is there; what `node` itself has left of checkpoints older than the newest complete
-    one; and what any node has left of earlier attempts. What other nodes have of the current attempt may be on its
-    way, and so may what is newer: an agent that was told to leave saves while the next one is here already.
+    These are: files of `abandoned` parts; the node's own files of checkpoints older than the newest complete one; and
+    any node's files of earlier attempts. Other nodes' files of the current attempt may still be written, and so may
+    newer ones: an agent that was told to leave saves while its successor is already running.
 
     Args:
-        node: whose writer asks, and is not writing.
-        abandoned: parts of which it is known that their writer is dead.
+        catalog: contents of the store.
+        node: the node whose writer asks; it is not writing now.
+        abandoned: parts whose writer is known to be dead.
     """
     newest = next(iter(catalog.complete), None)
     dead = {place_of(part.commit_path) for part in abandoned}
@@ -373,7 +372,7 @@ def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[st
 
 
 def uncommitted(catalog: Catalog) -> dict[str, Place]:
-    """Files without a commit file, and where they belong: somebody is writing them, or nobody will ever use them."""
+    """Files without a commit file, being written or abandoned, and the checkpoint or batch they belong to."""
     committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
     keys = {place.key for place in committed if place is not None and place.first is None}
     found = {}
@@ -390,19 +389,20 @@ def uncommitted(catalog: Catalog) -> dict[str, Place]:
 
 def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
     if place.first is not None:
-        # The process that writes records is another one, and may be writing this very batch.
+        # Batches are written by another process, which may be writing this one.
         return place.number < newest.timeline.number
-    # What makes one of all parts is written by whoever is the last to finish: all are done with older checkpoints.
+    # Merged metadata is written by the last node to finish: no node still writes an older checkpoint.
     return place.key < newest.key and (place.node in (node, "") or place.number < newest.timeline.number)
 
 
 def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: str) -> None:
-    """Move what belongs to checkpoints or batches out of the way, commit files last: nothing is ever a leftover.
+    """Move all files of checkpoints or batches, commit files last, so that none ever looks uncommitted.
 
     Args:
-        catalog: what the store holds.
-        places: of their commit files.
-        to: the directory that the files go to, under their paths.
+        store: the store.
+        catalog: contents of the store.
+        places: places of the commit files.
+        to: target directory, below which the files keep their paths.
     """
     merged = {place.key for place in places if place.first is None}
     paths = []
@@ -421,16 +421,18 @@ def superseded(
     called_for: Part | None = None,
     unsure: Collection[Key] = (),
 ) -> list[Checkpoint]:
-    """The checkpoints that retention lets go of.
+    """The checkpoints that retention deletes.
 
-    Kept are the last `keep_last` complete ones, those whose step is a multiple of `keep_every_steps`, whatever is
-    incomplete and newer than the newest complete one, as its other parts may be on their way, that of `called_for`,
-    however old its attempt is, and what is `unsure`, which counts for none of the others.
+    Retention keeps the last `keep_last` complete checkpoints; those at multiples of `keep_every_steps`; incomplete ones
+    newer than the newest complete one, whose other parts may still be written; the one of `called_for`, however old its
+    attempt is; and those in `unsure`, which do not count as any of the former.
 
     Args:
         checkpoints: newest first; the newest complete one has been verified.
+        keep_last: number of checkpoints.
+        keep_every_steps: interval in steps; None: none are kept for their step.
         called_for: a part that has just been committed.
-        unsure: keys of what may be whole, though it could not be read.
+        unsure: keys of checkpoints that could not be read and may be complete.
     """
     kept = 0
     gone = []

@@ -1,8 +1,8 @@
 """The states that a store can produce: each checkpoint, and each record that can be redone on one. Torch-free.
 
-A record is redone on the state before it. So a chain begins at a checkpoint and goes on as long as the next record is
-there, whole: all ranks' parts of it, and the gradients for every part of the checkpoint that has parameters. It follows
-a run from one attempt to the next, which may branch off in the middle of what an earlier one had logged.
+A record is redone on the state before it. So a chain begins at a checkpoint and extends while the next record is
+complete: all ranks' parts, and gradients for every part of the checkpoint that has parameters. A chain may cross from
+one attempt's timeline to the next, which may branch off in the middle of a batch of the earlier one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class StoredPoint:
     """A state that a store can produce.
 
     Attributes:
-        checkpoint: where to begin.
-        batches: what to redo on it, oldest first; of the last ones, the records up to `record`.
-        timeline, record, step: which state it is.
+        checkpoint: the start of the chain.
+        batches: batches to redo on it, oldest first; the last ones only up to `record`.
+        timeline, record, step: identity of the state.
     """
 
     checkpoint: Checkpoint
@@ -36,7 +36,7 @@ class StoredPoint:
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """What orders them: later attempts first of all."""
+        """Sort key: the attempt, then the record."""
         return self.timeline.number, self.timeline.nonce, self.record
 
     @property
@@ -45,26 +45,26 @@ class StoredPoint:
 
     @property
     def files(self) -> Iterator[StoredFile]:
-        """All files that it is produced from."""
+        """All files of the checkpoint and of the batches."""
         for part in self.checkpoint.parts.values():
             yield from part.files
         for batch in self.batches:
             yield from batch.files
 
     def earlier(self, record: int) -> StoredPoint | None:
-        """The state that its chain passes through after an earlier record; None: the chain begins later."""
+        """The state after an earlier record of its chain; None: the chain begins later."""
         start = self.checkpoint
         if not start.record <= record <= self.record:
             return None
         if record == start.record:
             return StoredPoint(start, (), start.timeline, record, start.step)
         batches = tuple(batch for batch in self.batches if batch.first <= record)
-        # An attempt that branched off comes later in the chain than what it leaves.
+        # A branch comes later in the chain than the timeline that it leaves.
         last = next(batch for batch in reversed(batches) if record <= batch.last)
         return StoredPoint(start, batches, last.timeline, record, last.steps[record - last.first])
 
     def last_batch_of(self, rank: int) -> Batch | None:
-        """The one with a rank's own state after `record`; None: the checkpoint has it."""
+        """The batch with a rank's own state after `record`; None: the checkpoint has it."""
         for batch in reversed(self.batches):
             if rank in batch.ranks and batch.timeline == self.timeline and batch.first <= self.record <= batch.last:
                 return batch
@@ -73,8 +73,8 @@ class StoredPoint:
     def gradient_batches(self, part: Part) -> list[tuple[int, Batch]]:
         """Each record to redo on one part of the checkpoint, oldest first, with a batch that has its gradients.
 
-        An attempt may have branched off in the middle of what an earlier one had logged: what comes later in the
-        chain replaces what the earlier one has of the same records.
+        An attempt may have branched off in the middle of an earlier one's batch: a later batch in the chain replaces
+        the same records of an earlier one.
 
         Raises:
             DamagedStateError: a record is missing.
@@ -91,7 +91,7 @@ class StoredPoint:
 
 
 def _redoes(held: Batch | Part) -> tuple[tuple[int, ...], str]:
-    """What is equal for a part and the batches whose gradients can be redone on it."""
+    """A key that is equal for a part and the batches whose gradients can be redone on it."""
     return held.served, held.content
 
 
@@ -110,23 +110,23 @@ class _Log:
                     children.append(batch.timeline)
 
     def record(self, timeline: Timeline, number: int, base: Checkpoint) -> list[Batch]:
-        """The batches with a record, if it is there as a whole and can be redone on what `base` holds."""
+        """The batches with a record, if it is complete and can be redone on `base`; else none."""
         found = [batch for batch in self._at.get((timeline, number), ()) if batch.world_size == base.world_size]
         whole = {rank for batch in found for rank in batch.ranks} >= set(range(base.world_size))
         redone = {_redoes(part) for part in base.full_parts} <= {_redoes(batch) for batch in found if batch.full}
         return found if whole and redone else []
 
     def branches(self, timeline: Timeline, record: int) -> list[Timeline]:
-        """The timelines that go on from a record of another one, as far as they have logged it."""
+        """Logged timelines that branch off after a record of this one."""
         return self._branches.get((timeline, record), [])
 
 
 def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoint, ...]:
-    """States that a store can produce, newest first: checkpoints, and records that a batch or the log ends with.
+    """States that a store can produce, newest first: checkpoints, and records at the end of a batch or of the log.
 
     Args:
-        catalog: what it holds.
-        also: a step whose records are wanted wherever in a batch they lie.
+        catalog: contents of the store.
+        also: a step whose records are included even in the middle of a batch.
     """
     log = _Log(catalog.batches)
     points = [point for checkpoint in catalog.complete for point in _points_on(checkpoint, log, also)]
@@ -135,10 +135,10 @@ def stored_points(catalog: Catalog, also: int | None = None) -> tuple[StoredPoin
 
 
 def point_before(points: Sequence[StoredPoint], point: StoredPoint) -> StoredPoint | None:
-    """The state from which the step of `point` was taken, on its own chain or on that of another checkpoint.
+    """The state before the step of `point`, on its own chain or another checkpoint's; None: the store has none.
 
     Args:
-        points: all that the store can produce.
+        points: all states that the store can produce.
         point: one of them.
     """
     before = point.earlier(point.record - 1)
@@ -179,11 +179,11 @@ def _points_on(checkpoint: Checkpoint, log: _Log, also: int | None = None) -> It
 
 
 def unneeded_batches(catalog: Catalog, kept: Sequence[Checkpoint]) -> list[Batch]:
-    """The batches that no chain from a kept checkpoint goes through; those beyond the newest checkpoint stay.
+    """Batches in no chain of a kept checkpoint; batches beyond the newest checkpoint are not included.
 
     Args:
-        catalog: what the store holds.
-        kept: the checkpoints whose chains are to stay; the newest of all is among them.
+        catalog: contents of the store.
+        kept: checkpoints whose chains stay; the newest of all is among them.
     """
     log = _Log(catalog.batches)
     needed = {batch.commit_path for one in kept for point in _points_on(one, log) for batch in point.batches}

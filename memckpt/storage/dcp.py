@@ -1,11 +1,10 @@
 """Tensors in a store in the format of torch.distributed.checkpoint, which stock tools read.
 
-A rank may hold a piece of a tensor: it is written and read at its place in the whole, as DCP does it for a DTensor, but
-by one process that knows of no other. What several such processes have written beside each other is one checkpoint as
-soon as their metadata is merged.
+A rank may hold a shard of a tensor. It is written and read at its offset in the whole, as DCP does for a DTensor, but
+by one process without communication. Merging the metadata of several such processes makes one checkpoint.
 
-DCP's own ``.metadata`` is a pickle. Here it is read through an allow-list: a file that names anything else is refused
-before anything of it runs. Tensors are read with ``weights_only=True``.
+DCP's ``.metadata`` is a pickle. It is read through an allow-list: a file that names anything else is refused before any
+of it is executed. Tensors are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def read_metadata(data: bytes) -> Metadata:
-    """Decode a ``.metadata`` file. Raises DamagedStateError for anything that does not belong there."""
+    """Decode a ``.metadata`` file. Raises DamagedStateError for any other content."""
     try:
         metadata = _Metadata(io.BytesIO(data)).load()
     except DamagedStateError:
@@ -90,7 +89,7 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 class _StoreFiles(FileSystemBase):
-    """A store as DCP's writer and reader see it; notes what is written."""
+    """A store as a file system for DCP's writer and reader; lists the files written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -103,7 +102,7 @@ class _StoreFiles(FileSystemBase):
         if mode == "rb":
             with self._store.open(name) as file:
                 yield file
-        elif name.endswith(".tmp"):  # the metadata, which DCP renames; a store's files need no such care
+        elif name.endswith(".tmp"):  # the metadata, which DCP renames; a store's writes are atomic already
             buffer = io.BytesIO()
             yield buffer
             self._renamed_later[name] = buffer.getvalue()
@@ -143,7 +142,7 @@ class _Writer(FileSystemWriter):
 
 
 class _Reader(FileSystemReader):
-    """Reads one directory, or what lies in several below it as one."""
+    """Reads one directory, or several directories below it as one checkpoint."""
 
     def __init__(self, store: Store, directory: str, below: Sequence[str] | None) -> None:
         super().__init__(directory)
@@ -163,13 +162,13 @@ class _Reader(FileSystemReader):
 
 
 def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
-    """The metadata of what lies in directories below one, as if it had been written at once.
+    """The merged metadata of the directories `below`, as of a checkpoint written at once.
 
-    A piece that several have written is that of the first.
+    If several directories have the same shard, the first one's counts.
 
     Raises:
-        DamagedStateError: they do not belong together.
-        StorageError: one cannot be read.
+        DamagedStateError: the directories do not belong to one checkpoint.
+        StorageError: a file cannot be read.
     """
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
@@ -179,7 +178,7 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
         planner_data |= metadata.planner_data or {}
         for tensor, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedStateError(f"{directory}/{name}: expected tensors, found {tensor}, which is none")
+                raise DamagedStateError(f"{directory}/{name}: expected tensors only, found {tensor}, which is not one")
             known = tensors.setdefault(tensor, TensorStorageMetadata(entry.properties, entry.size, []))
             if (known.size, known.properties.dtype) != (entry.size, entry.properties.dtype):
                 raise DamagedStateError(
@@ -191,19 +190,19 @@ def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
                 if index not in places:
                     info = (metadata.storage_data or {}).get(index)
                     if info is None:
-                        raise DamagedStateError(f"{directory}/{name}: expected a place of {tensor}, found none")
+                        raise DamagedStateError(f"{directory}/{name}: expected the position of {tensor}, found none")
                     known.chunks.append(chunk)
                     places[index] = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
     return Metadata(tensors, planner_data, places)
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """The content of a ``.metadata`` file."""
+    """Encode a ``.metadata`` file."""
     return pickle.dumps(metadata)
 
 
 def write_merged(store: Store, directory: str, below: Sequence[str]) -> StoredFile:
-    """Make one checkpoint for stock tools of what lies in directories below one; whoever does it writes the same."""
+    """Write merged metadata, so that stock tools read one checkpoint. Every process writes the same content."""
     return store.write(f"{directory}/{MERGED}", encode_metadata(merged(store, directory, below)))
 
 
@@ -213,7 +212,7 @@ def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:
 
 
 class _SavePieces(SavePlanner):
-    """Writes each tensor at its place in the whole; the rest of the whole is for others to write."""
+    """Writes each tensor at its offset in the whole; other processes write the rest."""
 
     def __init__(self, shards: Mapping[str, Shard]) -> None:
         self._shards = shards
@@ -226,7 +225,7 @@ class _SavePieces(SavePlanner):
         return SavePlan([self._item(name, tensor) for name, tensor in self._tensors.items() if self._is_there(name)])
 
     def _is_there(self, name: str) -> bool:
-        """An empty piece is no piece: others at the same place may not be empty."""
+        """Whether a shard is to be written. An empty one is not: another shard at its offset may not be empty."""
         shard = self._shards.get(name)
         return shard is None or bool(self._tensors[name].numel()) or not prod(shard.whole)
 
@@ -244,7 +243,7 @@ class _SavePieces(SavePlanner):
             data = item.tensor_data
             assert data is not None
             entries[item.index.fqn] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
-        # Under flat names, as DCP's own planner has it for a flat dictionary.
+        # Flat names, as DCP's own planner writes them for a flat dictionary.
         return all_plans, Metadata(entries, {name: (name,) for name in entries})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -255,7 +254,7 @@ class _SavePieces(SavePlanner):
 
 
 class _LoadPieces(LoadPlanner):
-    """Fills each tensor from the pieces of the whole that overlap it; together they have to fill all of it."""
+    """Fills each tensor from the stored shards that overlap it; together they must cover all of it."""
 
     def __init__(self, what: str, shards: Mapping[str, Shard]) -> None:
         self._what = what
@@ -313,7 +312,7 @@ class _LoadPieces(LoadPlanner):
 
 @contextlib.contextmanager
 def _alone(what: str) -> Iterator[None]:
-    """Use DCP in one process; what fails is raised as what it is."""
+    """Use DCP in one process, and raise the cause of a failure in place of DCP's wrapper."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -344,14 +343,14 @@ def save(
     *,
     crc32: bool = True,
 ) -> tuple[StoredFile, ...]:
-    """Write host tensors; returns the files that make up the checkpoint. Raises StorageError.
+    """Write host tensors; returns the files of the checkpoint. Raises StorageError.
 
     Args:
-        store, directory: where to.
-        tensors: by name.
-        shards: of which larger tensors these are pieces; those that are not named are whole.
-        crc32: put torch's own checksums into the files, which it never checks and which cost more than all the rest
-            of the work. Not needed where a commit file with better ones goes along.
+        store, directory: destination.
+        tensors: tensors by name.
+        shards: offsets in larger tensors, by name; tensors not named are whole.
+        crc32: write torch's own checksums, which torch never checks and which cost more than the rest of the write.
+            A commit file with checksums makes them unnecessary.
     """
     writer = _Writer(store, directory)
     with _alone(f"{directory} cannot be written"), _crc32(crc32):
@@ -366,17 +365,17 @@ def load_into(
     shards: Mapping[str, Shard] | None = None,
     below: Sequence[str] | None = None,
 ) -> None:
-    """Read tensors by name into those given, in place.
+    """Read tensors by name, in place.
 
     Args:
-        store, directory: where from.
-        tensors: plain ones, by name.
-        shards: of which larger tensors these are pieces; those that are not named are whole.
-        below: the directories below this one that hold the checkpoint together; None: it is in this one.
+        store, directory: source.
+        tensors: plain tensors to fill, by name.
+        shards: offsets in larger tensors, by name; tensors not named are whole.
+        below: subdirectories that hold the checkpoint together; None: `directory` itself holds it.
 
     Raises:
-        DamagedStateError: the files do not hold them.
-        StorageError: they cannot be read.
+        DamagedStateError: the files lack tensors or have others.
+        StorageError: the files cannot be read.
     """
     reader, planner = _Reader(store, directory, below), _LoadPieces(directory, shards or {})
     with _alone(f"{directory} cannot be read"):
@@ -386,7 +385,7 @@ def load_into(
 def names(
     store: Store, directory: str, below: Sequence[str] | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, shapes of the whole, and dtypes of the tensors of a checkpoint; `below` as for :func:`load_into`."""
+    """Names, unsharded shapes and dtypes of a checkpoint's tensors; `below` as for :func:`load_into`."""
     metadata = _Reader(store, directory, below).read_metadata()
     return {
         name: (tuple(entry.size), entry.properties.dtype)

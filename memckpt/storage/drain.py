@@ -1,8 +1,7 @@
-"""Large files on their way to a disk, past the page cache: what training reads stays there.
+"""Writing large files without filling the page cache, which training uses for its data.
 
-The kernel keeps what is written in memory until it must not, and throws out what others have read for it. So writing to
-the medium begins behind every piece, and what has got there is let go of. That is also faster than to begin with an
-fsync at the end.
+The kernel keeps written pages as long as it can, and evicts pages that others have read. So writeback starts after
+every 32 MiB, and pages that are on the medium are dropped. That is also faster than one fsync at the end.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ import errno
 import os
 from typing import IO, Any
 
-#: How much is written before the kernel is told; twice that is in memory at most.
+#: Bytes written between two starts of writeback; at most twice as many are in memory.
 _PIECE_BYTES = 32 << 20
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4
-#: With these a file system says that it has none of this.
+#: Errors of file systems that do not support sync_file_range.
 _REFUSED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.ESPIPE, errno.EBADF)
 
 
 def let_go(fd: int) -> None:
-    """Have the page cache forget what it has of a file and what is on the medium: the next read comes from there."""
-    with contextlib.suppress(OSError):  # advice; tmpfs, for one, has nothing but the cache
+    """Drop a file's clean pages from the page cache, so that the next read comes from the medium."""
+    with contextlib.suppress(OSError):  # only advice; tmpfs, for one, has nothing but the cache
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Draining:
-    """Passes bytes on to a file, and the file's pages to the medium.
+    """Writes to a file, with continuous writeback.
 
     Args:
         file: a binary file, from its beginning.
@@ -35,12 +34,12 @@ class Draining:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        #: Up to where it has been written, is being written to the medium, and is there.
+        #: Offsets in bytes up to which data are written, under writeback, and on the medium.
         self._written = self._begun = self._there = 0
         self._sync_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
     def write(self, data: Any) -> int:
-        """Write all of some bytes. Raises OSError, also for what was written before and has not got to the medium."""
+        """Write all bytes. Raises OSError, also for a failed writeback of earlier ones."""
         nbytes = self._file.write(data)
         self._written += nbytes
         if self._written - self._begun >= _PIECE_BYTES:
@@ -67,12 +66,12 @@ class Draining:
         if self._sync_range(self._file.fileno(), *offsets, ctypes.c_uint(flags)) == 0:
             return
         number = ctypes.get_errno()
-        if number not in _REFUSED:  # an fsync does not say again what has been said here
+        if number not in _REFUSED:  # the kernel reports a writeback error once: a later fsync would succeed
             raise OSError(number, os.strerror(number))
         self._sync_range = None
 
     def finish(self) -> None:
-        """Have all of it on the medium, and nothing in memory."""
+        """Sync the file and drop its pages."""
         self._file.flush()
         os.fsync(self._file.fileno())
         let_go(self._file.fileno())

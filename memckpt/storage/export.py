@@ -1,4 +1,4 @@
-"""Checkpoints in the formats that other tools read."""
+"""Export of checkpoints to the formats of other tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Writer = Callable[[Store, Checkpoint, Path], None]
 
 
 def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The tensors of the first rank's model and its optimizers, whole, by the names they have in the store."""
+    """Unsharded tensors of the first rank's model and optimizers, by their names in the store."""
     directory, nodes = checkpoint.directory, checkpoint.tensor_nodes
     tensors = {
         name: torch.empty(shape, dtype=dtype)
@@ -38,15 +38,15 @@ def read_tensors(store: Store, checkpoint: Checkpoint) -> dict[str, torch.Tensor
 
 @dataclass(frozen=True)
 class ExportedState:
-    """A checkpoint as values in host memory, for whoever writes it in a format of their own.
+    """A checkpoint as values in host memory, for writers of other formats.
 
     Attributes:
         step: the framework's step number.
-        model: what ``model.load_state_dict`` takes.
-        optimizers: for each optimizer what its ``load_state_dict`` takes.
-        provided: what the first rank's session was given with ``provide`` and ``register``.
-        generators: by rank, what `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
-            `torch.set_rng_state` (``torch``) take; ``cuda``: by device.
+        model: the argument of ``model.load_state_dict``.
+        optimizers: for each optimizer the argument of its ``load_state_dict``.
+        provided: values given to the first rank's session with ``provide`` and ``register``.
+        generators: by rank, the arguments of `random.setstate` (``python``), `numpy.random.set_state` (``numpy``) and
+            `torch.set_rng_state` (``torch``); ``cuda``: by device.
     """
 
     step: int
@@ -57,7 +57,7 @@ class ExportedState:
 
 
 def model_state(spec: StateSpec, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What ``model.load_state_dict`` takes, tied weights under all their names."""
+    """The argument of ``model.load_state_dict``, with tied weights under all their names."""
     outside = set(spec.outside)
     named = {
         name.removeprefix("model."): tensor
@@ -89,11 +89,11 @@ def read_state(store: Store, checkpoint: Checkpoint) -> ExportedState:
 def optimizer_states(
     state: NodeState, tensors: dict[str, torch.Tensor], groups: list[list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What each optimizer's ``load_state_dict`` takes: state by position, and the groups.
+    """The argument of each optimizer's ``load_state_dict``: state by position, and the groups.
 
     Args:
-        state: of the first rank's part.
-        groups: those of each optimizer, as the rank state has them: ``params`` are names.
+        state: state of the first rank's part.
+        groups: groups of each optimizer as in the rank state, where ``params`` are names.
     """
     plain: dict[int, Any] = codec.decode(state.plain) if state.plain else {}
     states = []
@@ -118,7 +118,7 @@ def optimizer_states(
 
 
 def formats() -> dict[str, Writer]:
-    """All formats by name: ours, and those of installed packages (entry points of the group ``memckpt.formats``)."""
+    """All formats by name: built-in ones, and those of installed packages (entry point group ``memckpt.formats``)."""
     found: dict[str, Writer] = {"dcp": _write_dcp, "safetensors": _write_safetensors, "torch": _write_torch}
     for entry in entry_points(group="memckpt.formats"):
         found[entry.name] = partial(_write_with, entry)
@@ -126,10 +126,10 @@ def formats() -> dict[str, Writer]:
 
 
 def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> None:
-    """Write a verified checkpoint to `target` in another format, durably, readable as the umask says.
+    """Write a verified checkpoint to `target` in another format, durably, with permissions by the umask.
 
     Args:
-        store, checkpoint: what to export.
+        store, checkpoint: the source.
         target: a file; for ``"dcp"``, ``"accelerate"`` and ``"transformers"`` a directory. It must not exist.
         form: ``"dcp"``: a directory for torch.distributed.checkpoint; ``"safetensors"``: the model's tensors;
             ``"torch"``: ``{"model", "optimizers", "step"}`` for ``torch.load`` with ``weights_only=True``;
@@ -138,9 +138,9 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
             ``Trainer.train(resume_from_checkpoint=...)``.
 
     Raises:
-        UsageError: there is something at `target`.
+        UsageError: `target` exists.
         ConfigurationError: the format is unknown, or its library is not installed.
-        UnsupportedError: the model was cut by FSDP1.
+        UnsupportedError: the model was sharded by FSDP1.
     """
     writers = formats()
     if form not in writers:
@@ -149,8 +149,8 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
         raise UsageError(f"{target} exists: choose another name, or remove it first")
     if decode_node_state(store.read(checkpoint.part_serving(0).state_path)).spec.flattened:
         raise UnsupportedError(
-            "FullyShardedDataParallel (FSDP1) has cut flattened parameters, which only its ranks can put together: "
-            "resume with as many ranks and save model.state_dict() there; what fully_shard has cut is exported whole"
+            "FullyShardedDataParallel (FSDP1) shards flattened parameters, which only its ranks can put together: "
+            "resume with as many ranks and save model.state_dict() there; models sharded by fully_shard can be exported"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     writers[form](store, checkpoint, target)
@@ -158,7 +158,7 @@ def export(store: Store, checkpoint: Checkpoint, target: Path, form: str) -> Non
 
 
 def _settle(target: Path) -> None:
-    """Make a file, or all files of a directory, durable, and as readable as any: some libraries make them private.
+    """Sync a file, or all files of a directory, and apply the umask: some libraries create private files.
 
     Raises OSError.
     """
@@ -176,7 +176,7 @@ def _settle(target: Path) -> None:
 
 
 def _umask() -> int:
-    """The mode bits that this process gives to no file. `os.umask` tells them by changing them, for all threads."""
+    """The umask. `os.umask` reads it only by changing it, for all threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
@@ -209,7 +209,7 @@ def _write_safetensors(store: Store, checkpoint: Checkpoint, target: Path) -> No
         from safetensors.torch import save_file
     except ImportError as error:
         raise ConfigurationError("format safetensors needs the package safetensors: pip install safetensors") from error
-    # Tied weights are written once for each of their names: the format has no notion of sharing.
+    # Tied weights are written once for each of their names: the format does not support sharing.
     tensors = {name: tensor.clone() for name, tensor in read_state(store, checkpoint).model.items()}
     save_file(tensors, target, metadata={"format": "pt", "step": str(checkpoint.step)})
 

@@ -1,14 +1,14 @@
-"""What a checkpoint in storage consists of, and its commit file. Torch-free; reading it executes nothing.
+"""Files of a checkpoint in storage, and the commit file. Torch-free; reading executes no stored code.
 
     base/<timeline>/<record>/<node>/      the tensors that a node holds, in the format of torch.distributed.checkpoint
-    base/<timeline>/<record>/.metadata    makes one checkpoint of all nodes' tensors, for stock tools; not needed here
-    state/<timeline>/<record>/<node>.msgpack   what belongs to them: layout, rank states
-    log/<timeline>/<first>-<last>/<node>.safetensors   a batch: the records `first` to `last`, as far as a node has them
+    base/<timeline>/<record>/.metadata    joins all nodes' tensors into one checkpoint, for stock tools; not read here
+    state/<timeline>/<record>/<node>.msgpack   layout and rank states
+    log/<timeline>/<first>-<last>/<node>.safetensors   a batch: a node's share of the records `first` to `last`
     commit/<timeline>/<record>/<node>.json     written last: names every file, with size and checksum
     commit/<timeline>/<first>-<last>/<node>.json   the same for a batch
 
-A node's part exists when its commit file does and verifies; a checkpoint when the parts of all ranks exist. Where
-ranks of one machine hold different shards, what is called a node here is a unit: those of its ranks that hold the same.
+A node's part exists when its commit file exists and verifies; a checkpoint when the parts of all ranks exist. Where
+ranks of one machine hold different shards, "node" here means a unit: the ranks that hold the same shards.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from memckpt.state.layout import StateSpec
 from memckpt.state.records import Timeline
 from memckpt.storage.store import StoredFile
 
-#: Raised whenever something is written that an older version would misread. One before 4 knows of no owner.
+#: Incremented whenever an older version would misread the files. Versions before 4 have no owner.
 FORMAT_VERSION = 4
 BASES, STATES, LOGS, COMMITS = "base", "state", "log", "commit"
 
-#: What torch.distributed.checkpoint calls the file that says where which tensor is.
+#: torch.distributed.checkpoint's name of its metadata file.
 MERGED = ".metadata"
 
 _STATE, _LOG, _COMMIT = ".msgpack", ".safetensors", ".json"
@@ -37,15 +37,16 @@ class Part(msgspec.Struct, frozen=True):
     """One node's part of a checkpoint: the content of a commit file.
 
     Attributes:
-        format: version of all that is written.
-        timeline, record, step: which state it is.
-        world_size: ranks of the job; `ranks` are those of the node.
-        full: whether parameters and optimizer state are in it; of the parts that serve the same ranks one has them.
+        format: format version of the files.
+        timeline, record, step: identity of the state.
+        world_size: number of ranks of the job.
+        ranks: ranks of the node.
+        full: whether the part has parameters and optimizer state; one of the parts that serve the same ranks has them.
         created: seconds since 1970.
-        files: all that it consists of.
-        content: digest of what is in it (:meth:`StateSpec.content`); records can be redone on an equal one.
-        serves: the ranks whose parameters and optimizer state these are; empty: those of all ranks.
-        run: id of the run that has written it; empty: by a version that had none.
+        files: data files of the part.
+        content: digest of the contents (:meth:`StateSpec.content`); records can be redone on a part with an equal one.
+        serves: ranks whose parameters and optimizer state the part has; empty: all ranks.
+        run: id of the run that wrote it; empty: written by a version before run ids.
     """
 
     format: int
@@ -74,7 +75,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def checkpoint_directory(self) -> str:
-        """Where the tensors of all parts are."""
+        """Directory of all parts' tensors."""
         return f"{BASES}/{self.place}"
 
     @property
@@ -91,15 +92,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """What one node has of some records that follow each other: the content of a batch's commit file.
+    """One node's share of consecutive records: the content of a batch's commit file.
 
     Attributes:
-        format, world_size, ranks, node, full, created, files, content, serves, run: as for a part; `full`: gradients
-            are in it.
-        timeline, first, last: which records.
-        steps: the user-facing step of each.
-        follows: the timeline of the record before the first, on whose state the first one is redone; None: that state
-            is no record's.
+        format, world_size, ranks, node, created, files, content, serves, run: as for a part.
+        full: whether the batch has gradients.
+        timeline, first, last: timeline, and first and last record.
+        steps: the user-facing step of each record.
+        follows: timeline of the record on whose state the first one is redone; None: that state is no record's.
     """
 
     format: int
@@ -146,9 +146,13 @@ def _directory_of(timeline: Timeline) -> str:
 
 
 class Place(NamedTuple):
-    """To what a file belongs: the part of `node` after `record`, or its batch of the records `first` to `record`.
+    """The part or batch that a file belongs to.
 
-    The file that makes one checkpoint of all parts belongs to no node: there it is empty.
+    Attributes:
+        number, nonce: the attempt.
+        record: the record of a part, or the last one of a batch.
+        first: the first record of a batch; None: a part.
+        node: the node; empty for merged metadata, which belongs to no node.
     """
 
     number: int
@@ -159,7 +163,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[int, str, int]:
-        """What orders checkpoints and batches: later attempts first of all."""
+        """Sort key: the attempt, then the record."""
         return self.number, self.nonce, self.record
 
     @property
@@ -168,7 +172,7 @@ class Place(NamedTuple):
 
 
 def place_of(path: str) -> Place | None:
-    """To what a file belongs; None for one that is not ours."""
+    """The part or batch that a path belongs to; None: the path is of no known form."""
     top, *middle = path.split("/")
     if top == BASES and len(middle) == 3 and middle[2] == MERGED:
         middle = [*middle[:2], "", MERGED]
@@ -184,7 +188,10 @@ def place_of(path: str) -> Place | None:
 
 
 def directory_key(path: str) -> tuple[int, str, float] | None:
-    """What orders the newest that a directory of commit files may hold; infinity: any record. None: it is none."""
+    """Sort key of the newest checkpoint or batch that a directory of commit files may hold; infinity: any record.
+
+    None: the path is no directory of commit files.
+    """
     top, *middle = path.split("/")
     if top != COMMITS or not 1 <= len(middle) <= 2:
         return None
@@ -196,12 +203,13 @@ def directory_key(path: str) -> tuple[int, str, float] | None:
 
 
 class NodeState(msgspec.Struct, frozen=True):
-    """What belongs to a node's tensors.
+    """A node's state beside its tensors.
 
     Attributes:
-        spec: the layout they were written from.
-        missing, plain: what of the optimizer state did not exist, and what of it is not a tensor (codec).
-        rank_states: by rank (codec).
+        spec: the layout of the tensors.
+        missing: parameter index, optimizer and key of optimizer state that did not exist.
+        plain: optimizer state that is no tensor, encoded.
+        rank_states: encoded rank states by rank.
     """
 
     spec: StateSpec
@@ -231,7 +239,7 @@ def decode_node_state(data: bytes) -> NodeState:
 
 
 def encode_commit(content: Part | Batch) -> bytes:
-    """JSON in one line, its checksum in the next."""
+    """Encode a commit file: JSON in one line, its checksum in the next."""
     text = msgspec.json.encode(content)
     return text + b"\n" + xxhash.xxh3_64_hexdigest(text).encode() + b"\n"
 
@@ -240,12 +248,12 @@ def decode_commit(data: bytes, path: str) -> Part | Batch:
     """Read a commit file.
 
     Raises:
-        DamagedStateError: it is not what was written.
-        UnsupportedError: a newer version has written it.
+        DamagedStateError: the file is damaged, or at another path than it names.
+        UnsupportedError: a newer version has written the file.
     """
     text, _, checksum = data.partition(b"\n")
     if xxhash.xxh3_64_hexdigest(text).encode() + b"\n" != checksum:
-        raise DamagedStateError(f"{path}: the checksum does not match; the file is cut short or changed")
+        raise DamagedStateError(f"{path}: the checksum does not match; the file is truncated or changed")
     place = place_of(path)
     try:
         version = msgspec.json.decode(text, type=_Version).format

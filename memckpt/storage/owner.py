@@ -1,7 +1,7 @@
-"""Whose a store is: one run's, whose id is on every commit file, and in a file that claims the store. Torch-free.
+"""Ownership of a store: one run, whose id is on every commit file and in a claim file. Torch-free.
 
-The id is made once, when a run first sees its storage, and kept in the run directory. What other runs have in a store
-is neither read nor deleted. Files without an id, of versions before there was one, are the owner's.
+The id is made once, when a run first opens its storage, and kept in the run directory. Files of other runs in a store
+are neither read nor deleted. Files without an id, written by older versions, count as the owner's.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
 from memckpt.storage.store import LocalStore, Store, is_missing
 
 _log = logging.getLogger("memckpt.storage")
-#: In a store: which run it belongs to.
+#: File in a store that names the owning run.
 CLAIM = "owner.json"
-#: In a run directory: which run it is, and where its store is.
+#: File in a run directory with the run's id and the URL of its store.
 _KEPT = "run.json"
-#: How that file names the store that lies in the run directory, and moves with it.
+#: Value of `Kept.claimed` for a store in the run directory, which moves with it.
 INSIDE = "."
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The content of the file that claims a store.
+    """Content of the claim file.
 
     Attributes:
-        run: id of the run that the store belongs to.
+        run: id of the owning run.
         created: seconds since 1970.
     """
 
@@ -41,13 +41,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What a run directory keeps of its run.
+    """Content of `run.json` in a run directory.
 
     Attributes:
-        run: its id; empty: none yet.
-        url: of the store, where it lies outside the run directory.
-        claimed: the url of the store that it has claimed, or INSIDE; empty: none, or a version that did not note it.
-        directory, inode: path and inode of the run directory when that was written.
+        run: id of the run; empty: none yet.
+        url: URL of a store outside the run directory; else empty.
+        claimed: URL of the store that the run has claimed, or INSIDE; empty: none, or written by an older version.
+        directory, inode: path and inode of the run directory at the time of writing.
     """
 
     run: str
@@ -58,27 +58,27 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 def new_run(run_dir: Path) -> str:
-    """An id that no other run has; it begins with the name of the run directory, for people."""
+    """A unique run id; it begins with the name of the run directory, for readability."""
     name = re.sub(r"[^\w.-]+", "-", run_dir.resolve().name).strip("-") or "run"
     return f"{name}-{secrets.token_hex(4)}"
 
 
 def kept_run(run_dir: Path) -> str:
-    """The id that a run directory keeps; empty if it keeps none. Raises as :func:`read_kept`."""
+    """The run id in a run directory; empty: none. Raises as :func:`read_kept`."""
     return read_kept(run_dir).run
 
 
 def kept_url(run_dir: Path) -> str:
-    """The url of the store that the run has used last; empty: in the run directory, or not known. Raises as above."""
+    """URL of the store last used; empty: it lies in the run directory, or is unknown. Raises as :func:`read_kept`."""
     return read_kept(run_dir).url
 
 
 def read_kept(run_dir: Path) -> Kept:
-    """What a run directory keeps.
+    """Read `run.json`; an empty `Kept` if there is none.
 
     Raises:
-        DamagedStateError: the file is there, and is not what was written.
-        StorageError: it cannot be read.
+        DamagedStateError: the file has other content.
+        StorageError: the file cannot be read.
     """
     try:
         return msgspec.json.decode(LocalStore(run_dir).read(_KEPT), type=Kept)
@@ -94,10 +94,7 @@ def read_kept(run_dir: Path) -> Kept:
 
 
 def keep_run(run_dir: Path, run: str, url: str = "", claimed: str = "") -> None:
-    """Keep a run's id in its directory, where its store is, if it lies elsewhere, and which one it has claimed.
-
-    Raises StorageError.
-    """
+    """Write `run.json`; the arguments are those of :class:`Kept`. Raises StorageError."""
     store, kept = LocalStore(run_dir), Kept(run, url, claimed)
     if not run_dir.is_dir():
         store.write(_KEPT, msgspec.json.encode(kept) + b"\n")  # makes the directory
@@ -105,7 +102,7 @@ def keep_run(run_dir: Path, run: str, url: str = "", claimed: str = "") -> None:
 
 
 def url_outside(store: Store, run_dir: Path) -> str:
-    """The url of a store; empty for one that lies in the run directory, and moves with it."""
+    """URL of a store; empty for a store in the run directory, which moves with it."""
     inside = isinstance(store, LocalStore) and run_dir.resolve() in store.root.parents
     return "" if inside else store.url
 
@@ -116,14 +113,14 @@ def _with_place(kept: Kept, run_dir: Path) -> Kept:
 
 
 def is_current(kept: Kept, run_dir: Path, run: str, url: str, claimed: str) -> bool:
-    """Whether a run directory keeps all that it is to keep."""
+    """Whether `run.json` is up to date."""
     return run_dir.is_dir() and kept == _with_place(Kept(run, url, claimed), run_dir)
 
 
 def original_of(run_dir: Path, kept: Kept) -> str:
-    """The run directory that this one is a copy of; empty: it is none, or that cannot be told.
+    """The run directory that this one is a copy of; empty: it is no copy, or that cannot be determined.
 
-    One that was moved has its inode still, or what it was before is not there any more.
+    A moved directory keeps its inode, or its old path no longer exists.
     """
     if not kept.directory or not lies_elsewhere(
         run_dir, Path(kept.directory), lambda found: found.st_ino == kept.inode
@@ -131,19 +128,19 @@ def original_of(run_dir: Path, kept: Kept) -> str:
         return ""
     try:
         same = read_kept(Path(kept.directory)).run == kept.run
-    except (OSError, DamagedStateError):  # StorageError is an OSError: what is there cannot be looked at
+    except (OSError, DamagedStateError):  # StorageError is an OSError: the other directory cannot be read
         return ""
     return kept.directory if same else ""
 
 
 def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result], bool]) -> bool:
-    """Whether the directory that a file in `run_dir` speaks of is seen at another path, so that `run_dir` is a copy.
+    """Whether the directory that a file in `run_dir` names exists at another path, so that `run_dir` is a copy.
 
     Args:
-        run_dir: where the file was found.
-        there: where the directory was, or is.
-        is_it: whether what is found at a path is that directory. Where it is `run_dir`, that was moved, or has several
-            paths. Where it is at neither path (removed, or another mount namespace), nobody can tell: False.
+        run_dir: directory in which the file was found.
+        there: path of the directory that the file names.
+        is_it: whether the directory at a path is the named one. If `run_dir` is, it was moved or has several paths. If
+            neither path is (removed, or another mount namespace), the answer is unknown: False.
     """
     here = run_dir.resolve()
     try:
@@ -153,7 +150,7 @@ def lies_elsewhere(run_dir: Path, there: Path, is_it: Callable[[os.stat_result],
 
 
 def refuse_copy(url: str, run: str, run_dir: Path, original: str) -> None:
-    """Raise ForeignStateError if a run directory is a copy of another one, which `url` belongs to as well."""
+    """Raise ForeignStateError if a run directory is a copy of `original` and so shares the store at `url` with it."""
     if original:
         raise ForeignStateError(
             f"{run_dir} is a copy of {original}: both are the run {run!r}, whose checkpoints are in {url}, and two "
@@ -163,11 +160,11 @@ def refuse_copy(url: str, run: str, run_dir: Path, original: str) -> None:
 
 
 def read_claim(store: Store) -> Claim | None:
-    """Who has claimed a store; None: nobody.
+    """The claim of a store; None: unclaimed.
 
     Raises:
-        DamagedStateError: the file is not what was written.
-        StorageError: it cannot be read.
+        DamagedStateError: the claim file has other content.
+        StorageError: the claim file cannot be read.
     """
     try:
         return msgspec.json.decode(store.read(CLAIM), type=Claim)
@@ -180,10 +177,10 @@ def read_claim(store: Store) -> Claim | None:
 
 
 def claim(store: Store, run: str, replace: bool = False) -> bool:
-    """Claim a store that nobody has claimed; False: somebody was faster. Raises StorageError.
+    """Claim an unclaimed store; False: another process was faster. Raises StorageError.
 
     Args:
-        replace: write anew what is there and cannot be used.
+        replace: overwrite an unusable claim file.
     """
     content = msgspec.json.encode(Claim(run, time.time())) + b"\n"
     if replace:
@@ -193,12 +190,12 @@ def claim(store: Store, run: str, replace: bool = False) -> bool:
 
 
 def choose_run(owner: str, given: str | None, kept: Sequence[str], inside: bool) -> str | None:
-    """Which run this is, as far as that is known; None: one that has no id yet.
+    """The id of this run; None: it has none yet.
 
     Args:
-        owner: of the store; empty: nobody.
+        owner: id of the store's owner; empty: unclaimed.
         given: the configured id.
-        kept: what the nodes' run directories keep, in the order of ranks; empty for those that keep none.
+        kept: ids in the nodes' run directories, in the order of ranks; empty strings for directories without one.
         inside: whether the store lies in the run directory, where no other run writes.
     """
     if given is not None:
@@ -213,10 +210,10 @@ def refuse_other(url: str, owner: str, run: str | None, run_dir: Path | None = N
     """Raise ForeignStateError if a store belongs to another run.
 
     Args:
-        url: of the store.
-        owner: the run that it belongs to; empty: to none.
-        run: this one's id; None: it has none yet.
-        run_dir: its directory, where it is known.
+        url: URL of the store.
+        owner: id of the store's owner; empty: unclaimed.
+        run: id of this run; None: none yet.
+        run_dir: directory of this run; None: unknown.
     """
     if not owner or owner == run:
         return

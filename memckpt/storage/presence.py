@@ -1,4 +1,4 @@
-"""Whether what commit files name is there: a look at names and sizes, which reads no data. Torch-free."""
+"""Presence of the data files that commit files name, by name and size, without reading data. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memckpt.storage.store import LocalStore, Store, StoredFile
 
 
 def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
-    """The commit files whose data are not there, or have another size (in directories), and what is wrong.
+    """Commit files whose data are missing or, in directories, have another size; by path, with the problem.
 
     Raises:
         StorageError: a directory cannot be listed.
@@ -22,7 +22,7 @@ def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
     contents: list[Part | Batch] = [part for one in catalog.checkpoints for part in one.parts.values()]
     for content in [*contents, *catalog.batches]:
         problem = next((each for file in content.files if (each := _problem(store, file, listed))), "")
-        # Data go behind their commit file, and a checkpoint may have ended since all was listed.
+        # Retention deletes the commit file before the data, and may have run since the listing.
         if problem and content.commit_path in store.find(content.commit_path.rpartition("/")[0]):
             found[content.commit_path] = problem
     return found
@@ -31,18 +31,18 @@ def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:
 def _problem(store: Store, file: StoredFile, listed: Collection[str]) -> str:
     if isinstance(store, LocalStore):
         nbytes = file.nbytes
-        with contextlib.suppress(PermissionError):  # what is in there is not known
+        with contextlib.suppress(PermissionError):  # an unreadable directory proves nothing missing
             try:
                 nbytes = (store.root / file.path).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
-                return f"{file.path}: it is not there"
+                return f"{file.path}: the file is missing"
         return "" if nbytes == file.nbytes else f"{file.path}: expected {file.nbytes} bytes, found {nbytes}"
     there = file.path in listed or file.path in store.find(file.path.rpartition("/")[0])
-    return "" if there else f"{file.path}: it is not there"
+    return "" if there else f"{file.path}: the file is missing"
 
 
 def without(catalog: Catalog, missing: Collection[str]) -> Catalog:
-    """What a store can produce all the same: the parts and batches whose commit files are not among `missing`."""
+    """The catalog without the parts and batches whose commit files are in `missing`."""
     if not missing:
         return catalog
     kept = (

@@ -1,8 +1,8 @@
-"""Room in a store: what may be let go of so that something new fits. Torch-free.
+"""Making room in a full store by deleting spare checkpoints. Torch-free.
 
-What the newest state in the store is made of stays, and is read before anything else goes: it has to be good. So does
-what retention keeps for good. The last checkpoints but one, which are kept in case, go, oldest first, then the batches
-that nothing needs without them.
+All files of the newest state stay, and are verified before anything is deleted. Checkpoints that retention keeps for
+good stay, too. Deleted are the checkpoints that `keep_last` would keep beside the newest, oldest first, then the
+batches that only they need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("memckpt.storage")
 
 
 def size_text(nbytes: int) -> str:
-    """A number of bytes in the unit that suits it."""
+    """A number of bytes in a suitable unit."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -32,22 +32,22 @@ def size_text(nbytes: int) -> str:
 
 
 def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, refused: str = "") -> StorageFullError:
-    """The error that says so.
+    """The error of a full store.
 
     Args:
-        what: is to be written.
-        url: of the store.
-        needed: bytes.
-        free: bytes that are; None: nobody says.
-        spare: bytes that could be let go of.
-        refused: what the storage said when it was tried.
+        what: description of the data to write.
+        url: URL of the store.
+        needed: bytes to write.
+        free: free bytes; None: unknown.
+        spare: bytes that could be deleted.
+        refused: the storage's own error message, if a write failed.
     """
     found = "no room" if free is None else f"{size_text(free)} free"
-    also = f", and {size_text(spare)} that could be let go of" if spare else ""
+    also = f", and {size_text(spare)} that could be deleted" if spare else ""
     why = f" ({refused})" if refused else ""
     return StorageFullError(
         f"{url} has no room for {what}: expected {size_text(needed)}, found {found}{also}{why}. Make room there, or "
-        "give the run a storage.url with more; training goes on meanwhile, and as soon as there is room it is used",
+        "give the run a storage.url with more; training goes on, and the next step is written as soon as there is room",
         needed,
         free,
         spare,
@@ -55,7 +55,7 @@ def no_room(what: str, url: str, needed: int, free: int | None, spare: int = 0, 
 
 
 class _Spare(NamedTuple):
-    """What may go, oldest first."""
+    """Checkpoints and batches that may be deleted, oldest first."""
 
     checkpoints: list[Checkpoint]
     batches: list[Batch]
@@ -66,20 +66,20 @@ class _Spare(NamedTuple):
 
 
 def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every_steps: int | None) -> None:
-    """See that so many bytes are free; if they are not, let go of what the newest state does without.
+    """Make sure that `needed` bytes are free, deleting what the newest state does not need.
 
-    Nothing is let go of where that would not be enough.
+    Nothing is deleted if that would not be enough.
 
     Args:
-        store: to be written to.
-        catalog: what it holds.
-        what: is to be written.
+        store: the store.
+        catalog: contents of the store.
+        what: description of the data to write, for the error.
         needed: bytes.
-        keep_every_steps: checkpoints whose step is a multiple of it stay.
+        keep_every_steps: checkpoints at multiples of this step stay.
 
     Raises:
         StorageFullError: there is no room, and none can be made.
-        StorageError: the newest state cannot be read, so that nothing else may go.
+        StorageError: the newest state cannot be read, so nothing else may be deleted.
     """
     free = store.free()
     if free is None or free >= needed:
@@ -95,11 +95,11 @@ def make_room(store: Store, catalog: Catalog, what: str, needed: int, keep_every
 
 
 def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int | None, good: Part) -> None:
-    """See that so many bytes are free for what comes next, as far as that can be had.
+    """Free up to `needed` bytes for the next checkpoint; a shortage is no error.
 
     Args:
         store, catalog, needed, keep_every_steps: as for :func:`make_room`.
-        good: a part of the newest checkpoint, which has just been read back.
+        good: a part of the newest checkpoint that has just been read back.
     """
     free = store.free()
     newest = next(iter(stored_points(catalog)), None)
@@ -110,7 +110,7 @@ def keep_room(store: Store, catalog: Catalog, needed: int, keep_every_steps: int
 
 
 def let_go_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None) -> int:
-    """The same where a write has been refused all the same (a quota): all that may go does. Returns its bytes."""
+    """Delete everything spare after a write failed although bytes were free (a quota). Returns the bytes deleted."""
     points = stored_points(catalog)
     if not points or not _spare(store, catalog, points[0], keep_every_steps).nbytes:
         return 0
@@ -120,13 +120,13 @@ def let_go_blindly(store: Store, catalog: Catalog, keep_every_steps: int | None)
 
 
 def _spare(store: Store, catalog: Catalog, needed: StoredPoint, keep_every_steps: int | None) -> _Spare:
-    """What the store may do without, as long as it has what a state is made of."""
+    """What may be deleted while the state `needed` stays."""
     if PASSED in catalog.unreadable or PASSED in catalog.damaged:
-        return _Spare([], [])  # what has to be kept is not known
+        return _Spare([], [])  # the checkpoints to keep are not known
     try:
         pins = read_pins(store)
     except (StorageError, DamagedStateError) as error:
-        _log.warning("no checkpoint is let go of to make room: %s", error)
+        _log.warning("no checkpoint is deleted to make room: %s", error)
         return _Spare([], [])
     gone = superseded(catalog.checkpoints, 1, keep_every_steps, unsure=catalog.unsure | pins)
     gone = [one for one in gone if one.key != needed.checkpoint.key]
@@ -137,20 +137,20 @@ def _spare(store: Store, catalog: Catalog, needed: StoredPoint, keep_every_steps
 
 
 def _newest_good(store: Store, points: Sequence[StoredPoint]) -> StoredPoint:
-    """The newest state that the store can produce, now. Raises StorageError."""
+    """The newest state whose files verify. Raises StorageError."""
     problems = []
     for point in points:
         found = examine(store, point.files)
         if found.unreadable:
-            raise StorageError(f"nothing is let go of, as what is newest cannot be read: {found.unreadable[0]}")
+            raise StorageError(f"nothing is deleted, as the newest state cannot be read: {found.unreadable[0]}")
         if not found.damaged:
             return point
         problems += found.damaged
-    raise StorageError(f"nothing is let go of, as no state in storage is whole: {problems[0]}")
+    raise StorageError(f"nothing is deleted, as no state in storage is intact: {problems[0]}")
 
 
 def _let_go(store: Store, spare: _Spare, needed: int | None) -> None:
-    """Delete what may go until so many bytes are free; None: all of it."""
+    """Delete spare checkpoints and batches until `needed` bytes are free; None: all of them."""
 
     def enough() -> bool:
         free = store.free()
@@ -160,7 +160,7 @@ def _let_go(store: Store, spare: _Spare, needed: int | None) -> None:
         if enough():
             return
         remove(store, checkpoint)
-        _log.warning("let go of step %d, as the storage is full", checkpoint.step)
+        _log.warning("deleted step %d, as the storage is full", checkpoint.step)
     for batch in spare.batches:
         if enough():
             return

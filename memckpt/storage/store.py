@@ -1,8 +1,8 @@
-"""Durable files: the one place where bytes go to a disk or an object store.
+"""Durable files: the one module that writes to a disk or an object store.
 
-A file is either there, whole and safe from a power cut, or not there at all. On a local file system that takes a
-temporary name, a write, an fsync, a rename, and an fsync of the directory; an object store shows an object only when
-its upload is complete. What belongs together is made so by a commit file, which is written last.
+A file either exists, complete and durable, or does not exist. On a local file system that takes a temporary name, a
+write, an fsync, a rename, and an fsync of the directory; an object store shows an object only when its upload is
+complete. Several files are committed together by a commit file, which is written last.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from memckpt.storage.drain import Draining, let_go
 
 _log = logging.getLogger("memckpt.storage")
 _PIECE_BYTES = 8 << 20
-#: With these a file system says that it does not sync directories; any other error is one.
+#: Errors of file systems that do not support syncing directories.
 _REFUSED_SYNCS = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
-#: With these it says that it has no room: on the disk, or left to this user.
+#: Errors of a full disk or an exhausted quota.
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-#: With these it says that it has no hard links.
+#: Errors of file systems without hard links.
 _REFUSED_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-#: What a file is called while it is written; such files are leftovers once nobody writes.
+#: Part of the name of a file that is being written.
 _PARTIAL = ".partial-"
-#: Else a server that says nothing is waited for by each library in its own way, for minutes.
+#: Time limits for object stores, in seconds: the libraries' defaults wait minutes for a server that does not answer.
 _TIME_LIMITS: dict[str, dict[str, Any]] = {
     scheme: {"config_kwargs": {"connect_timeout": 5, "read_timeout": 20, "retries": {"total_max_attempts": 3}}}
     for scheme in ("s3", "s3a")
 }
-#: Where an upload shows under its name when it is complete, and not before. Elsewhere a finished file is renamed.
+#: Schemes whose uploads appear under their name only when complete. Elsewhere a finished file is renamed.
 _SHOW_WHOLE_UPLOADS = {"abfs", "abfss", "az", "gcs", "gs", "oss", "s3", "s3a"}
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file by its path in the store, with what must be found there."""
+    """A file's path in the store, its size in bytes and its checksum."""
 
     path: str
     nbytes: int
@@ -54,10 +54,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class HashingStream(io.RawIOBase):
-    """Passes bytes on to a file, counts and hashes them. Closing it does nothing: whoever opened the file ends it.
+    """Writes to a file, counting and hashing the bytes. Closing it does not close the file.
 
     Attributes:
-        failed: the first error of a write; None: there was none. Whoever writes may hide it behind one of its own.
+        failed: the first error of a write; None: none. The caller may have replaced it by an error of its own.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -71,7 +71,7 @@ class HashingStream(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
-        # In pieces: an upload keeps a copy of what it is given.
+        # In pieces: an upload copies each buffer that it is given.
         for start in range(0, view.nbytes, _PIECE_BYTES):
             piece = view[start : start + _PIECE_BYTES]
             self._hash.update(piece)
@@ -90,27 +90,27 @@ class HashingStream(io.RawIOBase):
         return
 
     def stored(self, path: str) -> StoredFile:
-        """What has been written, as it must be found under `path`."""
+        """The description of the file written at `path`."""
         return StoredFile(path, self._nbytes, self._hash.hexdigest())
 
 
 class Store(ABC):
     """A directory or a bucket's prefix. Paths are relative, with forward slashes.
 
-    Every method raises StorageError, with the path, for what the storage cannot do.
+    Every method raises StorageError, with the path, when the storage fails.
     """
 
     url: str
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[HashingStream]:
-        """Write a file: it is there, durably, when the block has ended, and not at all if it raised."""
+        """Write a file. It exists, durably, when the block ends, and does not if the block raised."""
         with _errors("write", self, path), self._replacing(path) as file:
             stream = HashingStream(file)
             try:
                 yield stream
             except Exception as error:
-                # torch's writer of zip files says of a full disk only that it is not where it expected to be.
+                # On a full disk torch's zip writer reports only an unexpected position.
                 if stream.failed is not None and error is not stream.failed:
                     raise stream.failed from error
                 raise
@@ -124,28 +124,28 @@ class Store(ABC):
         return stream.stored(path)
 
     def write_new(self, path: str, data: bytes) -> bool:
-        """Write a small file unless there is one; False if there is. Of several at once a directory lets one win."""
+        """Write a small file unless it exists; False: it exists. In a directory one of concurrent calls wins."""
         with _errors("write", self, path):
             return self._write_new(path, data)
 
     @contextlib.contextmanager
     def open(self, path: str) -> Iterator[IO[bytes]]:
-        """Read a file; seekable."""
+        """Open a file for reading; it is seekable."""
         with _errors("read", self, path), self._open(path) as file:
             yield file
 
     def read(self, path: str) -> bytes:
-        """All of a small file."""
+        """Read a small file."""
         with self.open(path) as file:
             return file.read()
 
     def find(self, prefix: str, unfinished: bool = False, unlisted: dict[str, str] | None = None) -> list[str]:
-        """Paths of all files below a directory, in order; those that are being written only with `unfinished`.
+        """Paths of all files below a directory, in order.
 
         Args:
             prefix: the directory.
-            unfinished: see above.
-            unlisted: takes the paths of directories below it that cannot be listed, and why; None: that is an error.
+            unfinished: whether files that are being written are included.
+            unlisted: receives directories below `prefix` that cannot be listed, with the reason; None: an error.
         """
 
         def refuse(path: str, error: Exception) -> None:
@@ -157,25 +157,25 @@ class Store(ABC):
             return sorted(path for path in self._find(prefix, refuse) if unfinished or _PARTIAL not in path)
 
     def delete(self, path: str) -> None:
-        """Delete a file durably; one that is not there is no error."""
+        """Delete a file durably; a missing file is no error."""
         with _errors("delete", self, path):
             self._delete(path)
 
     def move(self, path: str, to: str) -> None:
-        """Give a file another path, at which there is none; one that is not there is no error."""
+        """Move a file to an unused path; a missing file is no error."""
         with _errors("move", self, path), contextlib.suppress(FileNotFoundError):
             self._move(path, to)
 
     def let_go(self, path: str) -> None:
-        """Keep nothing in memory of a file that was read: others need the room."""
+        """Drop a file from the page cache."""
         return
 
     def free(self) -> int | None:
-        """Bytes that can be written before it is full; None: nobody says."""
+        """Free bytes; None: unknown."""
         return None
 
     def delete_directory(self, path: str) -> None:
-        """Delete all files below a directory, unfinished ones too."""
+        """Delete all files below a directory, including unfinished ones."""
         for file in self.find(path, unfinished=True):
             self.delete(file)
 
@@ -190,7 +190,7 @@ class Store(ABC):
 
     @abstractmethod
     def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
-        """`refused` is told of directories that cannot be listed, and may raise."""
+        """Yield paths. `refused` is called for each directory that cannot be listed, and may raise."""
 
     @abstractmethod
     def _move(self, path: str, to: str) -> None: ...
@@ -200,12 +200,12 @@ class Store(ABC):
 
 
 def is_missing(error: StorageError) -> bool:
-    """Whether a file could not be read because it is not there."""
+    """Whether the error is that of a missing file."""
     return isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
 
 
 def finished_name(path: str) -> str:
-    """The path that a file gets once it is whole."""
+    """The final path of a file that may be unfinished."""
     return path.partition(_PARTIAL)[0]
 
 
@@ -214,10 +214,10 @@ def _partial_name(path: str) -> str:
 
 
 def _is_of_storage(error: Exception) -> bool:
-    """Whether an error comes from storage, and not from whoever uses it.
+    """Whether an error comes from storage, and not from its caller.
 
-    Below fsspec each kind of store has libraries of its own, with errors of their own (missing credentials, a host
-    that is not found) that are no OSError: any class that is neither ours nor Python's is taken for one of these.
+    The libraries below fsspec raise errors of their own (missing credentials, unknown host) that are no OSError: any
+    class outside the standard library counts as one of these.
     """
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, (OSError, RuntimeError)) or package not in sys.stdlib_module_names
@@ -243,8 +243,8 @@ class LocalStore(Store):
 
     Args:
         root: the directory.
-        witness: a file that is in it while the store is there; without it nothing is written, as that would go to
-            where the disk is to be mounted. Empty: the directory is made if it is not there.
+        witness: name of a file that must exist before anything is written, so that nothing goes to an empty mount
+            point. Empty: a missing directory is created.
     """
 
     def __init__(self, root: Path, witness: str = "") -> None:
@@ -266,7 +266,7 @@ class LocalStore(Store):
                 yield cast("IO[bytes]", draining)
                 draining.finish()
             partial.replace(target)
-        except BaseException:  # raised again: what is half-written goes, an interrupt included
+        except BaseException:  # raised again after the unfinished file is deleted, also for an interrupt
             partial.unlink(missing_ok=True)
             raise
         sync_directory(target.parent)
@@ -294,7 +294,7 @@ class LocalStore(Store):
         return True
 
     def _begin(self, partial: Path) -> IO[bytes]:
-        """Open a new file; a directory that another process finds empty and removes meanwhile is made once more."""
+        """Open a new file. A directory that another process removed as empty meanwhile is created once more."""
         if self._is_away:
             raise store_is_away(self.url, self._witness)
         try:
@@ -314,8 +314,8 @@ class LocalStore(Store):
         with _errors("look for room at", self, "."):
             found = os.statvfs(next(one for one in (self.root, *self.root.parents) if one.exists()))
         if not found.f_blocks:
-            return None  # a file system that does not count
-        # Root may fill what is set aside for it. Too much is no harm here: a write says what is so.
+            return None  # a file system without block counts
+        # Root may use the reserved blocks. Too high a value is harmless: the write itself fails.
         return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
 
     def _make_directory(self, directory: Path) -> None:
@@ -329,7 +329,7 @@ class LocalStore(Store):
 
     def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
         def refuse(error: OSError) -> None:
-            # What is not there holds nothing. What cannot be looked into might hold everything.
+            # A missing directory is empty; an unreadable one may hold anything.
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 refused(PurePosixPath(Path(error.filename).relative_to(self.root)).as_posix(), error)
 
@@ -353,24 +353,24 @@ class LocalStore(Store):
         self._remove_empty(target.parent)
 
     def _remove_empty(self, directory: Path) -> None:
-        """Otherwise every checkpoint would leave directories, and listing would take longer and longer."""
+        """Remove empty directories: they would slow down every listing."""
         while directory != self.root:
             try:
                 directory.rmdir()
             except FileNotFoundError:
-                pass  # another node was faster
+                pass  # removed by another node
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ENOTDIR):
                     raise
-                return  # in use, mounted, or a link to another place
+                return  # in use, mounted, or a symbolic link
             directory = directory.parent
 
 
 def sync_directory(directory: Path) -> None:
-    """Make names in a directory durable, where the file system lets directories be synced at all."""
+    """Make the names in a directory durable, where the file system supports syncing directories."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError as error:  # it may be written to, and not be listed
+    except PermissionError as error:  # a directory may be writable and not readable
         _say_unsynced(os.stat(directory).st_dev, str(directory), str(error))
         return
     try:
@@ -383,23 +383,23 @@ def sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-#: File systems that a warning has named.
+#: Devices of file systems that a warning has named.
 _unsynced: set[int] = set()
 
 
 def _say_unsynced(device: int, directory: str, reason: str) -> None:
-    """Say it once for each file system: every file written would say it."""
+    """Warn once for each file system, not for every file."""
     if device not in _unsynced:
         _unsynced.add(device)
         _log.warning(
-            "the directory %s cannot be synced (%s): files are, but after a power cut the newest ones may be missing",
+            "the directory %s cannot be synced (%s): files are synced, but the newest ones may be lost in a power cut",
             directory,
             reason,
         )
 
 
 class ObjectStore(Store):
-    """Anything that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``memory://``."""
+    """A prefix in an object store of fsspec: ``s3://bucket/prefix``, ``gs://``, ``memory://``."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -410,7 +410,7 @@ class ObjectStore(Store):
         limits = {} if "config_kwargs" in fsspec.config.conf.get(scheme, {}) else _TIME_LIMITS.get(scheme, {})
         try:
             self._fs: Any
-            # What another process has written must be seen: nothing that was listed is remembered.
+            # Other processes write here, too: listings must not be cached.
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **limits)
         except (ImportError, ValueError) as error:
             raise ConfigurationError(
@@ -431,7 +431,7 @@ class ObjectStore(Store):
             file.close()
             if written != target:
                 self._fs.mv(written, target)
-        except BaseException:  # raised again: what is half-written goes, an interrupt included
+        except BaseException:  # raised again after the upload is discarded, also for an interrupt
             self._give_up(file, written, target)
             raise
 
@@ -442,7 +442,7 @@ class ObjectStore(Store):
         return True
 
     def _give_up(self, file: Any, written: str, target: str) -> None:
-        """Let nothing appear of what has been written so far."""
+        """Discard an unfinished upload."""
         try:
             if written != target:
                 file.close()
@@ -453,7 +453,7 @@ class ObjectStore(Store):
             if not _is_of_storage(error):
                 raise
             _log.warning("an unfinished upload of %s may be left in the store: %s", target, error)
-        # Closing a file completes its upload, and it is closed when it is collected, if it still can be.
+        # Closing completes the upload, and garbage collection closes a file that is not marked as closed.
         file.closed = True
 
     @contextlib.contextmanager
@@ -465,7 +465,7 @@ class ObjectStore(Store):
             file.close()
 
     def _find(self, prefix: str, refused: Callable[[str, Exception], None]) -> Iterator[str]:
-        # One flat listing of a bucket. Elsewhere fsspec's own walk takes a directory that cannot be listed for empty.
+        # One flat listing of a bucket. Elsewhere fsspec's own walk would treat an unreadable directory as empty.
         paths = self._fs.find(self._at(prefix)) if self._shows_whole else self._walk(self._at(prefix), refused)
         for found in paths:
             yield found.removeprefix(f"{self._root}/")
@@ -474,7 +474,7 @@ class ObjectStore(Store):
         try:
             entries = self._fs.ls(directory, detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return  # it is not there, or retention was faster
+            return  # missing, or deleted by retention
         except Exception as error:
             if not _is_of_storage(error):
                 raise
@@ -484,7 +484,7 @@ class ObjectStore(Store):
             name = entry["name"].rstrip("/")
             if entry["type"] != "directory":
                 yield name
-            elif name != directory:  # some list the directory with what is in it
+            elif name != directory:  # some file systems list the directory itself
                 yield from self._walk(name, refused)
 
     def _move(self, path: str, to: str) -> None:
@@ -498,15 +498,15 @@ class ObjectStore(Store):
 
 
 def store_is_away(url: str, witness: str) -> StorageAwayError:
-    """The error that says so."""
+    """The error of a store whose witness file is missing."""
     return StorageAwayError(
-        f"{url} is not there any more: it has no {witness}. It was moved, or its disk is not mounted. Nothing is made "
-        "in its place; bring it back, and it is used again"
+        f"{url} is not there any more: it has no {witness}. It was moved, or its disk is not mounted. Nothing is "
+        "written in its place; bring it back, and it is used again"
     )
 
 
 def open_store(url: str, witness: str = "") -> Store:
-    """The store for a directory's path or a URL; `witness`: as for a LocalStore, of no account for others.
+    """The store for a directory's path or a URL; `witness` as for a LocalStore, ignored by others.
 
     Raises:
         ConfigurationError: no installed package can open it, or the URL is incomplete.
@@ -528,12 +528,12 @@ def open_store(url: str, witness: str = "") -> Store:
 
 
 def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | None = None) -> str | None:
-    """Read a file and compare it with what must be there; what differs, in words, or None.
+    """Read a file and compare its size and checksum. Returns the difference; None: there is none.
 
-    `progress` is told of bytes as they are read.
+    `progress` is called with the bytes read since its last call.
 
     Raises:
-        StorageError: it is there and cannot be read, which says nothing of what is in it.
+        StorageError: the file exists and cannot be read; its content may be good.
     """
     digest, nbytes = xxhash.xxh3_64(), 0
     try:
@@ -545,7 +545,7 @@ def matches(store: Store, file: StoredFile, progress: Callable[[int], None] | No
                     progress(len(chunk))
     except StorageError as error:
         if is_missing(error):
-            return f"{file.path}: it is not there"
+            return f"{file.path}: the file is missing"
         raise
     if nbytes != file.nbytes:
         return f"{file.path}: expected {file.nbytes} bytes, found {nbytes}"

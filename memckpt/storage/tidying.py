@@ -1,6 +1,6 @@
-"""What a person does to a store: keeps a checkpoint from retention, deletes one, deletes what nobody needs. Torch-free.
+"""Manual maintenance of a store: pinning checkpoints and deleting garbage. Torch-free.
 
-Retention, in the writer process, does the rest by itself.
+Retention runs in the writer process by itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from memckpt.storage.chain import stored_points, unneeded_batches
 from memckpt.storage.format import Batch
 from memckpt.storage.store import Store, is_missing
 
-#: Which checkpoints retention keeps because somebody has said so.
+#: File in a store with the keys of pinned checkpoints, which retention keeps.
 PINNED = "pinned.json"
 
 
 def read_pins(store: Store) -> frozenset[Key]:
-    """The keys of the checkpoints that retention has to keep.
+    """The keys of pinned checkpoints.
 
     Raises:
-        StorageError: what is written there cannot be read.
-        DamagedStateError: it is not what was written.
+        StorageError: the file cannot be read.
+        DamagedStateError: the file has other content.
     """
     try:
         return frozenset(msgspec.json.decode(store.read(PINNED), type=list[Key]))
@@ -35,13 +35,13 @@ def read_pins(store: Store) -> frozenset[Key]:
         raise
     except msgspec.MsgspecError as error:
         raise DamagedStateError(
-            f"{PINNED} in {store.url}: expected the checkpoints that are pinned, found something else ({error}). "
+            f"{PINNED} in {store.url}: expected the keys of pinned checkpoints, found something else ({error}). "
             "Remove the file and pin them again; until then retention deletes nothing"
         ) from error
 
 
 def write_pins(store: Store, pins: Iterable[Key]) -> None:
-    """Have retention keep these checkpoints, and no others of its own accord. Raises StorageError."""
+    """Replace the set of pinned checkpoints. Raises StorageError."""
     if ordered := sorted(pins):
         store.write(PINNED, msgspec.json.encode(ordered))
     else:
@@ -49,7 +49,7 @@ def write_pins(store: Store, pins: Iterable[Key]) -> None:
 
 
 def only_on(catalog: Catalog, one: Checkpoint) -> list[int]:
-    """The steps that the store can produce on this checkpoint and on no other one, in order; its own is among them."""
+    """Steps that the store can produce only from this checkpoint, in order; its own step is among them."""
     rest = tuple(other for other in catalog.checkpoints if other.key != one.key)
     elsewhere = {point.key for point in stored_points(replace(catalog, checkpoints=rest))}
     return sorted(
@@ -69,12 +69,12 @@ def _steps_of(batches: Collection[Batch], newest: int, oldest: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What nothing refers to.
+    """Unreferenced files of a store.
 
     Attributes:
         unfinished: files of checkpoints and batches that were never committed.
-        incomplete: checkpoints that lack parts of other nodes, older than a whole one.
-        batches: records that can be redone on no checkpoint that is there.
+        incomplete: checkpoints with missing parts that are older than a complete one.
+        batches: batches that can be redone on none of the checkpoints.
     """
 
     unfinished: tuple[str, ...]
@@ -88,18 +88,21 @@ class Garbage:
 def find_garbage(
     catalog: Catalog, pins: Collection[Key], node: str | None, abandoned: Callable[[str], bool] = lambda path: False
 ) -> Garbage:
-    """What may go from a store.
+    """Find the garbage of a store.
 
     Args:
-        catalog: what it holds; all of it has been read.
-        pins: keys of checkpoints that stay, whatever becomes of them.
-        node: whose writer is known not to run; None: all may.
-        abandoned: says of a file that was never committed whether nobody can be writing it.
+        catalog: contents of the store.
+        pins: keys of checkpoints that are never garbage.
+        node: the node whose writer is known not to run; None: every writer may run.
+        abandoned: whether no process can be writing an uncommitted file.
+
+    Raises:
+        StorageError: part of the catalog could not be read.
     """
     if catalog.unreadable:
         raise StorageError(
-            f"what refers to what is not known: {next(iter(catalog.unreadable.values()))}. Nothing is deleted; "
-            "try again when it can be read"
+            f"references are not known, as a file cannot be read: {next(iter(catalog.unreadable.values()))}. Nothing "
+            "is deleted; try again when it can be read"
         )
     unfinished = set(leftovers(catalog, node or "", ())) | {path for path in uncommitted(catalog) if abandoned(path)}
     stay = catalog.unsure | set(pins)
@@ -114,7 +117,7 @@ def find_garbage(
 
 
 def delete(store: Store, garbage: Garbage) -> None:
-    """Delete it all. Raises StorageError for the first that is refused."""
+    """Delete all garbage. Raises StorageError at the first delete that fails."""
     for one in garbage.incomplete:
         remove(store, one)
     for batch in garbage.batches:

@@ -152,7 +152,7 @@ def test_retention_deletes_nothing_where_pins_are_damaged(run: Path) -> None:
     (run / "storage" / PINNED).write_text("{")
     retain(store_of(run), 4)
     assert steps_in(run) == [4, 3, 2, 1]
-    with pytest.raises(DamagedStateError, match=r"pinned.json in .*: expected the checkpoints that are pinned.*Remove"):
+    with pytest.raises(DamagedStateError, match=r"pinned.json in .*: expected the keys of pinned checkpoints.*Remove"):
         invoke("pin", run, 1)
 
 

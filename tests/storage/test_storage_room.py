@@ -157,7 +157,7 @@ def test_the_last_checkpoint_but_one_goes_where_there_is_room_for_no_third(
     disk.room = size * 2 + 1000
     save(store, 6)
     assert steps_of(store) == [6, 5]
-    assert "let go of step 4, as the storage is full" in caplog.text
+    assert "deleted step 4, as the storage is full" in caplog.text
     assert verify(store, read_catalog(store).complete[0]) == []
 
 
@@ -169,7 +169,7 @@ def test_nothing_goes_where_that_would_not_be_enough(
     disk.room = disk.used() + 10
     monkeypatch.setattr(writer, "_FILES_BYTES", 10_000)
     before = store.find("")
-    with pytest.raises(StorageFullError, match="could be let go of"):
+    with pytest.raises(StorageFullError, match="could be deleted"):
         save(store, 3)
     assert store.find("") == before
 

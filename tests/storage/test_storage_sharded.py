@@ -303,7 +303,7 @@ def test_a_part_that_cannot_be_read_back_does_not_count(here: LocalStore, monkey
 
     write_part(job, job.units[0], 0, 3, TIMELINE, keep_last=1)
     monkeypatch.setattr(writer, "write_files", damaging)
-    with pytest.raises(StorageError, match=r"what was written cannot be read back: .*n1"):
+    with pytest.raises(StorageError, match=r"files just written cannot be read back: .*n1"):
         write_part(job, job.units[1], 1, 3, TIMELINE, keep_last=1)
     catalog = read_catalog(here)
     assert [(one.record, one.complete) for one in catalog.checkpoints] == [(3, False), (2, True)]
