@@ -1,4 +1,4 @@
-"""What is not as it should be with a run, from what its agent and its storage say. Pure."""
+"""Problems of a run, derived from the status of its agent and its storage. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from memckpt.protocol.trainer import Status
 
 
 class HasStored(Protocol):
-    """What a look into storage has found."""
+    """Findings in storage; see :class:`memckpt.cli.status.Stored`."""
 
     @property
     def step(self) -> int | None: ...
@@ -25,11 +25,11 @@ class HasStored(Protocol):
 
 
 def alarms_of(agent: Status) -> Iterator[str]:
-    """What a live agent itself holds to be wrong, one sentence each."""
+    """Problems that a live agent reports itself, one sentence each."""
     if agent.storage is not None and agent.storage.alarm:
         yield f"the last checkpoint could not be written: {agent.storage.alarm}"
     if agent.storage is not None and agent.storage.untidy:
-        yield f"storage could not be tidied up: {agent.storage.untidy}"
+        yield f"old files in storage could not be deleted: {agent.storage.untidy}"
     if agent.peers is not None and not agent.peers.protected:
         yield f"other nodes do not protect this run{f': {agent.peers.problem}' if agent.peers.problem else ''}"
     elif agent.peers is not None and agent.peers.problem:
@@ -41,11 +41,11 @@ def alarms_of(agent: Status) -> Iterator[str]:
 def problems_of(
     agent: Status, stored: HasStored | None, max_behind: int | None, max_age: float | None = None
 ) -> Iterator[str]:
-    """Why a run that should be training is not as well protected as it could be, one sentence each.
+    """Problems of a run that should be training and protected, one sentence each.
 
     Args:
-        agent: what its agent says.
-        stored: None where storage is not looked at.
+        agent: status of its agent.
+        stored: findings in storage; None: storage was not read.
         max_behind: steps that storage, and records that other nodes, may be behind memory; None: any number.
         max_age: seconds that the last commit may be ago; None: any number.
     """
@@ -67,13 +67,13 @@ def problems_of(
     if stored is None:
         return
     if stored.problem:
-        yield f"storage cannot be looked at: {stored.problem}"
+        yield f"storage cannot be read: {stored.problem}"
         return
     for number, what in ((stored.damaged, "damaged"), (stored.unreadable, "not readable")):
         if number:
             yield f"{count(number, 'file')} in storage {'is' if number == 1 else 'are'} {what}; see memckpt verify"
     if stored.missing:
-        yield f"the data of {count(stored.missing, 'commit file')} in storage are not there; see memckpt verify"
+        yield f"the data of {count(stored.missing, 'commit file')} in storage are missing; see memckpt verify"
     if max_behind is not None and agent.step is not None:
         behind = agent.step - (stored.step if stored.step is not None else 0)
         if behind > max_behind:

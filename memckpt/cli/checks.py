@@ -1,4 +1,4 @@
-"""What ``memckpt doctor`` concludes from what it has found. Pure: nothing here looks at the machine."""
+"""Conclusions of ``memckpt doctor`` from its measurements. Pure functions."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 6)
 OLDEST_LIGHTNING = (2, 5)
 
-#: With less than this nothing that is worth protecting fits, beside the interpreter of the agent.
+#: Bytes of memory below which hardly any model fits beside the agent's interpreter.
 _LITTLE_MEMORY = 1 << 30
 _LITTLE_ROOM = 5 << 30
-#: What a process of ours has open by itself.
+#: Descriptors that an agent or replicator has open without peers.
 _OWN_DESCRIPTORS = 128
-#: Jobs of so many nodes should not find the limit on descriptors too low.
+#: Number of nodes for which the limit on descriptors should suffice.
 _FEW_NODES = 256
-#: Below it a checkpoint of 100M parameters takes more than half a minute.
+#: Bytes per second; at a lower rate a checkpoint of 100M parameters takes more than half a minute.
 _SLOW_DISK = 40e6
-#: fp32 parameters with Adam.
+#: Bytes per parameter of fp32 parameters with Adam.
 _STATE_BYTES = 12
 _LOST_WITH = {
     "tmpfs": "the machine's memory",
@@ -49,7 +49,7 @@ _DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding: a line, and what to do unless it is well."""
+    """One finding, and its remedy unless the outcome is ok."""
 
     name: str
     outcome: Outcome
@@ -58,7 +58,7 @@ class Check:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The release's numbers: ``2.13.0+cpu`` counts as 2.13.0."""
+    """The release numbers: (2, 13, 0) for ``2.13.0+cpu``."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
@@ -77,7 +77,7 @@ def check_python(version: tuple[int, ...]) -> Check:
 
 
 def check_torch(version: str | None, import_error: str) -> Check:
-    """`import_error` is what importing it says; empty if it can be imported."""
+    """`import_error`: the error of importing torch; empty: none."""
     oldest = _dotted(OLDEST_TORCH)
     if version is None:
         return Check("torch", "problem", "not installed", f"pip install 'torch>={oldest}'")
@@ -89,7 +89,7 @@ def check_torch(version: str | None, import_error: str) -> Check:
 
 
 def check_lightning(version: str | None, old_name: str | None) -> Check:
-    """`old_name` is the version of the distribution pytorch-lightning, whose classes are others."""
+    """`old_name`: version of the distribution pytorch-lightning, whose classes are different ones."""
     install = f"pip install 'lightning>={_dotted(OLDEST_LIGHTNING)}'"
     if version is not None:
         outcome: Outcome = "problem" if _version(version) < OLDEST_LIGHTNING else "ok"
@@ -101,12 +101,12 @@ def check_lightning(version: str | None, old_name: str | None) -> Check:
 
 
 def check_optional(name: str, version: str | None, purpose: str) -> Check:
-    """A package that some features need."""
+    """An optional package."""
     return Check(name, "ok", version or f"not installed; needed for {purpose}: pip install {name}")
 
 
 def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
-    """The package that opens an object store; None for a directory, and for schemes that need none that we know."""
+    """The package that opens an object store; None: a directory, or a scheme without a known package."""
     driver = _DRIVERS.get(urlsplit(url).scheme)
     if driver is None:
         return None
@@ -117,16 +117,19 @@ def check_driver(url: str, installed: Mapping[str, str | None]) -> Check | None:
 
 
 def check_settings(problem: str) -> Check:
-    """Those that the environment gives; `problem` is why they cannot be."""
+    """Settings from the environment; `problem`: the error in them."""
     if problem:
         return Check("settings", "problem", problem, "see docs/configuration.md#environment")
-    return Check("settings", "ok", "what the environment sets can be")
+    return Check("settings", "ok", "the environment's settings are valid")
 
 
 def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
-    """Whether the code for records in other nodes' memory is there: `backends` of pyeclib, or why it has none.
+    """Whether the erasure code is available.
 
-    `peers` are those that the environment asks for: what they do not need is no problem.
+    Args:
+        backends: backends of pyeclib.
+        problem: pyeclib's import error; empty: none.
+        peers: the environment's peer settings: a code that they do not need is no problem.
     """
     backend = peers.backend if isinstance(peers, ErasureConfig) else ErasureConfig().backend
     coded = isinstance(peers, ErasureConfig) and peers.data > 1 and peers.tolerate > 1
@@ -134,13 +137,13 @@ def check_erasure(backends: tuple[str, ...], problem: str, peers: ErasureConfig 
     if problem:
         return Check("erasure code", outcome, f"pyeclib: {problem}", "pip install --force-reinstall pyeclib")
     if backend not in backends:
-        text = f"{backend} is not available; there are: {', '.join(backends) or 'none'}"
+        text = f"{backend} is not available; available: {', '.join(backends) or 'none'}"
         return Check("erasure code", outcome, text, "ErasureConfig(backend=...) with one of these")
     return Check("erasure code", "ok", f"{backend}, and {count(len(backends) - 1, 'other')}")
 
 
 def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfig | MirrorConfig | None) -> Check:
-    """Whether nodes can reach each other: the `version` of ZeroMQ and whether it has `curve`, or why there is none."""
+    """Whether ZeroMQ is available: its `version`, whether it has `curve`, or pyzmq's import error."""
     if problem:
         outcome: Outcome = "warning" if peers is None else "problem"
         return Check("peers' transport", outcome, f"pyzmq: {problem}", "pip install --force-reinstall pyzmq")
@@ -155,7 +158,7 @@ def check_transport(version: str, curve: bool, problem: str, peers: ErasureConfi
 
 
 def bytes_per_parameter(mode: RedoMode) -> float:
-    """Base and log with the default settings, and the copy that is on its way to storage."""
+    """Bytes per parameter of base and log with the default settings, and of the copy that is written to storage."""
     if mode == "capture":
         return (CAPTURES + 1) * _STATE_BYTES
     period, slots = DEFAULT_ANCHOR_PERIOD[mode], MemckptConfig().slots
@@ -165,21 +168,21 @@ def bytes_per_parameter(mode: RedoMode) -> float:
 
 
 def check_memory(available: int, limit: int | None) -> Check:
-    """`limit` is the tightest control group's; None where there is none."""
+    """`available`: bytes; `limit`: bytes of the tightest control group; None: unlimited."""
     under = "" if limit is None else f" (cgroup limit {nbytes_text(limit)})"
     room = {mode: available * 0.95 / bytes_per_parameter(mode) / 1e6 for mode in get_args(RedoMode)}
     text = (
-        f"{nbytes_text(available)} available{under}; less what training itself takes, that is room for "
+        f"{nbytes_text(available)} available{under}; minus the memory of training itself, that is room for "
         f"{room['lazy']:.0f}M parameters (lazy), {room['eager']:.0f}M (eager) or {room['capture']:.0f}M (capture), "
         "fp32 with Adam"
     )
     if available < _LITTLE_MEMORY:
-        return Check("memory", "warning", text, "end what else runs, or give the job more memory")
+        return Check("memory", "warning", text, "end other processes, or give the job more memory")
     return Check("memory", "ok", text)
 
 
 def check_locked_memory(limit: int | None, cuda: bool) -> Check:
-    """`limit` in bytes; None: none. Pages are locked for CUDA only."""
+    """`limit`: bytes; None: unlimited. Pages are locked for CUDA only."""
     if limit is None:
         return Check("locked memory", "ok", "unlimited")
     if not cuda:
@@ -189,7 +192,7 @@ def check_locked_memory(limit: int | None, cuda: bool) -> Check:
 
 
 def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
-    """`missing` names what was tried and is not there."""
+    """`missing`: features that were tried and are unavailable."""
     if missing:
         remedy = "Linux 5.3 or newer with /proc; in a sandbox, allow these calls"
         return Check("kernel", "problem", f"{release} without {', '.join(missing)}", remedy)
@@ -197,7 +200,7 @@ def check_kernel(release: str, missing: tuple[str, ...]) -> Check:
 
 
 def check_sockets(problem: str) -> Check:
-    """`problem` is what came of listening as an agent does; empty if that went well."""
+    """`problem`: the error of listening on an agent's socket; empty: none."""
     if problem:
         remedy = "in a sandbox, allow Unix sockets of type seqpacket in the abstract namespace"
         return Check("agent's socket", "problem", problem, remedy)
@@ -205,9 +208,9 @@ def check_sockets(problem: str) -> Check:
 
 
 def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str]:
-    """What ``redo="auto"`` takes for one rank of a model that is not small, and why: as in a training's first line.
+    """The mode that ``redo="auto"`` chooses for one rank of a model that is not small, and the reason.
 
-    With CUDA that is where the memory suffices, which depends on the model.
+    With CUDA this holds if the memory suffices, which depends on the model.
     """
     if cuda:
         return "lazy", "exact on an accelerator, and takes no core"
@@ -217,7 +220,7 @@ def expected_redo(cores: float, threads: int, cuda: bool) -> tuple[RedoMode, str
 
 
 def check_cores(affinity: int, quota: float | None, threads: int, cuda: bool) -> Check:
-    """`threads` are those that torch computes with; `quota` is a control group's, in cores."""
+    """`threads`: number of torch's threads; `quota`: the control group's limit in cores, None: unlimited."""
     cores = float(affinity) if quota is None else min(affinity, quota)
     limited = "" if quota is None or quota >= affinity else f" (of {affinity}, by cgroup quota)"
     mode, reason = expected_redo(cores, threads, cuda)
@@ -229,7 +232,7 @@ def check_cores(affinity: int, quota: float | None, threads: int, cuda: bool) ->
 
 
 def check_survival(slurm_job: str | None, unit: str | None, container: bool) -> Check:
-    """Who would kill the agent together with the trainer. `unit` is the systemd service that this runs in."""
+    """Whether the environment ends the agent together with the trainer. `unit`: systemd service of this process."""
     remedy = "run `memckpt agent` beside the job; see docs/operations.md#what-kills-the-agent-cgroups"
     if slurm_job is not None:
         return Check("agent's life", "warning", "in a Slurm job: the agent ends with the job step", remedy)
@@ -237,18 +240,18 @@ def check_survival(slurm_job: str | None, unit: str | None, container: bool) -> 
         return Check("agent's life", "warning", f"in {unit}: the agent ends when that unit stops", remedy)
     if container:
         return Check("agent's life", "ok", "in a container: memory is lost with it, storage on a volume is not")
-    return Check("agent's life", "ok", "nothing seen that would end the agent together with the trainer")
+    return Check("agent's life", "ok", "found nothing that would end the agent together with the trainer")
 
 
 def check_agent(pid: int | None, problem: str) -> Check:
-    """The agent of the run: `pid` of the one that answers; `problem` if it could not be asked."""
+    """The run's agent: its `pid`, None: none answers; `problem`: the error of asking it."""
     if problem:
         return Check("agent", "problem", problem, "look at its log; `memckpt stop` ends it")
     return Check("agent", "ok", "none answers" if pid is None else f"pid {pid} answers")
 
 
 def check_alarms(alarms: Sequence[str]) -> Check:
-    """What the live agent itself holds to be wrong."""
+    """Alarms of the live agent."""
     if alarms:
         return Check("agent's alarms", "problem", "; ".join(alarms), "see docs/troubleshooting.md, and the agent's log")
     return Check("agent's alarms", "ok", "none")
@@ -257,13 +260,12 @@ def check_alarms(alarms: Sequence[str]) -> Check:
 def check_descriptors(
     soft: int | None, hard: int | None, nodes: int, peers: ErasureConfig | MirrorConfig | None
 ) -> Check:
-    """Whether the replicator of rank 0's node, which speaks with all others, may have as many descriptors as that
-    takes.
+    """Whether the limit on open files suffices for the replicator of rank 0's node, which connects to all others.
 
     Args:
-        soft, hard: limits on open files; None: there is none. Agents and replicators raise theirs to the hard one.
-        nodes: of the job, as far as that is known; 1: it is not, or there is one.
-        peers: those that the environment asks for.
+        soft, hard: limits on open files; None: unlimited. Agents and replicators raise theirs to the hard one.
+        nodes: number of nodes of the job; 1: one, or unknown.
+        peers: the environment's peer settings.
     """
     if hard is None:
         return Check("open files", "ok", "unlimited")
@@ -283,18 +285,18 @@ def check_descriptors(
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """What is in a run's storage.
+    """Findings in a run's storage.
 
     Attributes:
-        url: where.
-        problem: why it could not be looked into; empty if it could.
-        foreign: that it belongs to another run, in words.
-        checkpoints: how many are whole.
-        step: the newest that can be produced.
-        nbytes: of the newest checkpoint.
-        wrong: what is damaged, not there or not readable, in words.
-        others: ids of other runs that have files there.
-        beside: other runs' directories next to this one's.
+        url: location.
+        problem: why it could not be read; empty if it could.
+        foreign: a message that it belongs to another run; else empty.
+        checkpoints: number of complete checkpoints.
+        step: newest step that can be produced; None: none.
+        nbytes: bytes of the newest checkpoint.
+        wrong: messages about damaged, missing and unreadable files.
+        others: ids of other runs with files in the store.
+        beside: other run directories next to this one.
         owner: id of the run that the store belongs to, where no run was named; else empty.
     """
 
@@ -311,10 +313,10 @@ class StoreFacts:
 
 
 def check_content(facts: StoreFacts) -> Check:
-    """What a resume would find in storage."""
+    """The checkpoints that a resume would find in storage."""
     name = "checkpoints"
     if facts.problem:
-        return Check(name, "problem", facts.problem, "a resume would wait for it, and then ask; mend it first")
+        return Check(name, "problem", facts.problem, "make storage readable: a resume would wait for it, and then fail")
     if facts.foreign:
         return Check(name, "problem", facts.foreign, "the run's own storage.url; see docs/storage.md#whose-a-store-is")
     if facts.wrong:
@@ -327,7 +329,7 @@ def check_content(facts: StoreFacts) -> Check:
 
 
 def check_other_runs(facts: StoreFacts) -> Check:
-    """Other runs in the same place."""
+    """Other runs in the same store or beside the run directory."""
     if facts.others:
         said = f"{facts.url} also has files of {', '.join(facts.others)}, which are left alone"
         return Check("other runs", "warning", said, "a storage.url for each run")
@@ -335,11 +337,12 @@ def check_other_runs(facts: StoreFacts) -> Check:
 
 
 def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> list[Check]:
-    """Whether there is room for this very model, whose checkpoint takes `nbytes`.
+    """Whether disk and memory suffice for this run's model.
 
     Args:
-        disk: where checkpoints go; None: in an object store.
-        available: memory in bytes; None where an agent holds the model already.
+        nbytes: bytes of a checkpoint of the run.
+        disk: the disk of the checkpoints; None: an object store.
+        available: available memory in bytes; None: an agent holds the model already.
     """
     checks = []
     if disk is not None:
@@ -348,7 +351,7 @@ def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> li
         if disk.free < nbytes:
             checks.append(Check("room of the run", "problem", text, "make room: the next checkpoint does not fit"))
         elif disk.free < copies * nbytes:
-            remedy = f"make room for {copies}, where none has been written yet; or StorageConfig(keep_last=1)"
+            remedy = f"make room for {copies} in all; or StorageConfig(keep_last=1)"
             checks.append(Check("room of the run", "warning", text, remedy))
         else:
             checks.append(Check("room of the run", "ok", text))
@@ -368,14 +371,14 @@ def check_room(nbytes: int, disk: DiskFacts | None, available: int | None) -> li
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """A file was written and synced where checkpoints would be.
+    """Result of writing and syncing a file where checkpoints would be.
 
     Attributes:
-        directory: the nearest one that exists.
-        filesystem: its kind.
-        free: bytes.
-        bytes_per_second: None if nothing could be written, or too little is free to measure a rate.
-        problem: why nothing could be written; empty: it could.
+        directory: the nearest existing directory.
+        filesystem: type of its file system.
+        free: free bytes.
+        bytes_per_second: rate; None: the write failed, or too few bytes are free to measure it.
+        problem: error of the write; empty: none.
     """
 
     directory: str
@@ -386,11 +389,11 @@ class DiskFacts:
 
 
 def check_disk(facts: DiskFacts) -> list[Check]:
-    """Whether it can be written, how fast, how much room there is, and whether it lasts."""
+    """Whether a disk is writable, fast, large enough, and persistent."""
     where = f"{facts.directory} ({facts.filesystem})"
     checks = []
     if facts.problem:
-        remedy = "another place: StorageConfig(url=...), or the rights to write there"
+        remedy = "another location: StorageConfig(url=...), or the permission to write there"
         checks.append(Check("storage", "problem", f"{where} cannot be written: {facts.problem}", remedy))
     else:
         if facts.bytes_per_second is None:
@@ -398,14 +401,14 @@ def check_disk(facts: DiskFacts) -> list[Check]:
         else:
             text = f"{where}: {nbytes_text(facts.bytes_per_second)}/s, written and synced"
         if facts.filesystem in _LOST_WITH:
-            text += f"; what is there is lost with {_LOST_WITH[facts.filesystem]}"
-            checks.append(Check("storage", "warning", text, "a disk or volume that lasts: StorageConfig(url=...)"))
+            text += f"; its files are lost with {_LOST_WITH[facts.filesystem]}"
+            checks.append(Check("storage", "warning", text, "a persistent disk or volume: StorageConfig(url=...)"))
         elif facts.bytes_per_second is not None and facts.bytes_per_second < _SLOW_DISK:
             remedy = "a faster disk; until then checkpoints are written less often"
             checks.append(Check("storage", "warning", text, remedy))
         else:
             checks.append(Check("storage", "ok", text))
-    # One more than are kept: the oldest goes only once the newest has been verified.
+    # One more than keep_last: the oldest is deleted only after the newest has been verified.
     copies = 3
     fits = short_number(facts.free / _STATE_BYTES / copies, 0)
     text = f"{nbytes_text(facts.free)} free; {copies} checkpoints of {fits} parameters (fp32, Adam) fit"
@@ -417,7 +420,7 @@ def check_disk(facts: DiskFacts) -> list[Check]:
 
 
 def check_store(url: str, seconds: float, problem: str) -> Check:
-    """An object was written, read back and deleted, in so many seconds; `problem` if that went wrong."""
+    """Result of writing, reading and deleting an object in `seconds`; `problem`: the error, empty: none."""
     if problem:
         remedy = "bucket, credentials, endpoint and bucket policy: objects must be listed, written, read and deleted"
         return Check("storage", "problem", problem, remedy)
@@ -425,5 +428,5 @@ def check_store(url: str, seconds: float, problem: str) -> Check:
 
 
 def check_place(problem: str) -> Check:
-    """A url of storage that cannot be opened; `problem` says why."""
+    """A URL that cannot be opened; `problem` is the error."""
     return Check("storage", "problem", problem, "correct --url, MEMCKPT_STORAGE_URL or storage.url")

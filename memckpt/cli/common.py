@@ -1,4 +1,4 @@
-"""What the commands share: their options, where they print, and how they write figures."""
+"""Options, output and number formats shared by the commands."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ Node = Annotated[str | None, typer.Option(help="Node name. Default: MEMCKPT_NODE
 Url = Annotated[
     str | None,
     typer.Option(
-        help="Where the checkpoints are, a directory or URL. Default: MEMCKPT_STORAGE_URL, or where the run had them."
+        help="Location of the checkpoints, a directory or URL. Default: MEMCKPT_STORAGE_URL, or the run's last one."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 def print_json(value: Any) -> None:
-    """One object in one line; what JSON has no number for (an infinite drift) becomes null."""
+    """Print one object in one line; infinity, which JSON does not have, becomes null."""
     typer.echo(msgspec.json.encode(value).decode())
 
 
 def place_of(run: Path, url: str | None) -> str:
-    """Where a run's checkpoints are: as asked for, or as the environment says, or where the run has used them last.
+    """Location of a run's checkpoints: the one asked for, the environment's, or the last one that the run used.
 
     Raises:
-        DamagedStateError, StorageError: what the run directory says of that cannot be read.
+        DamagedStateError, StorageError: the run directory's record of it cannot be read.
     """
     configured = config_from_environment().storage
     asked = url or (configured.url if configured is not None else None)
@@ -68,7 +68,7 @@ def store_of(run: Path, url: str | None) -> Store:
 
 
 def no_agent(address: AgentAddress) -> str:
-    """That no agent answers, and what may be the reason."""
+    """A message that no agent answers, with the likely reason."""
     said = f"no agent answers for {address.run_dir} on node {address.node}"
     if not address.run_dir.is_dir():
         return f"{said}: there is no such directory"
@@ -82,7 +82,7 @@ def no_agent(address: AgentAddress) -> str:
 
 
 def nbytes_text(nbytes: float) -> str:
-    """A size in the unit that suits it."""
+    """A number of bytes in a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -91,7 +91,7 @@ def nbytes_text(nbytes: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A span of time in the unit that suits it."""
+    """A duration in a suitable unit."""
     if seconds < 100:
         return f"{max(0.0, seconds):.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 100 * 60:
@@ -100,7 +100,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def time_text(created: float) -> str:
-    """A moment, and how long ago it was."""
+    """A local time, and its age."""
     moment = datetime.fromtimestamp(created).isoformat(" ", "seconds")
     return f"{moment} ({seconds_text(time.time() - created)} ago)"
 
@@ -110,7 +110,7 @@ def count(number: int, noun: str, nouns: str = "") -> str:
 
 
 def plain_table(*columns: str, title: str | None = None) -> Table:
-    """A table whose cells are folded, never cut: paths and reasons must be readable in whole."""
+    """A table whose cells are folded, never truncated: paths and reasons must be readable."""
     table = Table(title=title, show_header=bool(columns), title_justify="left", title_style="bold")
     for column in columns or ("", ""):
         table.add_column(column, overflow="fold")

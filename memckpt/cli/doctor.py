@@ -1,4 +1,4 @@
-"""``memckpt doctor``: what will not work here, and the remedy."""
+"""``memckpt doctor``: checks of the environment, with remedies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memckpt.memory.budget import available_bytes
 from memckpt.memory.cgroup import cpu_quota, memory_limits
 from memckpt.storage.store import LocalStore, open_store
 
-if TYPE_CHECKING:  # what it takes is imported when it runs: other commands are to begin at once
+if TYPE_CHECKING:  # imported only when doctor runs, so that other commands start fast
     from memckpt.cli.checks import Check
     from memckpt.protocol.trainer import Status
 
@@ -27,13 +27,13 @@ OptionalRun = Annotated[
     Path | None,
     typer.Argument(help="A run directory. Default: the current directory, as storage.", callback=directory_only),
 ]
-#: More than a disk's own cache would hide.
+#: More bytes than a disk's own cache hides.
 _TRIAL_BYTES = 64 << 20
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
 def examine(run: Path | None, url: str | None) -> Iterator[Check]:
-    """Look at one thing after the other; the quick ones first."""
+    """Run all checks, the quick ones first."""
     from memckpt.cli import checks
     from memckpt.cli import probes as facts
 
@@ -57,7 +57,7 @@ def examine(run: Path | None, url: str | None) -> Iterator[Check]:
     yield checks.check_transport(*facts.transport_facts(), peers)
     if run is None:
         yield from _examine_storage(url or str(Path.cwd()), None, agent)
-    elif url is not None or not problem:  # else nobody knows where checkpoints would be
+    elif url is not None or not problem:  # else the location of checkpoints is unknown
         yield from _examine_storage(url or place_of(run, None), run, agent)
 
 
@@ -113,11 +113,10 @@ def _examine_storage(url: str, run: Path | None, agent: Status | None) -> Iterat
 
 
 def doctor(run: OptionalRun = None, url: Url = None, as_json: AsJson = False) -> None:
-    """Say what will not work here, and the remedy.
+    """Check what will not work in this environment, with remedies.
 
-    Writes and removes 64 MiB, and at most a quarter of what is free, where checkpoints would be (1 KiB in an object
-    store). Exit status 1 if there is a
-    problem; warnings are none.
+    Writes and removes 64 MiB, but at most a quarter of the free bytes, where checkpoints would be (1 KiB in an object
+    store). Exit status 1 if there is a problem; warnings are no problems.
     """
     found = []
     for check in examine(run, url):

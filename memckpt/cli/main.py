@@ -1,4 +1,4 @@
-"""The ``memckpt`` command: its sub-commands, and what an error becomes."""
+"""The ``memckpt`` command: sub-commands and error handling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memckpt.processes.address import AgentAddress
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
-Linger = Annotated[float, typer.Option(min=0, help="How long to hold the state with no trainer.")]
+Linger = Annotated[float, typer.Option(min=0, help="Seconds to hold the state without a trainer.")]
 _LINGER_SECONDS = AgentConfig().linger_seconds
 
 
@@ -37,15 +37,15 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """See and steer what is held for a training run, in this node's memory and in storage."""
+    """Inspect and control the state held for a training run, in this node's memory and in storage."""
 
 
 def agent(run: Run, node: Node = None, linger_seconds: Linger = _LINGER_SECONDS) -> None:
-    """Run the agent in the foreground, beside a job whose own processes may not outlive it.
+    """Run the agent in the foreground, outside the job, so that it outlives the job's processes.
 
-    For systemd, Slurm, or a container of its own. Tells a service manager that set NOTIFY_SOCKET when it answers and
-    when it leaves. Takes over from an agent that a running trainer has started. Exit status 0 when training has
-    finished, nobody has come back, or it was told to leave; 7 if another agent of this run is here already.
+    For systemd, Slurm, or a separate container. Notifies a service manager that set NOTIFY_SOCKET when it is ready and
+    when it stops. Takes over from an agent that a running trainer has started. Exit status 0 when training has
+    finished, no trainer has come back, or it was told to leave; 7 if this node has another agent of the run.
     """
     from memckpt.agent.serve import serve
     from memckpt.processes.launch import make_run_dir
@@ -76,7 +76,7 @@ for _panel, _commands in _PANELS.items():
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line, with --json an object too, and its kind's exit status."""
+    """Entry point. A MemckptError becomes one line, with --json also an object, and its class's exit status."""
     try:
         app()
     except MemckptError as error:

@@ -1,4 +1,4 @@
-"""How ``memckpt status`` shows what other nodes' memory holds of this node's records, and this one's of theirs."""
+"""The peer rows of ``memckpt status``: this node's records in other nodes' memory, and theirs in this one's."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rich.table import Table
 from memckpt.cli.common import count, nbytes_text, seconds_text
 from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
 
-#: A node that has been silent for longer is shown with it.
+#: Seconds of silence from which they are shown.
 _SILENT_SECONDS = 5.0
-#: Most healthy nodes that get a row each; more are summed up in one.
+#: Most healthy nodes with a row each; more share one row.
 _ROWS = 8
 
 
 def show_peers(table: Table, peers: PeersStatus) -> None:
-    """Add the rows of the peers tier: first whether nodes can be lost now."""
+    """Add the rows of the peers tier, protection first."""
     table.add_row("peers", _protection_text(peers))
     if peers.recovering:
         table.add_row("recovering", f"[yellow]{escape(peers.recovering)}[/]")
     table.add_row("scheme", escape(f"{peers.scheme}; {_security_text(peers.security)}; ack {peers.ack}"))
     if peers.every:
         steps = "every step" if peers.every == 1 else f"every {peers.every} steps"
-        if not peers.protected:  # what N comes to is not known before one has arrived
+        if not peers.protected:  # N is unknown until the first state has arrived
             steps = "in place of records"
         table.add_row("cadence", f"the whole state {steps}: the links do not carry every record")
     if peers.acknowledged:
@@ -60,7 +60,7 @@ def _security_text(security: str) -> str:
 
 
 def _acknowledged_text(acknowledged: Iterable[tuple[tuple[int, ...], int]]) -> str:
-    """Sets of shards by their newest record: a thousand nodes at the same one are one part."""
+    """Ranks grouped by their newest acknowledged record: a thousand nodes at the same record share one entry."""
     records: dict[int, list[int]] = {}
     for ranks, record in acknowledged:
         records.setdefault(record, []).extend(ranks)

@@ -1,4 +1,4 @@
-"""What ``memckpt doctor`` finds out about this machine. Whatever it makes for that, it removes."""
+"""Measurements of ``memckpt doctor`` on this machine. Every temporary file and object is removed."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from memckpt.storage.presence import without
 from memckpt.storage.store import LocalStore, Store
 
 _CHUNK_BYTES = 4 << 20
-#: The trial of a disk takes this share of what is free: a training beside it is to find room meanwhile.
+#: Share of the free bytes that a trial of a disk takes at most: a training may need the rest meanwhile.
 _TRIAL_SHARE = 0.25
-#: Fewer bytes than these tell the time of a sync, and no rate; whether a file can be written, the least of them do.
+#: Bytes from which a rate is measured, as smaller files only measure a sync; and bytes of a mere write test.
 _RATE_BYTES, _LEAST_BYTES = 16 << 20, 4096
-#: How long storage may take to say what it has.
+#: Time limit for reading the catalog.
 _STORAGE_SECONDS = 30.0
-#: So many other runs are named.
+#: Number of other runs that are named.
 _NAMED_RUNS = 5
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; nothing is imported."""
+    """The version of an installed distribution, without importing it; None: not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -45,7 +45,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def torch_facts() -> tuple[str, int, bool]:
-    """Why torch cannot be imported (empty: it can), the threads it computes with, and whether it sees CUDA."""
+    """Torch's import error (empty: none), its number of threads, and whether it sees CUDA."""
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that cannot be loaded
@@ -54,7 +54,7 @@ def torch_facts() -> tuple[str, int, bool]:
 
 
 def configured_peers() -> tuple[ErasureConfig | MirrorConfig | None, str]:
-    """The peers that the environment asks for, and what is wrong with its settings (empty: nothing)."""
+    """The environment's peer settings, and the error in its settings (empty: none)."""
     try:
         return config_from_environment().peers, ""
     except ConfigurationError as error:
@@ -62,7 +62,7 @@ def configured_peers() -> tuple[ErasureConfig | MirrorConfig | None, str]:
 
 
 def erasure_facts() -> tuple[tuple[str, ...], str]:
-    """The erasure codes that there are, and why pyeclib cannot be imported (empty: it can)."""
+    """The available erasure codes, and pyeclib's import error (empty: none)."""
     try:
         from pyeclib.ec_iface import VALID_EC_TYPES
     except (ImportError, OSError) as error:
@@ -71,7 +71,7 @@ def erasure_facts() -> tuple[tuple[str, ...], str]:
 
 
 def transport_facts() -> tuple[str, bool, str]:
-    """The version of ZeroMQ, whether it has CURVE, and why pyzmq cannot be imported (empty: it can)."""
+    """The version of ZeroMQ, whether it has CURVE, and pyzmq's import error (empty: none)."""
     try:
         import zmq
     except (ImportError, OSError) as error:
@@ -80,13 +80,13 @@ def transport_facts() -> tuple[str, bool, str]:
 
 
 def locked_memory_limit() -> int | None:
-    """Bytes that this process may lock; None: any number."""
+    """Limit on locked memory of this process in bytes; None: unlimited."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def missing_kernel_features() -> tuple[str, ...]:
-    """What the agent builds on and this kernel, or sandbox, does not have."""
+    """Features that the agent needs and this kernel or sandbox lacks."""
     missing = []
     if not start_ticks(os.getpid()):
         missing.append("/proc")
@@ -102,7 +102,7 @@ def missing_kernel_features() -> tuple[str, ...]:
 
 
 def try_sockets() -> str:
-    """Why an agent could not listen here; empty: it could."""
+    """The error of listening on an agent's socket; empty: none."""
     try:
         Listener().close()
     except OSError as error:
@@ -111,7 +111,7 @@ def try_sockets() -> str:
 
 
 def systemd_service(cgroup: str) -> str | None:
-    """The service that a process is in, by its ``/proc/PID/cgroup``; scopes (terminals, sessions) are none."""
+    """The systemd service of a process, from its ``/proc/PID/cgroup``; None: none, or a scope (terminal, session)."""
     for line in cgroup.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "name=systemd"):
@@ -134,7 +134,7 @@ def in_container() -> bool:
 
 
 def ask_agent(run: Path) -> tuple[Status | None, str]:
-    """What the run's agent on this node says, and why it could not be asked."""
+    """The status of the run's agent on this node, and the error of asking it (empty: none)."""
     try:
         return ask_status(AgentAddress.of(run)), ""
     except MemckptError as error:
@@ -142,7 +142,7 @@ def ask_agent(run: Path) -> tuple[Status | None, str]:
 
 
 def descriptor_limits() -> tuple[int | None, int | None]:
-    """The soft and the hard limit on open files; None: there is none."""
+    """The soft and the hard limit on open files; None: unlimited."""
 
     def known(limit: int) -> int | None:
         return None if limit == resource.RLIM_INFINITY else limit
@@ -152,7 +152,7 @@ def descriptor_limits() -> tuple[int | None, int | None]:
 
 
 def job_nodes(agent: Status | None) -> int:
-    """Nodes of the job: as the agent sees them, or as Slurm or torchrun says; 1 where nobody does."""
+    """Number of nodes of the job, from the agent, Slurm or torchrun; 1: unknown."""
     linked = len(agent.peers.links) + 1 if agent is not None and agent.peers is not None else 1
     numbers = [os.environ.get(name, "") for name in ("SLURM_JOB_NUM_NODES", "WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     slurm, ranks, local = (int(number) if number.isdecimal() else 0 for number in numbers)
@@ -163,6 +163,7 @@ def look_into_store(store: Store, run: Path | None) -> StoreFacts:
     """The contents of a store, and other runs in it or beside it.
 
     Args:
+        store: the store.
         run: directory of the run that the store should belong to; None: any run's store is accepted, and its run named.
     """
     beside = _runs_beside(run) if run is not None else []
@@ -197,29 +198,29 @@ def _runs_beside(run: Path) -> list[str]:
 
 
 def nearest_directory(path: Path) -> Path:
-    """The path, or the closest directory above it that exists."""
+    """The nearest existing directory at or above a path."""
     path = path.resolve()
     return next(one for one in (path, *path.parents) if one.is_dir())
 
 
 def filesystem_of(path: Path, mounts: str) -> str:
-    """The kind of file system that a path is on, by the content of ``/proc/self/mounts``."""
+    """The type of a path's file system, from the content of ``/proc/self/mounts``."""
     best, kind = -1, "unknown"
     for line in mounts.splitlines():
         _, point, found, *_ = line.split(" ")
         point = point.replace(r"\040", " ")
-        # Of two mounts at one point the later covers the earlier.
+        # A later mount at the same point covers an earlier one.
         if (path == Path(point) or Path(point) in path.parents) and len(point) >= best:
             best, kind = len(point), found
     return kind
 
 
 def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
-    """Write and sync a temporary file where the store is, or would be.
+    """Write and sync a temporary file at a store's location.
 
     Args:
-        store: the place; its nearest directory that exists is tried.
-        nbytes: size of the file; at most a quarter of what is free. Where that is too little for a rate, 4 KiB.
+        store: the store; its nearest existing directory is used.
+        nbytes: bytes of the file, reduced to a quarter of the free bytes, or to 4 KiB if that is too little for a rate.
     """
     directory = nearest_directory(store.root)
     kind = filesystem_of(directory, Path("/proc/self/mounts").read_text())
@@ -227,7 +228,7 @@ def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
     size = min(nbytes, int(free * _TRIAL_SHARE))
     rated = size >= min(nbytes, _RATE_BYTES)
     size = size if rated else _LEAST_BYTES
-    data = os.urandom(min(size, _CHUNK_BYTES))  # nothing that a file system could compress
+    data = os.urandom(min(size, _CHUNK_BYTES))  # random, so that file systems cannot compress it
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".memckpt-doctor-") as file:
             started = time.perf_counter()
@@ -242,7 +243,7 @@ def try_disk(store: LocalStore, nbytes: int) -> DiskFacts:
 
 
 def try_store(store: Store) -> tuple[float, str]:
-    """Write, list, read and delete a small object: the seconds that it took, and what went wrong (empty: nothing)."""
+    """Write, list, read and delete a small object. Returns the seconds taken, and the error (empty: none)."""
     directory = f"doctor-{secrets.token_hex(4)}"
     path, data = f"{directory}/trial", os.urandom(1024)
     started = time.perf_counter()
@@ -255,5 +256,5 @@ def try_store(store: Store) -> tuple[float, str]:
     except StorageError as error:
         return 0.0, str(error)
     if listed != [path] or found != data:
-        return 0.0, f"{store.url}: what was written is not what is read back"
+        return 0.0, f"{store.url}: an object read back differs from the one written"
     return time.perf_counter() - started, ""

@@ -1,4 +1,4 @@
-"""``memckpt status`` and ``memckpt stop``: what a run has in this node's memory, in its peers' and in storage."""
+"""``memckpt status`` and ``memckpt stop``: a run's state in this node's memory, its peers' memory and storage."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import LocalStore, Store, open_store
 
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again, until Ctrl-C.")]
-MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent alone, and leave storage alone: for probes.")]
-Check = Annotated[bool, typer.Option("--check", help="Say whether all is well, by the exit status: for monitoring.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
+MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent only, and do not read storage: for probes.")]
+Check = Annotated[bool, typer.Option("--check", help="Report problems by the exit status: for monitoring.")]
 MaxBehind = Annotated[
     int | None,
     typer.Option(min=0, help="With --check: how many steps storage and peers may be behind memory.", metavar="N"),
@@ -54,27 +54,27 @@ MaxAge = Annotated[
     float | None,
     typer.Option(min=0, help="With --check: how many seconds ago the last commit may be.", metavar="SECONDS"),
 ]
-Interval = Annotated[float, typer.Option(min=0.1, help="Seconds from one look to the next, with --watch.")]
-#: How long storage may take to say what it has.
+Interval = Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes, with --watch.")]
+#: Time limit for reading the catalog.
 _STORAGE_SECONDS = 10.0
-#: Only tests end a watch by themselves.
+#: Number of refreshes of a watch; for tests.
 Refreshes = Annotated[int | None, typer.Option(hidden=True, min=1)]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a look into storage finds.
+    """Findings in storage.
 
     Attributes:
-        url: where.
-        checkpoints: how many are whole.
-        batches: of records, beside them.
-        step, created: of the newest state that can be produced.
-        nbytes: of the newest checkpoint.
-        damaged: commit files that cannot be used.
-        unreadable: commit files that could not be read.
-        missing: commit files whose data are not there; they count for nothing else.
-        problem: why storage could not be looked at; empty if it could.
+        url: location.
+        checkpoints: number of complete checkpoints.
+        batches: number of batches of records.
+        step, created: step and time of the newest state that can be produced.
+        nbytes: bytes of the newest checkpoint.
+        damaged: number of unusable commit files.
+        unreadable: number of commit files that could not be read.
+        missing: number of commit files whose data are missing; the other counts ignore them.
+        problem: why storage could not be read; empty if it could.
     """
 
     url: str
@@ -91,9 +91,13 @@ class Stored:
 
 @dataclass(frozen=True)
 class View:
-    """A run as seen from here at one moment. `agent_problem` says why its agent could not be asked.
+    """A snapshot of a run's status.
 
-    `stored` is None where nobody wanted to know.
+    Attributes:
+        address: address of the agent.
+        agent: status of the agent; None: no agent answered.
+        agent_problem: why the agent could not be asked; empty if it could, or if there is none.
+        stored: findings in storage; None: storage was not read.
     """
 
     address: AgentAddress
@@ -103,7 +107,7 @@ class View:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing at all, and nothing that could not be looked at."""
+        """Whether nothing is held or stored, and everything could be read."""
         stored = self.stored
         nothing_stored = stored is None or not (
             stored.checkpoints or stored.damaged or stored.unreadable or stored.missing or stored.problem
@@ -112,7 +116,7 @@ class View:
 
     @property
     def lag_records(self) -> int | None:
-        """Records that are committed and not applied; None where nothing is applied (lazy)."""
+        """Records committed and not yet applied to the replica; None: there is no replica (lazy)."""
         agent = self.agent
         if agent is None or agent.applied is None or not agent.committed:
             return None
@@ -120,7 +124,7 @@ class View:
 
     @property
     def steps_behind(self) -> int | None:
-        """How many steps storage is behind memory: what goes with the machine."""
+        """Steps by which storage is behind memory, lost with the machine; None: unknown."""
         if self.agent is None or self.agent.step is None or self.stored is None or self.stored.step is None:
             return None
         return max(0, self.agent.step - self.stored.step)
@@ -138,12 +142,12 @@ class View:
 
 
 class Looker:
-    """Looks at a run, once or often. An object store is listed again only when something has changed in it.
+    """Reads a run's status, once or repeatedly. An object store is listed again only after the agent has written to it.
 
     Args:
-        address: of its agent.
-        url: of its storage; None: where the agent says, or in the run.
-        memory_only: whether storage is left alone.
+        address: address of the agent.
+        url: URL of the store; None: the agent's, or the run directory's.
+        memory_only: whether storage is not read.
     """
 
     def __init__(self, address: AgentAddress, url: str | None, memory_only: bool = False) -> None:
@@ -151,11 +155,11 @@ class Looker:
         self._url = url
         self._memory_only = memory_only
         self._seen: tuple[object, Stored] | None = None
-        #: Why storage could not be looked at the last time.
+        #: Error of the last read of storage; None: it succeeded.
         self.storage_error: MemckptError | None = None
 
     def look(self) -> View:
-        """What there is now. An agent that leaves in the middle of an answer is a problem that is shown."""
+        """The current status. An agent that does not answer is reported in the view, not raised."""
         agent, problem = None, ""
         try:
             agent = ask_status(self._address)
@@ -176,7 +180,7 @@ class Looker:
             if kept := kept_run(self._address.run_dir):
                 refuse_other(url, catalog.owner, kept, self._address.run_dir)
         except MemckptError as error:
-            # Shown, not raised: memory has its own story, and a watch outlives a mount that is away for a minute.
+            # Shown, not raised: memory is reported regardless, and a watch survives a mount that is away for a minute.
             self.storage_error = error
             return Stored(url, problem=str(error))
         catalog = without(catalog, missing)
@@ -198,9 +202,12 @@ class Looker:
 
 
 def read_within(store: Store, seconds: float) -> tuple[Catalog, dict[str, str]]:
-    """The catalog, and which of its commit files lack their data.
+    """The catalog, and its commit files whose data are missing, within a time limit.
 
-    A store that does not answer in time is left alone, in a thread that ends with the process.
+    A store that does not answer in time keeps its daemon thread until the process ends.
+
+    Raises:
+        StorageError: the store did not answer in time, or cannot be read.
     """
     found: list[tuple[Catalog, dict[str, str]] | BaseException] = []
 
@@ -234,11 +241,11 @@ def status(
     as_json: AsJson = False,
     refreshes: Refreshes = None,
 ) -> None:
-    """Show what a run has in this node's memory and in storage.
+    """Show a run's state in this node's memory and in storage.
 
-    Without --url a living agent says where storage is. Exit status 11 if no agent answers and storage has nothing; with
-    --memory, if no agent answers. 9 if one is there that does not answer in time, 10 if none is and storage cannot be
-    read. With --watch --json: one line for each look.
+    Without --url a live agent provides the location of storage. Exit status 11 if no agent answers and storage is
+    empty; with --memory, if no agent answers. 9 if an agent does not answer in time, 10 if there is none and storage
+    cannot be read. With --watch --json: one line for each refresh.
 
     With --check one line says that a training is protected, or one line for each problem: no trainer, nothing held, no
     commit for longer than --max-age, an alarm of the agent, storage that cannot be read or has damage, storage or peers
@@ -250,9 +257,9 @@ def status(
     if max_age is not None and not check:
         raise ConfigurationError(f"--max-age {max_age:g}: expected it with --check")
     if check and watch:
-        raise ConfigurationError("--check: expected no --watch with it; call it again and again")
+        raise ConfigurationError("--check: expected no --watch with it; call it repeatedly")
     if memory and url is not None:
-        raise ConfigurationError(f"--url {url}: expected no place with --memory, which does not look into storage")
+        raise ConfigurationError(f"--url {url}: expected no --url with --memory, which does not read storage")
     looker = Looker(AgentAddress.of(run, node), url, memory)
     if watch:
         _watch(looker, interval, as_json, refreshes)
@@ -313,14 +320,14 @@ def _watch(looker: Looker, interval: float, as_json: bool, refreshes: int | None
                 else:
                     _show(view, as_json)
     except KeyboardInterrupt:
-        return  # this is how a watch ends
+        return  # the normal end of a watch
 
 
 # Presentation
 
 
 def render(view: View) -> Group:
-    """A view as a person reads it."""
+    """Render a view as a table."""
     title = Text(f"{view.address.run_dir} on {view.address.node}", style="bold")
     table = plain_table()
     if view.agent is not None:
@@ -386,7 +393,7 @@ def _show_storage(table: Table, stored: Stored, view: View) -> None:
     if stored.damaged:
         table.add_row("damaged", f"[red]{count(stored.damaged, 'commit file')}; see memckpt verify[/]")
     if stored.missing:
-        table.add_row("not there", f"[red]data of {count(stored.missing, 'commit file')}; see memckpt verify[/]")
+        table.add_row("missing", f"[red]data of {count(stored.missing, 'commit file')}; see memckpt verify[/]")
     if stored.unreadable:
         table.add_row("unreadable", f"[yellow]{count(stored.unreadable, 'file')}; see memckpt verify[/]")
     if tier is not None:
@@ -420,7 +427,7 @@ def _interval_text(tier: StorageStatus) -> str:
 
 
 def stop(run: Run, node: Node = None, as_json: AsJson = False) -> None:
-    """Let go of what this node's memory holds for a run, and end its agent.
+    """Release the state that this node's memory holds for a run, and end its agent.
 
     Checkpoints in storage stay. Exit status 11 if there is no agent.
     """

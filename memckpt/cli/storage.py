@@ -61,29 +61,29 @@ from memckpt.storage.presence import missing_data, without
 from memckpt.storage.store import LocalStore, Store, sync_directory
 from memckpt.storage.tidying import PINNED, read_pins
 
-Repair = Annotated[bool, typer.Option(help="Move what is damaged aside, into a directory of the store.")]
+Repair = Annotated[bool, typer.Option(help="Move damaged files into a directory of the store.")]
 Adopt = Annotated[
-    bool, typer.Option("--adopt", help="Go on as the run that the store belongs to: RUN's directory takes its id.")
+    bool, typer.Option("--adopt", help="Become the run that owns the store: RUN's directory takes its id.")
 ]
 To = Annotated[
-    Path, typer.Option(help="What to write: a file; for dcp, accelerate, transformers a directory. It must not exist.")
+    Path, typer.Option(help="Target file; for dcp, accelerate, transformers a directory. It must not exist.")
 ]
-Step = Annotated[int | None, typer.Option(help="Which step. Default: the newest.")]
+Step = Annotated[int | None, typer.Option(help="Step to export. Default: the newest.")]
 Format = Annotated[
     str,
     typer.Option("--format", help="torch, lightning, accelerate, transformers, dcp, or safetensors (the model)."),
 ]
 Source = Annotated[str, typer.Option("--from", help="storage, or memory: the newest step that the agent holds.")]
-#: Where what is damaged goes.
+#: Directory of a store for damaged files.
 _ASIDE = "damaged"
-#: What a store of ours consists of.
+#: Top-level names in a store of memckpt.
 _OURS = {"base", "commit", "log", "state", _ASIDE, CLAIM, PINNED}
-#: How long an agent may take to save what it holds.
+#: Seconds that an agent may take to save the state that it holds.
 _SAVE_SECONDS = 1800.0
 
 
 def catalog_of(store: Store, run: Path) -> Catalog:
-    """All that a store holds of a run. Raises NothingHeldError, or ForeignStateError, if it holds nothing of ours."""
+    """The contents of a store. Raises NothingHeldError if it is empty, ForeignStateError if it has other files only."""
     catalog = read_catalog(store)
     if catalog.checkpoints or catalog.damaged or catalog.batches or catalog.unreadable:
         return catalog
@@ -92,31 +92,37 @@ def catalog_of(store: Store, run: Path) -> Catalog:
         if names and not names & _OURS:
             raise ForeignStateError(
                 f"{store.url} holds other files ({', '.join(sorted(names)[:3])}) and no checkpoints of memckpt; give "
-                "the run directory, or their place with --url"
+                "the run directory, or the checkpoints' location with --url"
             )
     near = sorted(str(path.parents[1]) for path in run.glob("*/storage/commit"))[:5]
-    hint = f"; there are some of {', '.join(near)}" if near else "; give the place with --url if it is another one"
+    hint = f"; there are some of {', '.join(near)}" if near else "; give the location with --url if it is another one"
     raise NothingHeldError(f"no checkpoints in {store.url}{hint}")
 
 
 def check_owner(store: Store, catalog: Catalog, run: Path, adopt: bool, only_looks: bool = False) -> None:
-    """See that a store belongs to the run whose directory was given, if that knows which run it is.
+    """Check that a store belongs to the run in a directory, if the directory has a run id.
 
     Args:
-        adopt: whether it is to become that run.
-        only_looks: a store of another run is then named, and no error.
+        store, catalog: the store and its contents.
+        run: the run directory.
+        adopt: whether the directory takes the id of the store's owner.
+        only_looks: print a warning, in place of an error, if the store belongs to another run.
+
+    Raises:
+        ForeignStateError: the store belongs to another run.
+        UsageError: there is no owner to adopt.
     """
     kept = kept_run(run)
     if adopt:
         if not catalog.owner:
-            raise UsageError(f"--adopt: expected a store that belongs to a run, found none that {store.url} belongs to")
+            raise UsageError(f"--adopt: expected a store that belongs to a run, found that {store.url} belongs to none")
         copied = bool(original_of(run, read_kept(run))) if kept else False
         url = url_outside(store, run)
         keep_run(run, catalog.owner, url, url or INSIDE)
         if kept != catalog.owner or copied:
             err.print(f"{run} is the run {catalog.owner} from now on", markup=False, soft_wrap=True)
     elif kept and only_looks and catalog.owner not in ("", kept):
-        said = f"{store.url} belongs to the run {catalog.owner}, and {run} is the run {kept}"
+        said = f"{store.url} belongs to the run {catalog.owner}, but {run} is the run {kept}"
         err.print(said, style="yellow", markup=False, soft_wrap=True)
     elif kept and not only_looks:
         refuse_other(store.url, catalog.owner, kept, run)
@@ -145,7 +151,8 @@ def _name(one: Checkpoint) -> str:
 def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False) -> None:
     """List the checkpoints that a run has in storage, newest first, and the steps logged since.
 
-    A store of another run is listed, and that is said. Exit status 4 if there are none, 5 if other files are there.
+    A store of another run is listed with a warning. Exit status 4 if there are no checkpoints, 5 if there are other
+    files only.
     """
     store = store_of(run, url)
     catalog = catalog_of(store, run)
@@ -178,7 +185,7 @@ def ls(run: Run, url: Url = None, adopt: Adopt = False, as_json: AsJson = False)
         cells = [str(one.step), str(one.timeline.number), time_text(one.created), nbytes_text(one.nbytes)]
         parts = "all" if one.complete else f"[yellow]only of {escape(', '.join(sorted(one.parts)))}[/]"
         if _lacks(one, missing):
-            parts = "[red]data are not there[/]"
+            parts = "[red]data are missing[/]"
         elif one.key in pins:
             parts += ", pinned"
         table.add_row(*cells, str(one.world_size), *([] if whole else [parts]))
@@ -201,7 +208,7 @@ def _lacks(one: Checkpoint, missing: Mapping[str, str]) -> bool:
 
 
 def _pins_of(store: Store) -> tuple[frozenset[Key], str]:
-    """The keys of what is pinned, and why they are not known."""
+    """The keys of pinned checkpoints, and the reason why they are unknown (empty: they are known)."""
     try:
         return read_pins(store), ""
     except (StorageError, DamagedStateError) as error:
@@ -229,7 +236,7 @@ def _steps_text(batches: Sequence[Batch]) -> str:
 
 @contextlib.contextmanager
 def _reading(nbytes: int) -> Iterator[Callable[[str], Callable[[int], None]]]:
-    """A bar for what is read, on a terminal; entered once, called with the name of what is read next."""
+    """A progress bar on a terminal. Yields a function from an item's name to its progress callback (bytes)."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=nbytes)
@@ -242,7 +249,7 @@ def _reading(nbytes: int) -> Iterator[Callable[[str], Callable[[int], None]]]:
 
 
 def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
-    """Checkpoints that lack parts and are newer than all whole ones: other nodes may be writing them now."""
+    """Keys of incomplete checkpoints newer than all complete ones: other nodes may be writing them now."""
     keys = set()
     for one in catalog.checkpoints:
         if one.complete:
@@ -254,9 +261,9 @@ def _may_come(catalog: Catalog) -> set[tuple[int, str, int]]:
 def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = False, as_json: AsJson = False) -> None:
     """Read and check every file that a run has in storage; training may go on meanwhile.
 
-    With --repair what is damaged is moved into a directory of the store, and nothing is deleted. What cannot be read is
-    left alone: it may be good. Exit status 8 if something is damaged and --repair is not given, 10 if something cannot
-    be read, 4 if there is nothing, 5 with --repair if the store is another run's.
+    With --repair damaged checkpoints are moved into a directory of the store; nothing is deleted. Unreadable files are
+    left alone, as they may be good. Exit status 8 if something is damaged and --repair is not given, 10 if a file
+    cannot be read, 4 if there is nothing, 5 with --repair if the store belongs to another run.
     """
     store = store_of(run, url)
     catalog = catalog_of(store, run)
@@ -280,12 +287,12 @@ def verify(run: Run, url: Url = None, repair: Repair = False, adopt: Adopt = Fal
 
 
 class _Verified:
-    """What a look at every file has found: good, damaged, or not readable, which is neither.
+    """The result of checking every file: good, damaged, or unreadable, which is neither.
 
     Attributes:
-        good, unfinished: checkpoints; the unfinished ones lack parts that may come.
-        batches: good ones.
-        damaged, unreadable: what is wrong, by the name of a checkpoint, a batch or a file.
+        good, unfinished: checkpoints; the unfinished ones lack parts that may still be written.
+        batches: good batches.
+        damaged, unreadable: problems by the name of a checkpoint, a batch or a file.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -296,7 +303,7 @@ class _Verified:
         self.batches: list[Batch] = []
         self.damaged: dict[str, list[str]] = {path: [problem] for path, problem in catalog.damaged.items()}
         self.unreadable: dict[str, list[str]] = {path: [problem] for path, problem in catalog.unreadable.items()}
-        #: Damaged checkpoints and batches that can be moved: their commit files, and the keys of the checkpoints.
+        #: Damaged checkpoints and batches that can be moved: places of their commit files, and keys of checkpoints.
         self._places = {place for path in catalog.damaged if (place := place_of(path)) is not None}
         self._bad: list[Key] = []
 
@@ -304,7 +311,7 @@ class _Verified:
         """Read all files of a checkpoint."""
         wrong, unread = examine(store, one.part_files, progress)
         if (wrong or unread) and not still_there(store, one):
-            return  # let go of by retention while it was read
+            return  # deleted by retention while it was read
         if unread:
             self.unreadable[_name(one)] = unread
         elif wrong:
@@ -331,7 +338,7 @@ class _Verified:
         if not wrong and not unread:
             self.batches.append(batch)
         elif batch.commit_path not in store.find(batch.commit_path.rpartition("/")[0]):
-            return  # let go of by retention
+            return  # deleted by retention
         elif unread:
             self.unreadable[name] = unread
         else:
@@ -341,7 +348,7 @@ class _Verified:
             self._places.add(place)
 
     def repair(self, store: Store) -> str:
-        """Move what is damaged aside; returns where to, in the store."""
+        """Move damaged checkpoints and batches aside; returns the target directory in the store."""
         aside = f"{_ASIDE}/{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         move_aside(store, self._catalog, self._places, aside)
         for path in (CLAIM, PASSED):
@@ -368,7 +375,7 @@ def _show_verified(found: _Verified, aside: str | None) -> None:
     for name, wrong in found.unreadable.items():
         err.print(f"{name}: {'; '.join(wrong)}", style="yellow", markup=False)
     for one in found.unfinished:
-        out.print(f"{_name(one)}: parts of other nodes are not there (yet)", style="yellow", markup=False)
+        out.print(f"{_name(one)}: parts of other nodes are missing (so far)", style="yellow", markup=False)
     good, batches = found.good, found.batches
     size = nbytes_text(sum(one.nbytes for one in good))
     newest = f", the newest is step {good[0].step}" if good else ""
@@ -380,10 +387,10 @@ def _show_verified(found: _Verified, aside: str | None) -> None:
     if found.damaged:
         said = f"damaged and moved to {aside}"
         if aside is None:
-            said = "damaged; training passes over it, --repair moves it aside"
+            said = "damaged; a resume skips them, --repair moves them aside"
         out.print(f"{len(found.damaged)} {said}", style="red", markup=False)
     if found.unreadable:
-        said = "not readable, and left alone: a resume waits for what is newest, and then asks"
+        said = "not readable, and left alone: a resume waits for the newest one, and then ends with an error"
         out.print(f"{len(found.unreadable)} {said}", style="yellow", markup=False)
 
 
@@ -403,8 +410,8 @@ def export(
 ) -> None:
     """Write a step in a format that other tools read: from storage, or from the memory of a run that is training.
 
-    Exit status 4 if the step is not there, 5 if the store is another run's, 8 if the step is damaged, 6 if there is no
-    room for it, 11 if no agent answers.
+    Exit status 4 if there is no such step, 5 if the store belongs to another run, 8 if the step is damaged, 6 if there
+    is no room for it, 11 if no agent answers.
     """
     from memckpt.storage.export import formats
 
@@ -427,16 +434,16 @@ def export(
 
 
 def _beside(to: Path, stack: contextlib.ExitStack) -> LocalStore:
-    """A store for what is only needed on the way."""
+    """A temporary store beside the target."""
     to.parent.mkdir(parents=True, exist_ok=True)
     room = stack.enter_context(tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.parent))
     return LocalStore(Path(room).resolve())
 
 
 def _export_held(address: AgentAddress, step: int | None, to: Path, form: str) -> Checkpoint:
-    """The newest step that the agent holds; it writes a checkpoint of it, and training goes on."""
+    """Export the newest step that the agent holds. The agent writes a checkpoint of it; training goes on."""
     if step is not None:
-        raise UsageError("--step: memory gives its newest step; leave it out, or use --from storage")
+        raise UsageError("--step: memory has its newest step only; leave it out, or use --from storage")
     held = ask_status(address)
     if held is None:
         raise AgentNotFoundError(f"{no_agent(address)}: nothing is held in memory")
@@ -451,7 +458,7 @@ def _export_held(address: AgentAddress, step: int | None, to: Path, form: str) -
 
 
 def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: str, adopt: bool) -> Checkpoint:
-    """A step that storage can produce; of a run that is training, the newest that retention has not deleted."""
+    """Export a step from storage. If retention deletes the newest one meanwhile, the next newest is taken."""
     while True:
         catalog = catalog_of(store, run)
         check_owner(store, catalog, run, adopt)
@@ -470,7 +477,7 @@ def _export_stored(store: Store, run: Path, step: int | None, to: Path, form: st
 
 
 def _verified(store: Store, point: StoredPoint, to: Path, stack: contextlib.ExitStack) -> tuple[Store, Checkpoint]:
-    """A checkpoint whose files are good, and where it is; a step that has to be redone is written beside first."""
+    """A verified checkpoint and its store; a step that has to be redone is first written to a temporary store."""
     nbytes = sum(file.nbytes for file in point.files)
     _check_room(to, point.checkpoint.nbytes * (2 if point.batches else 1))
     with _reading(nbytes) as reading:
@@ -491,12 +498,12 @@ def _chosen(catalog: Catalog, step: int | None) -> StoredPoint:
         if step is None or point.step == step:
             return point
     steps = sorted({point.step for point in points})
-    wanted = "a whole checkpoint" if step is None else f"step {step}"
+    wanted = "a complete checkpoint" if step is None else f"step {step}"
     raise NothingHeldError(f"expected {wanted}, found steps {steps}")
 
 
 def _check_room(to: Path, nbytes: int) -> None:
-    """Before minutes of reading. What is exported is hardly ever larger than the checkpoint."""
+    """Check for room before minutes of reading. An export is hardly ever larger than the checkpoint."""
     directory = next(one for one in to.resolve().parents if one.is_dir())
     free = shutil.disk_usage(directory).free
     if free < nbytes:
@@ -504,7 +511,7 @@ def _check_room(to: Path, nbytes: int) -> None:
 
 
 def _write(store: Store, found: Checkpoint, to: Path, form: str) -> None:
-    """Under another name first: what is at `to` is whole."""
+    """Write under a temporary name and rename, so that `to` is always complete."""
     from memckpt.storage.export import export as export_checkpoint
 
     partial = to.with_name(f".{to.name}.partial-{secrets.token_hex(4)}")

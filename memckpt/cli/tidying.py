@@ -1,4 +1,4 @@
-"""``memckpt pin``, ``rm`` and ``gc``: what a person keeps in a run's storage, and what goes; training may go on."""
+"""``memckpt pin``, ``rm`` and ``gc``: manual retention in a run's storage; training may go on."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from memckpt.storage.store import LocalStore, Store
 from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
 
 OfStep = Annotated[int, typer.Argument(help="The step of a checkpoint, as `memckpt ls` shows it.")]
-Off = Annotated[bool, typer.Option("--off", help="Let retention have it again.")]
-Force = Annotated[bool, typer.Option("--force", help="Delete it whatever is lost with it, pinned or not.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="List what would go, and delete nothing.")]
-#: How long a writer that began before the pin may take to end.
+Off = Annotated[bool, typer.Option("--off", help="Remove the pin.")]
+Force = Annotated[bool, typer.Option("--force", help="Delete it even if pinned, or if other steps are lost with it.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List what would be deleted, and delete nothing.")]
+#: Seconds to wait for a writer that started before the pin.
 _WRITER_SECONDS = 60.0
-#: Nobody writes a file of a checkpoint that has not changed for so long, seconds: `storage.timeout_seconds` is less.
+#: Seconds without a change after which an uncommitted file is abandoned; more than `storage.timeout_seconds`.
 _ABANDONED_SECONDS = 3600.0
 
 
 def _open(run: Path, url: str | None, adopt: bool) -> tuple[Store, Catalog]:
-    """A store that is this run's to change. Raises ForeignStateError if it is not."""
+    """Open a store that the run owns. Raises ForeignStateError if another run does."""
     store = store_of(run, url)
     catalog = catalog_of(store, run)
     check_owner(store, catalog, run, adopt)
@@ -61,13 +61,13 @@ def pin(
 ) -> None:
     """Keep a checkpoint from retention, until --off.
 
-    It is kept beside the `storage.keep_last` newest ones, and `rm` refuses it. Exit status 4 if it is not there, 5 if
-    the store is another run's.
+    It is kept in addition to the `storage.keep_last` newest ones, and `rm` refuses to delete it. Exit status 4 if there
+    is no such checkpoint, 5 if the store belongs to another run.
     """
     store, catalog = _open(run, url, adopt)
     one = _chosen(catalog, step)
     if not off and not one.complete:
-        raise NothingHeldError(f"step {step} is not whole: only the parts of {', '.join(sorted(one.parts))} are there")
+        raise NothingHeldError(f"step {step} is incomplete: it has only the parts of {', '.join(sorted(one.parts))}")
     there = {other.key for other in catalog.checkpoints}
     pins = (read_pins(store) & there) - {one.key} | (set() if off else {one.key})
     write_pins(store, pins)
@@ -75,7 +75,7 @@ def pin(
         _let_writer_see(AgentAddress.of(run, node))
         if not still_there(store, one):
             write_pins(store, pins - {one.key})
-            raise NothingHeldError(f"step {step} has just been let go of by retention: pin another one")
+            raise NothingHeldError(f"step {step} has just been deleted by retention: pin another one")
     pinned = sorted(other.step for other in catalog.checkpoints if other.key in pins)
     if as_json:
         print_json({"step": step, "pinned": not off, "steps": pinned})
@@ -84,11 +84,11 @@ def pin(
 
 
 def _let_writer_see(address: AgentAddress) -> None:
-    """Wait for a writer of this node that has perhaps looked for pins before there was this one."""
+    """Wait for a writer of this node that may have read the pins before this one was written."""
     deadline = time.monotonic() + _WRITER_SECONDS
     while (status := ask_status(address)) is not None and status.storage is not None and status.storage.saving:
         if time.monotonic() > deadline:
-            said = "a checkpoint is still being written, whose end lets go of older ones: look again with `memckpt ls`"
+            said = "a checkpoint is still being written, and older ones are deleted after it: check with `memckpt ls`"
             err.print(said, style="yellow", markup=False, soft_wrap=True)
             return
         select.select([], [], [], 0.1)
@@ -105,18 +105,18 @@ def rm(
 ) -> None:
     """Delete the newest checkpoint of a step.
 
-    Refused without --force: one that is pinned, the only whole one, one that logged steps are redone on, and the newest
-    one while an agent of the run answers. Exit status 1 if it is refused, 4 if it is not there, 5 if the store is
-    another run's.
+    Refused without --force: a pinned checkpoint, the only complete one, one that logged steps need, and the newest one
+    while an agent of the run answers. Exit status 1 if it is refused, 4 if there is no such checkpoint, 5 if the store
+    belongs to another run.
     """
     store, catalog = _open(run, url, adopt)
     one = _chosen(catalog, step)
     pins = read_pins(store)
     reasons = _reasons_to_keep(catalog, one, one.key in pins, AgentAddress.of(run, node))
     if reasons and not force:
-        raise UsageError(f"step {step} is not deleted: {'; '.join(reasons)}. --force deletes it all the same")
+        raise UsageError(f"step {step} is not deleted: {'; '.join(reasons)}. Delete it with --force")
     for reason in reasons:
-        err.print(f"deleted all the same: {reason}", style="yellow", markup=False, soft_wrap=True)
+        err.print(f"deleted with --force: {reason}", style="yellow", markup=False, soft_wrap=True)
     remove(store, one)
     if one.key in pins:
         write_pins(store, pins - {one.key})
@@ -131,17 +131,17 @@ def _reasons_to_keep(catalog: Catalog, one: Checkpoint, pinned: bool, address: A
     if not one.complete:
         return reasons
     if len(catalog.complete) == 1:
-        reasons.append("it is the only whole checkpoint")
+        reasons.append("it is the only complete checkpoint")
     lost = [step for step in only_on(catalog, one) if step != one.step]
     if lost:
-        reasons.append(f"the logged steps {lost[0]} to {lost[-1]} are redone on it and on no other")
+        reasons.append(f"the logged steps {lost[0]} to {lost[-1]} can be redone only on it")
     if one.key == catalog.complete[0].key and _is_served(address):
-        reasons.append("it is the newest one, and an agent of the run counts on it")
+        reasons.append("it is the newest one, and an agent of the run is alive")
     return reasons
 
 
 def _is_served(address: AgentAddress) -> bool:
-    """Whether an agent of the run lives on this node, or may: one that does not answer in time does."""
+    """Whether an agent of the run is, or may be, alive on this node: an agent that does not answer in time may be."""
     try:
         return ask_status(address) is not None
     except MemckptError:
@@ -156,12 +156,12 @@ def gc(
     adopt: Adopt = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what nothing in a run's storage refers to: the half-written, and records that can be redone on nothing.
+    """Delete unreferenced files in a run's storage: unfinished checkpoints, and records without a checkpoint.
 
-    That is files of checkpoints and batches that were never finished, checkpoints that lack parts and are older than a
-    whole one, and logged records whose checkpoint is gone. What an agent may be writing stays: without one, in a
-    directory, files that have not changed for an hour are taken for abandoned. Exit status 4 if there is nothing of the
-    run, 5 if the store is another run's, 10 if something in it cannot be read.
+    These are files of checkpoints and batches that were never finished, incomplete checkpoints older than a complete
+    one, and logged records whose checkpoint is gone. Files that an agent may be writing stay; in a directory, without
+    an agent, files unchanged for an hour count as abandoned. Exit status 4 if the run has nothing there, 5 if the store
+    belongs to another run, 10 if a file cannot be read.
     """
     store, catalog = _open(run, url, adopt)
     address = AgentAddress.of(run, node)
@@ -189,6 +189,6 @@ def gc(
             out.print(f"{kind:<14}  {name}", markup=False, soft_wrap=True)
     number = len(garbage.unfinished) + len(checkpoints) + len(batches)
     if not number:
-        out.print("nothing that nothing refers to")
+        out.print("nothing to delete")
     else:
-        out.print(f"{count(number, 'thing')} {'would be' if dry_run else 'are'} deleted")
+        out.print(f"{count(number, 'item')} {'would be' if dry_run else 'are'} deleted")

@@ -117,7 +117,7 @@ def test_the_erasure_code() -> None:
     ]
     assert outcomes(*found) == ["ok", "ok", "problem", "problem", "warning", "warning", "warning", "warning"]
     assert found[0].text == "isa_l_rs_cauchy, and 1 other"
-    assert found[2].text == "shss is not available; there are: isa_l_rs_cauchy, isa_l_rs_vand"
+    assert found[2].text == "shss is not available; available: isa_l_rs_cauchy, isa_l_rs_vand"
     assert "liberasurecode.so" in found[3].text
 
 
@@ -361,7 +361,7 @@ def test_an_object_store_is_tried_and_left_as_it_was(tmp_path: Path, monkeypatch
     assert facts.try_store(store)[1] == ""
     assert store.find("") == []
     monkeypatch.setattr(store, "read", lambda path: b"something else")
-    assert "not what is read back" in facts.try_store(store)[1]
+    assert "differs from the one written" in facts.try_store(store)[1]
     assert store.find("") == []
 
 

@@ -275,7 +275,7 @@ def test_a_probe_asks_the_agent_alone(run: Path, lab: Lab) -> None:
     with pytest.raises(AgentNotFoundError, match="no agent answers") as none:
         invoke("status", run, "--memory")
     assert "checkpoints" not in str(none.value)
-    with pytest.raises(ConfigurationError, match="expected no place with --memory"):
+    with pytest.raises(ConfigurationError, match="expected no --url with --memory"):
         invoke("status", run, "--memory", "--url", run / "storage")
     lab.start_agent(run)
     code, found = invoke_json("status", run, "--memory")
@@ -409,12 +409,12 @@ def test_stop_says_what_it_let_go_of(lab: Lab) -> None:
         ({"trainers": ()}, {}, ["no trainer is connected"]),
         ({"step": None}, {}, ["nothing is held yet"]),
         ({"storage": an_alarm("disk full")}, {}, ["the last checkpoint could not be written: disk full"]),
-        ({"storage": an_alarm("", "delete refused")}, {}, ["storage could not be tidied up: delete refused"]),
+        ({"storage": an_alarm("", "denied")}, {}, ["old files in storage could not be deleted: denied"]),
         ({"peers": True}, {}, ["other nodes do not protect this run: b is silent"]),
         ({"check": "step 4 was repeated: DIFFERENT: x"}, {}, ["the last resume was not exact: step 4 was repeated: "]),
-        ({}, {"problem": "not mounted"}, ["storage cannot be looked at: not mounted"]),
+        ({}, {"problem": "not mounted"}, ["storage cannot be read: not mounted"]),
         ({}, {"damaged": 2, "unreadable": 1}, ["2 files in storage are damaged", "1 file in storage is not readable"]),
-        ({}, {"missing": 1}, ["the data of 1 commit file in storage are not there"]),
+        ({}, {"missing": 1}, ["the data of 1 commit file in storage are missing"]),
         ({}, {"step": 6}, ["storage has step 6, 4 steps behind step 10 in memory: more than 3"]),
         ({}, {"step": None}, ["storage has nothing, 10 steps behind step 10"]),
     ],

@@ -128,7 +128,7 @@ def test_what_other_nodes_may_still_be_writing_is_not_damage(run: Path) -> None:
     assert code == 0
     assert found["unfinished"] == [3]
     assert steps_in(run) == [3, 2, 1]
-    assert "parts of other nodes are not there (yet)" in invoke("verify", run)[1]
+    assert "parts of other nodes are missing (so far)" in invoke("verify", run)[1]
 
 
 def test_an_old_checkpoint_without_all_parts_is_damage(run: Path) -> None:

@@ -120,7 +120,7 @@ def test_what_is_not_there_is_not_pinned(run: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(NothingHeldError, match=r"step 5, found those of the steps \[1, 2, 3\]; step 5 is in the log"):
         invoke("pin", run, 5)
     write(store_of(run), part_of(9, node="first", world_size=2))
-    with pytest.raises(NothingHeldError, match="step 9 is not whole: only the parts of first"):
+    with pytest.raises(NothingHeldError, match="step 9 is incomplete: it has only the parts of first"):
         invoke("pin", run, 9)
     assert exit_status(monkeypatch, "pin", run, 7) == 4
     assert not (run / "storage" / PINNED).exists()
@@ -141,7 +141,7 @@ def test_a_pin_waits_for_the_writer_that_may_not_have_seen_it(
         return wait([], [], [], 0)
 
     monkeypatch.setattr(commands.select, "select", look)
-    with pytest.raises(NothingHeldError, match="step 1 has just been let go of by retention"):
+    with pytest.raises(NothingHeldError, match="step 1 has just been deleted by retention"):
         invoke("pin", run, 1)
     assert len(asked) == 3
     assert {key[2] for pins in asked for key in pins} == {1}
@@ -169,16 +169,16 @@ def test_a_checkpoint_is_deleted_with_all_that_belongs_to_it(run: Path) -> None:
 
 def test_what_is_needed_is_deleted_only_by_force(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     invoke("pin", run, 1)
-    with pytest.raises(UsageError, match=r"step 1 is not deleted: it is pinned .*--off.*--force deletes it"):
+    with pytest.raises(UsageError, match=r"step 1 is not deleted: it is pinned .*--off.*with --force"):
         invoke("rm", run, 1)
     log(store_of(run), 4, 6)
-    with pytest.raises(UsageError, match="the logged steps 4 to 6 are redone on it and on no other"):
+    with pytest.raises(UsageError, match="the logged steps 4 to 6 can be redone only on it"):
         invoke("rm", run, 3)
     assert exit_status(monkeypatch, "rm", run, 3) == 1
     invoke("rm", run, 2)
     assert invoke_json("rm", run, 1, "--force")[1]["forced"] == ["it is pinned (`memckpt pin RUN 1 --off`)"]
     assert read_pins(store_of(run)) == frozenset()
-    with pytest.raises(UsageError, match="it is the only whole checkpoint; the logged steps 4 to 6"):
+    with pytest.raises(UsageError, match="it is the only complete checkpoint; the logged steps 4 to 6"):
         invoke("rm", run, 3)
     assert steps_in(run) == [3]
     assert invoke("rm", run, 3, "--force")[0] == 0
@@ -195,7 +195,7 @@ def test_the_newest_is_left_to_the_agent_that_counts_on_it(
     run: Path, served: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served()
-    with pytest.raises(UsageError, match="it is the newest one, and an agent of the run counts on it"):
+    with pytest.raises(UsageError, match="it is the newest one, and an agent of the run is alive"):
         invoke("rm", run, 3)
 
     def silent(address: object) -> None:
@@ -229,7 +229,7 @@ def test_what_nothing_refers_to_goes_after_it_was_listed(run: Path) -> None:
     assert found == expected | {"deleted": False}
     listed = invoke("gc", run, "--node", "node", "--dry-run")[1]
     assert old in listed
-    assert "3 things would be deleted" in listed
+    assert "3 items would be deleted" in listed
     assert store.find("log") == [batch.log_path, kept.log_path]
     assert invoke_json("gc", run, "--node", "node")[1] == expected | {"deleted": True}
     assert store.find("log") == [kept.log_path]
@@ -337,7 +337,7 @@ def test_a_checkpoint_without_its_data_is_named_and_does_not_count(
     assert found["step"] == 2
     assert list(found["missing"]) == [part.commit_path]
     assert [one["lacks_data"] for one in found["checkpoints"]] == [True, False, False]
-    assert "data are not there" in invoke("ls", run)[1]
+    assert "data are missing" in invoke("ls", run)[1]
     status = invoke_json("status", run)[1]["stored"]
     assert (status["step"], status["checkpoints"], status["missing"]) == (2, 2, 1)
     assert "data of 1 commit file" in invoke("status", run)[1]
