@@ -1,4 +1,4 @@
-"""The settings: their schema, and where they come from (variables, files, command lines)."""
+"""The settings: their schema and their sources (environment variables, files, command lines)."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@
     MEMCKPT_PEERS=erasure          --memckpt-peers erasure     an ErasureConfig; mirror: a MirrorConfig; none
     MEMCKPT_PEERS_DATA=4           --memckpt-peers-data 4      a field of the one that is chosen
 
-An option that is given wins over its variable, a variable over a default. ``none`` stands for None where a field
-allows it. MEMCKPT_NODE belongs to the agent's address and is read there; MEMCKPT_RACK and MEMCKPT_ZONE where
-peers are placed.
+An option wins over its variable, a variable over a default. ``none`` means None where a field allows it. MEMCKPT_NODE
+is read by the agent's address; MEMCKPT_RACK and MEMCKPT_ZONE by the placement of peers.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from memckpt.config.settings import KIND, PREFIX, Setting, describe_settings, fr
 from memckpt.errors import ConfigurationError
 
 _RESUME_HELP = (
-    "auto: continue if anything is held, else start; require: continue or fail; never: drop what is held and start; "
+    "auto: continue if a state is held, else start; require: continue or fail; never: drop the held state and start; "
     "a number: continue at that step"
 )
 RUN_DIR = "MEMCKPT_RUN_DIR"
 RESUME = "MEMCKPT_RESUME"
-#: Read elsewhere: they say where a node and its agent are found.
+#: Variables for the location of a node and its agent, read elsewhere.
 _ADDRESS = frozenset({"MEMCKPT_NODE", "MEMCKPT_RACK", "MEMCKPT_ZONE"})
 _log = logging.getLogger("memckpt")
 
 
 class ProtectionArguments(NamedTuple):
-    """What the user has asked for: the three arguments of ``memckpt.attach`` and of every adapter."""
+    """The three arguments of ``memckpt.attach`` and of every adapter."""
 
     run_dir: str
     resume: ResumeChoice | int
@@ -51,13 +50,14 @@ class ProtectionArguments(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None) -> None:
     """Add ``--run-dir``, ``--resume`` and one ``--memckpt-...`` option for each setting; `from_args` reads them.
 
-    Their defaults are the environment's.
+    Defaults are read from the environment.
 
     Args:
-        run_dir: the default of ``--run-dir`` where MEMCKPT_RUN_DIR is not set; None makes the option required then.
+        parser: the parser.
+        run_dir: the default of ``--run-dir`` if MEMCKPT_RUN_DIR is not set; None: the option is required then.
 
     Raises:
-        ConfigurationError: MEMCKPT_RUN_DIR or MEMCKPT_RESUME is set to what cannot be.
+        ConfigurationError: MEMCKPT_RUN_DIR or MEMCKPT_RESUME has an invalid value.
     """
     group = parser.add_argument_group("memckpt", "protection of every step; docs/configuration.md")
     directory = run_dir_from_environment() or run_dir
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
             dest=setting.destination,
             type=_argument(setting.parse),
             default=argparse.SUPPRESS,
-            # What is true or false may be given without a value.
+            # A bool may be given without a value.
             nargs="?" if setting.kind is bool else None,
             const=True if setting.kind is bool else None,
             metavar="|".join(setting.choices) or (setting.kind.__name__.upper() if setting.kind else None),
@@ -94,10 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, run_dir: str | None = None
 
 
 def from_args(args: argparse.Namespace) -> ProtectionArguments:
-    """What the options of `add_arguments` say; where one was not given, what its environment variable says.
+    """The values of the options of `add_arguments`; for options not given, those of their environment variables.
 
     Raises:
-        ConfigurationError: a value is out of its range.
+        ConfigurationError: a value is out of range.
     """
     given = {
         setting: getattr(args, setting.destination)
@@ -113,10 +113,10 @@ def from_args(args: argparse.Namespace) -> ProtectionArguments:
 
 
 def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> dict[Setting, Any]:
-    """The variables that count beside options.
+    """The variables that apply in addition to options.
 
-    Whoever says on the command line how a part shall be wants it, whatever the environment is for others; and who
-    chooses a variant there does not mean what the environment says of another.
+    An option of a part overrides a variable that switches the part off. An option that selects a variant hides
+    variables of other variants.
     """
     wanted = {setting.part for setting in given}
     chosen = {setting.path: value for setting, value in given.items() if setting.kind is None}
@@ -129,7 +129,7 @@ def _beside(given: Mapping[Setting, Any], variables: Mapping[Setting, Any]) -> d
 
 
 def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> MemckptConfig:
-    """The configuration with these settings, and defaults elsewhere. An error calls a setting by its `name`."""
+    """The configuration with these settings, and defaults for others. Errors call a setting by its `name`."""
     _check_variants(given, name)
     for setting, value in given.items():
         try:
@@ -141,7 +141,7 @@ def _assemble(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> M
 
 
 def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]) -> None:
-    """Refuse a setting that the chosen variant of its part does not have. A part that is switched off takes any."""
+    """Refuse a setting that the selected variant of its part does not have. A part that is switched off accepts any."""
     parts = {setting.path: setting for setting in describe_settings() if setting.kind is None}
     for setting in given:
         part = parts.get(setting.part)
@@ -155,7 +155,7 @@ def _check_variants(given: Mapping[Setting, Any], name: Callable[[Setting], str]
 
 
 def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
-    """The mapping that a file would hold. Of which variant a part is stands in it, or follows from the settings."""
+    """The mapping that a file would hold. A part's variant is given by the part's setting or implied by its fields."""
     values: dict[str, Any] = {}
     off = []
     for setting, value in given.items():
@@ -177,7 +177,7 @@ def _nested(given: Mapping[Setting, Any]) -> dict[str, Any]:
 
 
 def _argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """As argparse wants it: its own error class, whose message it shows with the option's name."""
+    """A converter for argparse, which shows the message of its own error class with the option's name."""
 
     def convert(text: str) -> Any:
         try:
@@ -220,12 +220,12 @@ def resume_from_environment(environment: Mapping[str, str] = os.environ) -> Resu
 
 
 def config_from_environment(environment: Mapping[str, str] = os.environ) -> MemckptConfig:
-    """The configuration that the variables describe; fields without one keep their defaults.
+    """The configuration from the variables; fields without one keep their defaults.
 
-    A variable of our prefix that names no field is warned about.
+    A variable with the prefix MEMCKPT_ that names no field causes a warning.
 
     Raises:
-        ConfigurationError: a value that its field does not take; the variable, what was expected and what was found.
+        ConfigurationError: an invalid value; the message names the variable, the expected and the found value.
     """
     return _assemble(_from_variables(environment), lambda setting: setting.variable)
 
@@ -239,7 +239,7 @@ def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
             try:
                 given[setting] = setting.parse(environment[setting.variable])
             except ConfigurationError as error:
-                place = f"; a place is given by {setting.variable}_URL" if setting.path == "storage" else ""
+                place = f"; the location is set by {setting.variable}_URL" if setting.path == "storage" else ""
                 raise ConfigurationError(f"{setting.variable}: {error}{place}") from None
     for name in sorted(set(environment) - known):
         if name.startswith(f"{PREFIX.upper()}_"):
@@ -250,15 +250,15 @@ def _from_variables(environment: Mapping[str, str]) -> dict[Setting, Any]:
 def with_environment(
     run_dir: str | os.PathLike[str] | None, resume: ResumeChoice | int | None, config: MemckptConfig | None
 ) -> ProtectionArguments:
-    """What was passed in Python; in the place of each None, what the environment says.
+    """The arguments passed in Python, with each None replaced by the environment's value.
 
     Raises:
-        ConfigurationError: there is no run directory, or a setting that cannot be.
+        ConfigurationError: there is no run directory, or a setting is invalid.
     """
     directory = run_dir_from_environment() if run_dir is None else os.fspath(run_dir)
     if directory is None:
         raise ConfigurationError(f"run_dir: expected a directory as argument or in {RUN_DIR}, found neither")
-    if directory == "":  # Path() would take it for the current one
+    if directory == "":  # Path("") is the current directory
         raise ConfigurationError("run_dir: expected a directory, found ''")
     if resume is None:
         resume = resume_from_environment()

@@ -1,6 +1,6 @@
 """The configuration tree: frozen dataclasses, one definition for Python, files and the command line.
 
-Units stand in the names. Explicit arguments win over environment variables. Nothing here imports torch.
+Names include units. Explicit arguments win over environment variables. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DomainLevel = Literal["auto", "node", "rack", "zone"]
 
 #: T, the number of steps over which every tensor is anchored once. A longer period copies less at each step
 #: (4 + 12/T bytes per parameter) and, in lazy mode, holds more records ((T + D)(4 + 12/T) bytes per parameter).
-#: A captured record has all of the state, so that its period is 1 whatever is configured.
+#: A captured record has the whole state, so its period is always 1.
 DEFAULT_ANCHOR_PERIOD = {"lazy": 8, "eager": 32, "capture": 1}
 #: With peers a window of T + D records is held in other nodes' memory in every mode.
 _PEERS_ANCHOR_PERIOD = 8
@@ -41,16 +41,16 @@ class AgentConfig:
     """The process that holds base and log, one per node and run.
 
     Args:
-        threads: CPU threads it may use for redo.
-        linger_seconds: how long it keeps the state with no trainer connected.
-        memory_budget_bytes: the most it may hold; None means what the machine and its cgroup have left.
-        start_seconds: time limit for its start and for each of its replies.
-        liveness_seconds: how long the agent, or its replicator, may show no sign of life before it counts as standing
-            still (stopped, dead-locked). Training that waits for such an agent goes on without it; such a replicator is
-            killed and replaced.
-        fence_seconds: how long killed trainers of an earlier attempt may take to end, before a new one is refused; what
-            has used a GPU takes longest.
-        niceness: added to its CPU niceness, so that training comes first.
+        threads: CPU threads for redo.
+        linger_seconds: seconds for which the agent keeps the state without a trainer.
+        memory_budget_bytes: memory limit in bytes; None: what the machine and its cgroup have left.
+        start_seconds: time limit for the agent's start and for each of its replies.
+        liveness_seconds: seconds without a sign of life after which the agent, or its replicator, counts as hung
+            (stopped, deadlocked). Training that waits for a hung agent goes on without it; a hung replicator is killed
+            and replaced.
+        fence_seconds: seconds that killed trainers of an earlier attempt may take to end before the new attempt is
+            refused; processes that use a GPU take longest.
+        niceness: added to the agent's CPU niceness, so that training has priority.
     """
 
     threads: int = 1
@@ -77,22 +77,22 @@ class StorageConfig:
     """Checkpoints on a disk or in an object store, written by the agent.
 
     Args:
-        url: a directory, or anything fsspec opens (``s3://bucket/run``); None: ``storage`` in the run directory. With
-            several nodes it must be one place that all of them see.
-        mode: ``"replica"`` writes checkpoints, ``"log"`` also every record between them, in batches, so that at most a
-            batch and what waits for the writing process are lost; ``"auto"`` logs records where all ranks are on one
-            node and records are small beside the checkpoints and what the storage can take, and says why.
-        every_steps: write one every so many steps; None: as often as the two limits below allow.
-        min_seconds: at least so long from one to the next, where `every_steps` is None.
-        overhead: the share of a training's time that taking and writing them may cost, where `every_steps` is None.
+        url: a directory, or a URL of fsspec (``s3://bucket/run``); None: ``storage`` in the run directory. With several
+            nodes all of them must share it.
+        mode: ``"replica"`` writes checkpoints; ``"log"`` also every record between them, in batches, so that at most a
+            batch and the records waiting for the writer are lost; ``"auto"`` logs if all ranks are on one node and
+            records are small compared to checkpoints and to the storage's bandwidth, and reports why.
+        every_steps: interval of checkpoints in steps; None: as often as the two limits below allow.
+        min_seconds: minimum interval of checkpoints in seconds, if `every_steps` is None.
+        overhead: the share of training time that taking and writing checkpoints may cost, if `every_steps` is None.
         batch_steps: records in a batch of the log; None: as many as make 64 MiB, at most 64. A batch is written after
             10 s at the latest.
-        keep_last: checkpoints that are kept; older ones go once a newer one has been verified.
-        keep_every_steps: those whose step is a multiple of it are kept for good.
-        owner: id of the run that the checkpoints belong to; a store of another one is refused. None: it is made once,
-            and kept in the run directory.
-        timeout_seconds: how long one may take to write before it is given up.
-        grace_seconds: the same after a SIGTERM, when the machine may be about to go.
+        keep_last: number of checkpoints to keep; older ones are deleted once a newer one has been verified.
+        keep_every_steps: checkpoints at multiples of this step are kept for good; None: none are.
+        owner: id of the run that owns the store; another owner's store is refused. None: the id is made once, and kept
+            in the run directory.
+        timeout_seconds: time limit for writing a checkpoint.
+        grace_seconds: time limit for writing a checkpoint after SIGTERM, when the machine may be about to go.
     """
 
     url: str | None = None
@@ -124,23 +124,23 @@ class StorageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PeersConfig(ABC):
-    """What both ways to keep records in other nodes' memory have in common; configure one of the two below.
+    """Common settings of records in other nodes' memory; use one of the two subclasses.
 
     Args:
-        ack: ``"wait"`` lets training wait where peers do not take records as fast as it makes them, so that up to the
-            tolerated number of nodes can be lost at any time; ``"proceed"`` goes on, and says from where to where
-            nothing but the node's own memory held the steps.
-        security: ``"curve"`` encrypts and authenticates with keys that each attempt makes; ``"plain"`` does neither.
-        host: the address or interface on which this node listens; None: the one that leads to the job's master.
-        port: on which it listens; 0: any.
-        rate_bytes_per_second: the most that a node may send; None: what the network takes.
-        overhead: the share of a step's time that sending may cost; it is slowed down to keep to it.
-        domain_level: what is lost at once, at most: nodes, racks or zones; ``"auto"`` takes the widest that is known.
-        rack, zone: where this node is; None: what the environment says (MEMCKPT_RACK, MEMCKPT_ZONE, Slurm, Kubernetes).
-        ack_timeout_seconds: with ``"wait"``, how long training waits for a node that acknowledges nothing; then it
-            goes on without, and says so.
-        recovery_patience_seconds: how long a resume asks nodes again that do not answer, where it would go back further
-            without them; 0: not at all.
+        ack: ``"wait"`` lets training wait for peers that are slower than it, so that the tolerated number of nodes can
+            be lost at any time; ``"proceed"`` lets it go on, and reports the records that only the node's own memory
+            held.
+        security: ``"curve"`` encrypts and authenticates with new keys for each attempt; ``"plain"`` does neither.
+        host: address or interface on which this node listens; None: the one that routes to the job's master.
+        port: TCP port on which this node listens; 0: any.
+        rate_bytes_per_second: the most that a node may send, in bytes per second; None: no limit.
+        overhead: the share of a step's time that sending may cost; sending is slowed down accordingly.
+        domain_level: the largest unit that fails at once: nodes, racks or zones; ``"auto"``: the widest that is known.
+        rack, zone: location of this node; None: the environment's (MEMCKPT_RACK, MEMCKPT_ZONE, Slurm, Kubernetes).
+        ack_timeout_seconds: with ``"wait"``, seconds for which training waits for a node that acknowledges nothing;
+            then it goes on without that node, and reports it.
+        recovery_patience_seconds: seconds for which a resume retries nodes that do not answer, if it would go back
+            further without them; 0: it does not.
     """
 
     ack: AckPolicy = "wait"
@@ -173,26 +173,26 @@ class PeersConfig(ABC):
     @property
     @abstractmethod
     def tolerated(self) -> int:
-        """How many nodes of a group may be lost at once."""
+        """Number of nodes of a group that may be lost at once."""
 
     @property
     @abstractmethod
     def group_nodes(self) -> int:
-        """The least number of nodes in a group, which is the least that the job needs."""
+        """Minimum number of nodes in a group, and so in the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErasureConfig(PeersConfig):
-    """Records go to other nodes' memory in pieces of an erasure code; in groups of k + m nodes any m may be lost.
+    """Records go to other nodes' memory as fragments of an erasure code; any m of a group's k + m nodes may be lost.
 
     Args:
-        data: k, pieces of data into which a record is cut; 1 makes plain copies.
-        tolerate: m, how many nodes of a group may be lost. The owner is a holder itself, so that a record is sent
-            (k + m - 1) / k times over.
-        backend: of liberasurecode, for m of 2 or more.
-        cadence: what is sent where the links do not carry every record: ``"auto"`` sends the whole state after every
-            N-th step instead, N as small as they allow; ``"every_step"`` sends records or nothing, so that training
-            waits for them, or with ``ack="proceed"`` leaves records out.
+        data: k, number of data fragments of a record; 1 makes plain copies.
+        tolerate: m, number of nodes of a group that may be lost. The owner is a holder itself, so a record takes
+            (k + m - 1) / k times its size on the network.
+        backend: backend of liberasurecode, used if m is 2 or more.
+        cadence: what is sent when links do not carry every record: ``"auto"``: the whole state after every N-th step,
+            with the smallest N that the links allow; ``"every_step"``: records only, so that training waits for them,
+            or with ``ack="proceed"`` drops some.
     """
 
     data: int = 2
@@ -220,7 +220,7 @@ class MirrorConfig(PeersConfig):
     """Records go to partner nodes, which redo them at once on replicas of their own.
 
     Args:
-        copies: M, nodes that hold each state, its owner among them; any M - 1 of them may be lost.
+        copies: M, number of nodes that hold each state, including its owner; any M - 1 of them may be lost.
     """
 
     copies: int = 2
@@ -243,23 +243,22 @@ class MemckptConfig:
     """How a run is protected.
 
     Args:
-        redo: ``"eager"`` applies each record to a replica at once (least memory, a core partly busy),
-            ``"lazy"`` keeps the last records and applies them at restore (no work beside the copies),
-            ``"capture"`` redoes nothing and copies the whole state every `capture_every_steps` steps: for optimizers
-            whose steps cannot be redone; ``"auto"`` chooses and says why.
-        tap: ``"auto"`` copies gradients as backward produces them, checks what it staged against what the optimizer
-            used, and changes to ``"step"`` where they differ; ``"step"`` copies them after the optimizer's step.
-        anchor_period_steps: T; None takes the default of the redo mode.
+        redo: ``"eager"`` applies each record to a replica at once (least memory, part of a core);
+            ``"lazy"`` keeps the last records and applies them at restore (no work besides the copies);
+            ``"capture"`` copies the whole state every `capture_every_steps` steps without redo, for optimizers whose
+            steps cannot be redone; ``"auto"`` chooses and reports why.
+        tap: ``"auto"`` copies gradients as backward produces them, compares them with those that the optimizer used,
+            and changes to ``"step"`` if they differ; ``"step"`` copies them after the optimizer's step.
+        anchor_period_steps: T, in steps; None: the default of the redo mode.
         slots: D, records in flight: one being filled, one waiting, one being applied.
-        capture_every_steps: N, where the state is captured and no step is redone: a crash loses fewer than so many.
-        agent: the agent's own settings.
-        peers: how records are kept in other nodes' memory, an ErasureConfig or a MirrorConfig; None: they are not.
-        storage: checkpoints beyond this node's memory; None: none are written or looked for.
-        resume_check: how a resume proves itself. ``"witness"`` compares the first gradients with those that the dead
-            attempt had left of the same step, and costs nothing; ``"replay"`` repeats the last step and compares the
-            whole state bit for bit; ``"require"`` does that and ends training where they differ; ``"off"`` does
-            neither.
-        accept_changes: lets one attempt go on where ``"require"`` finds a difference, for a change that is meant.
+        capture_every_steps: N, interval of captures in steps; a crash loses fewer than N steps.
+        agent: settings of the agent.
+        peers: records in other nodes' memory, an ErasureConfig or a MirrorConfig; None: none.
+        storage: checkpoints beyond this node's memory; None: none are written or read.
+        resume_check: how a resume proves that it is exact. ``"witness"`` compares the first gradients with those that
+            the dead attempt left of the same step, at no cost; ``"replay"`` repeats the last step and compares the
+            whole state bit for bit; ``"require"`` also ends training if they differ; ``"off"`` checks nothing.
+        accept_changes: lets one attempt go on although ``"require"`` finds a difference, after a deliberate change.
     """
 
     redo: RedoChoice = "auto"
@@ -298,7 +297,7 @@ class MemckptConfig:
 
     @property
     def reads_late(self) -> bool:
-        """Whether all of a record is read as long as it lies in its slot: by peers, by a log that is asked for."""
+        """Whether whole records are read for as long as they are in a slot: by peers, or by an explicit log."""
         return self.peers is not None or (self.storage is not None and self.storage.mode == "log")
 
     def anchor_period(self, mode: RedoMode) -> int:
@@ -313,7 +312,7 @@ def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
     """Validate a ``resume`` argument: ``"auto"``, ``"require"``, ``"never"`` or a step number.
 
     Raises:
-        ConfigurationError: it is none of these; `name` says whose it is.
+        ConfigurationError: it is none of these; `name` is the argument's name in the message.
     """
     if resume == "auto" or resume == "require" or resume == "never":
         return resume
@@ -325,7 +324,7 @@ def check_resume(resume: object, *, name: str = "resume") -> ResumeChoice | int:
 
 
 def parse_resume(text: object, *, name: str = "resume") -> ResumeChoice | int:
-    """The same as a command line, a file or the environment gives it: digits are a step number."""
+    """Parse and validate a ``resume`` argument given as text or a value; digits are a step number."""
     if isinstance(text, str) and text.isascii() and text.isdigit():
         return int(text)
     return check_resume(text, name=name)

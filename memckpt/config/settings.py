@@ -1,7 +1,7 @@
-"""The settings of the configuration tree, one by one, and a tree from the nested mapping that a file holds.
+"""The configuration tree as a list of settings, and its conversion from and to the nested mapping of a file.
 
-Names, types, defaults and help texts are those of the dataclasses in :mod:`memckpt.config`, and are read off them.
-Where a field may hold one of several dataclasses, a mapping says under ``kind`` which: ``{kind: mirror, copies: 3}``.
+Names, types, defaults and help texts are read from the dataclasses in :mod:`memckpt.config`. For a field that holds
+one of several dataclasses the key ``kind`` of a mapping selects it: ``{kind: mirror, copies: 3}``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from memckpt.config import MemckptConfig
 from memckpt.errors import ConfigurationError
 
-#: The key by which a mapping says of which variant it is.
+#: Key of a mapping that names its variant.
 KIND = "kind"
 PREFIX = "memckpt"
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -30,13 +30,13 @@ class Setting:
     """One field of the configuration tree.
 
     Attributes:
-        path: its name from the root, dotted: ``agent.threads``.
-        kind: bool, int, float or str; None for a part of the tree that may be switched off, or has variants.
-        choices: the values that it may have; empty if any of its kind.
+        path: dotted name from the root: ``agent.threads``.
+        kind: bool, int, float or str; None: a part of the tree that may be switched off, or has variants.
+        choices: allowed values; empty: any value of its kind.
         optional: whether it may be None.
-        default: what it is where nothing is given.
-        help: what its dataclass says about it.
-        variants: those of its part that have it; empty if its part has no variants.
+        default: default value.
+        help: description in its dataclass's docstring.
+        variants: variants of its part that have it; empty: the part has no variants.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def part(self) -> str:
-        """The path of the part of the tree that it is in."""
+        """Path of the part of the tree that contains it."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What it takes, in words."""
+        """Description of the allowed values."""
         if self.kind is None:
             return f"{', '.join(self.choices)} or none"
         parts = [repr(each) for each in self.choices] or [_WORDS[self.kind]]
@@ -77,10 +77,10 @@ class Setting:
         return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
     def parse(self, text: str) -> Any:
-        """Its value, as text gives it; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
+        """Its value from a text; ``"on"``, ``"off"`` or the name of a variant for a part of the tree.
 
         Raises:
-            ConfigurationError: it takes no such value.
+            ConfigurationError: the value is not allowed.
         """
         if self.kind is None and text == "off":
             return "off"
@@ -101,7 +101,7 @@ class Setting:
 
 
 def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[Setting]:
-    """Every setting below a dataclass of the tree, in its order; an optional part comes before what is in it."""
+    """All settings below a dataclass of the tree, in order; an optional part comes before its settings."""
     hints = typing.get_type_hints(kind)
     texts = _help_of(kind)
     for each in dataclasses.fields(kind):
@@ -124,7 +124,7 @@ def describe_settings(kind: type = MemckptConfig, prefix: str = "") -> Iterator[
 
 
 def _of_variants(variants: Mapping[str, type], prefix: str) -> Iterator[Setting]:
-    """The settings of all variants; what several have comes once."""
+    """The settings of all variants; those shared by several variants come once."""
     found: dict[Setting, tuple[str, ...]] = {}
     for name, kind in variants.items():
         for setting in describe_settings(kind, prefix):
@@ -144,12 +144,12 @@ def alternatives(hint: Any) -> tuple[list[Any], bool]:
 
 
 def variant_name(kind: type) -> str:
-    """What a dataclass is called where it is one of several: ``erasure`` for ErasureConfig."""
+    """The name of a dataclass as a variant: ``erasure`` for ErasureConfig."""
     return kind.__name__.removesuffix("Config").lower()
 
 
 def _help_of(kind: type) -> dict[str, str]:
-    """The lines of a docstring's ``Args:``, by the name that they begin with; inherited fields stand with their own."""
+    """The entries of a docstring's ``Args:`` by name, including those of inherited fields."""
     texts: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if dataclasses.is_dataclass(one):
@@ -175,10 +175,10 @@ def _described(docstring: str) -> dict[str, str]:
 
 
 def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: str = "") -> Any:
-    """The dataclass that a nested mapping describes; what is not in it keeps its default.
+    """The dataclass that a nested mapping describes; absent fields keep their defaults.
 
     Raises:
-        ConfigurationError: a key that there is not, with those that there are; a value of another type or out of range.
+        ConfigurationError: an unknown key, or a value of another type or out of range.
     """
     fields = {each.name: each for each in dataclasses.fields(kind)}
     hints = typing.get_type_hints(kind)
@@ -209,7 +209,7 @@ def from_mapping(values: Mapping[str, Any], kind: type = MemckptConfig, path: st
 
 
 def _variant(kinds: list[Any], value: Mapping[str, Any], path: str) -> tuple[type, Mapping[str, Any]]:
-    """The dataclass that a mapping describes, and its other entries."""
+    """The dataclass selected by a mapping's ``kind``, and the mapping's other entries."""
     variants = {variant_name(one): one for one in kinds}
     found = value.get(KIND)
     if found not in variants:
@@ -219,7 +219,7 @@ def _variant(kinds: list[Any], value: Mapping[str, Any], path: str) -> tuple[typ
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The nested mapping from which `from_mapping` makes the same configuration."""
+    """The inverse of :func:`from_mapping`."""
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
     for each in dataclasses.fields(config):

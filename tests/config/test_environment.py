@@ -122,7 +122,7 @@ def test_every_setting_has_a_variable() -> None:
         (
             "MEMCKPT_STORAGE",
             "s3://b",
-            "MEMCKPT_STORAGE: expected on, off or none, found 's3://b'; a place is given by MEMCKPT_STORAGE_URL",
+            "MEMCKPT_STORAGE: expected on, off or none, found 's3://b'; the location is set by MEMCKPT_STORAGE_URL",
         ),
     ],
 )
