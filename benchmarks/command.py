@@ -1,4 +1,4 @@
-"""The command line that all benchmarks share."""
+"""The command line shared by all benchmarks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.report import RESULTS
 
 @dataclass(frozen=True)
 class Options:
-    """How to run a benchmark.
+    """Options of a benchmark.
 
     Attributes:
         quick: a small model and few repetitions.
-        results: where the files go; quick runs do not overwrite the real ones.
-        command: to repeat it.
+        results: directory of the result files; quick runs do not overwrite the real ones.
+        command: command that repeats the run.
     """
 
     quick: bool
@@ -41,8 +41,8 @@ def parse(name: str) -> Options:
 def run(name: str, main: Callable[[Options], None]) -> None:
     """Run one benchmark with the options of the command line."""
     if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        # Read when OpenMP starts, which was at the import of torch: begin again with it. Spinning threads would take
-        # the cores from the agent, and from everything that works in the background.
+        # OpenMP has read its settings at the import of torch, so restart the process with them. Spinning threads would
+        # take cores from the agent and from background work.
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.execv(sys.executable, [sys.executable, "-m", f"benchmarks.{name}", *sys.argv[1:]])
     logging.basicConfig(level=logging.WARNING)

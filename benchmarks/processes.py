@@ -1,4 +1,4 @@
-"""Running `trainee_process`, and reading what it says."""
+"""Running `trainee_process`, and reading its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_SECONDS = 300.0
 
 
 class TraineeProcess:
-    """A started trainee; :meth:`wait_for` follows it, :meth:`kill` ends it as a crash would."""
+    """A running trainee. :meth:`kill` ends it as a crash would."""
 
     def __init__(self, *arguments: str) -> None:
         self.started_at = time.monotonic()
@@ -32,10 +32,10 @@ class TraineeProcess:
         self._buffer = b""
 
     def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
-        """Wait until it has said `event` for the `count`-th time from now on; the first moment of each is kept.
+        """Wait until it reports `event` for the `count`-th time from now on. The time of the first one is kept.
 
         Raises:
-            RuntimeError: it ended, or said nothing for minutes.
+            RuntimeError: it ended, or reported nothing for minutes.
         """
         while True:
             said: dict[str, Any] = json.loads(self._line())
@@ -59,7 +59,7 @@ class TraineeProcess:
         return line
 
     def kill(self) -> tuple[float, float]:
-        """SIGKILL; returns when it was sent, and when the process was gone with all its memory."""
+        """Send SIGKILL; returns the times of the signal and of the process's end, in seconds."""
         sent_at = time.monotonic()
         self._process.kill()
         self._process.wait()
@@ -76,7 +76,7 @@ class TraineeProcess:
 
 
 def end_agent(pid: int) -> None:
-    """End an agent, and wait until its memory is free: the next case begins then."""
+    """End an agent, and wait until its memory is free for the next case."""
     with contextlib.suppress(ProcessLookupError):
         agent = os.pidfd_open(pid)
         signal.pidfd_send_signal(agent, signal.SIGTERM)
@@ -86,7 +86,7 @@ def end_agent(pid: int) -> None:
 
 @contextlib.contextmanager
 def trainee_process(*arguments: str) -> Iterator[TraineeProcess]:
-    """A trainee that is ended at the end, with its agent."""
+    """A trainee that ends with the block, together with its agent."""
     process = TraineeProcess(*arguments)
     try:
         yield process
@@ -95,9 +95,9 @@ def trainee_process(*arguments: str) -> Iterator[TraineeProcess]:
 
 
 def proportional_bytes(pid: int) -> int:
-    """Memory of a process, with pages that it shares divided by the number of those who map them (PSS).
+    """Proportional set size (PSS) of a process in bytes.
 
-    Pages of files are left out: they are libraries, and belong to every process on the machine that uses torch.
+    File-backed pages are left out: they are libraries, shared by every process that uses torch.
     """
     fields = {}
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:

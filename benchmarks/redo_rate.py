@@ -1,4 +1,4 @@
-"""How fast records are redone, and how much memory protection holds."""
+"""Rate of redo, and memory of protection."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RedoCase:
 
 
 def spec_of(trainee: Trainee, mode: str) -> StateSpec:
-    """The spec that a session would make for it."""
+    """The StateSpec that a session would make."""
     config = redo_config(mode)
     kind: RedoMode = "eager" if mode == "eager" else "lazy"
     request = SpecRequest(kind, config.anchor_period(kind), config.slots, local_ranks=(0,), world_size=1)
@@ -98,7 +98,7 @@ def measure_redo(report: Report, sizes: tuple[str, ...], repetitions: int) -> No
 
 
 def memory_of(size: str, mode: str | None) -> int:
-    """Bytes of trainer and agent once everything has been touched."""
+    """Bytes of trainer and agent after all pages have been touched."""
     with scratch_directory() as directory, contextlib.ExitStack() as stack:
         arguments = ["--size", size, "--steps", "24"]
         if mode is not None:

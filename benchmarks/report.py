@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader must know of the machine to compare figures; nothing that identifies it."""
+    """Properties of the machine that matter for comparing figures; nothing that identifies it."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -38,7 +38,7 @@ def describe_machine() -> dict[str, Any]:
 
 @dataclass
 class Table:
-    """Rows of cells that are ready to read, and the figures behind them."""
+    """Rows of formatted cells, and their raw figures."""
 
     title: str
     columns: Sequence[str]
@@ -63,11 +63,11 @@ class Report:
     """One benchmark's results.
 
     Attributes:
-        name: of the module, and of the files written.
-        title: the question that it answers.
-        method: how, in a few sentences.
-        command: that made it.
-        quick: figures of a quick run are not to be quoted, and the file says so.
+        name: name of the module and of the files written.
+        title: the question that the benchmark answers.
+        method: description of the method.
+        command: command that reproduces the results.
+        quick: whether it was a quick run, whose figures are not for quoting.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Report:
         return self.tables[-1]
 
     def leave_out(self, what: str, reason: str) -> None:
-        """Say why a figure is not there."""
+        """Note why a figure is missing."""
         self.notes.append(f"Left out: {what}: {reason}")
 
     def markdown(self) -> str:
@@ -121,13 +121,13 @@ def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Paired measurements: the median ratio, and how far it can be trusted.
+    """Paired measurements: the median ratio and its spread.
 
     Attributes:
         ratio: median of the pairs' ratios.
         spread: half the distance between the quartiles of the ratios.
         with_ms, without_ms: medians of the two sides.
-        pairs: how many.
+        pairs: number of pairs.
     """
 
     ratio: float
@@ -138,7 +138,7 @@ class Ratio:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
-        """From pairs of (seconds with, seconds without)."""
+        """Make a ratio from pairs of (seconds with, seconds without)."""
         ratio, spread = median_and_spread([one / other for one, other in pairs])
         return cls(
             ratio=ratio,

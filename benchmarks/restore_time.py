@@ -1,4 +1,4 @@
-"""From the SIGKILL of a training to its restored state, and to the end of its first new step."""
+"""Time from the SIGKILL of a training to its restored state, and to the end of its first new step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ one through the imports and the first torch optimizer, which imports torch's com
 `load_state_dict`. *bound* is one copy of 12 bytes a parameter at the speed of a copy between memories, measured here.
 The file is read from the page cache (warm), or after the kernel was asked to drop it (cold)."""
 
-#: Names of the stages, with the events between which each lies.
+#: Stages, with the events that delimit them.
 STAGES = {
     "imports": ("started", "first optimizer"),
     "built": ("first optimizer", "built"),
@@ -33,24 +33,24 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Restart:
-    """One kill and the start after it, in seconds by stage."""
+    """Seconds of one kill and restart, by stage."""
 
     reaped: float
     stages: dict[str, float]
 
     @property
     def to_restored(self) -> float:
-        """From the signal to the restored state."""
+        """Seconds from the signal to the restored state."""
         return self.reaped + sum(self.stages[name] for name in ("imports", "built", "restored"))
 
     @property
     def apart(self) -> float:
-        """The same without imports."""
+        """Seconds from the signal to the restored state, without imports."""
         return self.to_restored - self.stages["imports"]
 
     @property
     def to_step(self) -> float:
-        """From the signal to the end of the first new step."""
+        """Seconds from the signal to the end of the first new step."""
         return self.to_restored + self.stages["first step"]
 
 
@@ -61,7 +61,7 @@ def restart_of(killed: tuple[float, float], process: TraineeProcess) -> Restart:
 
 
 def from_memory(size: str, mode: str, kills: int) -> tuple[list[Restart], int]:
-    """Restarts that find their state in an agent; and the number of parameters."""
+    """Restarts from an agent's memory; and the number of parameters."""
     with scratch_directory() as directory:
         arguments = ("--size", size, "--protect", mode, "--run-dir", str(directory), "--steps", "100000")
         found = []
@@ -78,7 +78,7 @@ def from_memory(size: str, mode: str, kills: int) -> tuple[list[Restart], int]:
                 step = process.wait_for("restored")["step"]
                 if step < 12:
                     raise RuntimeError(f"expected a restore of step 12 or later, found step {step}")
-                process.wait_for("step")  # the window of records stays full: one step is enough
+                process.wait_for("step")  # the window of records stays full, so one step is enough
                 found.append(restart_of(killed, process))
             return found, process.numel
         finally:
@@ -86,7 +86,7 @@ def from_memory(size: str, mode: str, kills: int) -> tuple[list[Restart], int]:
 
 
 def from_file(size: str, kills: int, cold: bool) -> list[Restart]:
-    """Restarts that load a file with the same state."""
+    """Restarts from a file with the same state."""
     with scratch_directory() as directory:
         file = directory / "checkpoint.pt"
         with trainee_process("--size", size, "--steps", "2", "--save", str(file)) as process:
@@ -105,7 +105,7 @@ def from_file(size: str, kills: int, cold: bool) -> list[Restart]:
 
 
 def drop_from_cache(file: Path) -> None:
-    """Ask the kernel to forget the file's pages."""
+    """Drop the file's pages from the page cache."""
     fd = os.open(file, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -8,7 +8,7 @@ import time
 
 from benchmarks.command import Options, run
 
-#: Quiet ones first; the longest last.
+#: Order: benchmarks sensitive to noise first, the longest last.
 NAMES = (
     "hot_paths",
     "hot_paths_tensors",

@@ -1,4 +1,4 @@
-"""Where a protected step waits inside the training thread, and how far that is from the bare copies."""
+"""Stall of a protected step in the training thread by cause, compared to bare copies."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StallPerStep:
     """Accumulates a session's stall over the steps that are measured.
 
     Attributes:
-        session: whose.
-        numel: parameters.
-        steps: how many were measured.
-        seconds: by cause.
+        session: the measured session.
+        numel: number of parameters.
+        steps: number of measured steps.
+        seconds: seconds by cause.
     """
 
     session: Session
@@ -44,7 +44,7 @@ class StallPerStep:
 
     @contextlib.contextmanager
     def collect(self, steps: int) -> Iterator[None]:
-        """Count what happens inside as `steps` steps."""
+        """Count the block as `steps` steps."""
         before = asdict(self.session.stall)
         yield
         after = asdict(self.session.stall)
@@ -53,7 +53,7 @@ class StallPerStep:
             self.seconds[part] += after[part] - before[part]
 
     def milliseconds(self, part: str) -> float:
-        """A part's share of one step."""
+        """A cause's share of one step."""
         return self.seconds[part] / max(1, self.steps) * 1e3
 
     @property
@@ -66,7 +66,7 @@ def measure(size: str, mode: str, steps: int) -> StallPerStep:
     trainee = Trainee(size)
     with protected(trainee, mode) as session:
         stall = StallPerStep(session, trainee.model.numel)
-        # Until every slot of the ring has been written once, and its pages are mapped.
+        # Until every slot has been written once, so that its pages are mapped.
         for _ in range(4 if mode == "eager" else MODES[mode] + 4):
             trainee.step()
             session.commit()

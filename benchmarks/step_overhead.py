@@ -1,4 +1,4 @@
-"""What a step costs with every step protected, over what it costs without."""
+"""Wall time of a step with every step protected, relative to a step without protection."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Sides:
 
     Attributes:
         protected, plain: one training step each.
-        settle: waits for what a protected step has left in the background.
-        stall: collects where memckpt spends its time, None where it is not in use.
+        settle: waits for the background work of a protected step.
+        stall: collects memckpt's time in the training thread by cause; None: memckpt is not in use.
     """
 
     protected: Callable[[], None]
@@ -52,7 +52,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to protect steps, and how many pairs it takes to tell its cost: few where it is far from 1."""
+    """A way to protect steps, and the number of pairs to measure: few if the ratio is far from 1."""
 
     name: str
     open: Callable[[str, str], contextlib.AbstractContextManager[Sides]]
@@ -60,7 +60,7 @@ class Arm:
 
 
 def measure(sides: Sides, pairs: int, block: int) -> list[tuple[float, float]]:
-    """Pairs of seconds for a step (protected, plain)."""
+    """Pairs of seconds per step (protected, plain)."""
     found = []
     for number in range(pairs):
         seconds: dict[bool, float] = {}
@@ -95,7 +95,7 @@ def memckpt_arm(mode: str) -> Arm:
                 ours.step()
                 session.commit()
 
-            for _ in range(4):  # the generation, the first records and the checks that only they get
+            for _ in range(4):  # past the generation, the first records and their extra checks
                 step()
                 plain.step()
             yield Sides(step, plain.step, lambda: catch_up(session), StallPerStep(session, ours.model.numel))
@@ -171,7 +171,7 @@ BESIDE = (
 
 
 def model_checkpoint(size: str, pairs: int, block: int) -> list[tuple[float, float]]:
-    """Pairs for Lightning's ModelCheckpoint: each side of a pair is a fit of its own, timed between batch starts."""
+    """Pairs for Lightning's ModelCheckpoint: each side is a separate fit, timed between batch starts."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -230,7 +230,7 @@ def arms_for(size: str, optimizer: str) -> list[Arm]:
 
 
 def measure_size(report: Report, options: Options, size: str, optimizer: str) -> None:
-    """One table: a size of model with one implementation of AdamW."""
+    """One table, for a model size and an implementation of AdamW."""
     pairs, block = (2, 3) if options.quick else (6, 3) if size == "30M" else (4, 2)
     costly_pairs = min(pairs, 3)
     numel = Trainee(size).model.numel

@@ -1,7 +1,7 @@
-"""A training in a process of its own, for benchmarks that kill it or look at its memory.
+"""A training in a process of its own, for benchmarks that kill it or measure its memory.
 
-Says what it has done on standard output, one line of JSON each with the time of the machine's monotonic clock. Trains
-until it is killed.
+Reports events on standard output, one JSON object in a line each, with the time of the monotonic clock in seconds.
+Trains until it is killed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
             torch.save(trainee.state_dict(), args.save)
         say("waiting")
         while True:
-            signal.pause()  # whoever measures ends this process
+            signal.pause()  # the benchmark ends this process
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured: a GPT with AdamW on batches of fixed bytes, protected in one way or another."""
+"""The measured training: a GPT with AdamW on fixed batches, with different protection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import memckpt
 from examples.gpt import GPT, SIZES, Corpus
 from memckpt import MemckptConfig, Session
 
-#: Sequences in a batch of the training that is measured: 512 tokens.
+#: Sequences in a batch: 512 tokens.
 BATCH = 4
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -35,7 +35,7 @@ class Trainee:
 
     def __init__(self, size: str, optimizer: str = "fused", batch: int = BATCH) -> None:
         torch.manual_seed(0)
-        # Dropout costs the same with protection and without; here it would only add noise.
+        # No dropout: it would only add noise.
         self.model = GPT(replace(SIZES[size], dropout=0.0))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **OPTIMIZERS[optimizer])
         self.batch = Corpus(self.model.config.context).sample(batch)
@@ -46,7 +46,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint of it needs."""
+        """The tensors of a checkpoint."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> list[Tensor]:
@@ -82,7 +82,7 @@ class SharedCopy:
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A directory on a disk, where there is one beside memory-backed file systems."""
+    """A directory on a disk, if any file system has one; else a memory-backed one."""
     with contextlib.ExitStack() as stack:
         for candidate in (tempfile.gettempdir(), "/var/tmp", os.getcwd()):
             if os.access(candidate, os.W_OK) and not _is_memory(Path(candidate)):
@@ -93,7 +93,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def _is_memory(path: Path) -> bool:
-    """Whether a path lies on a file system without a disk behind it."""
+    """Whether a path is on a memory-backed file system."""
     best, kind = "", ""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, mount, found, *_ = line.split()
@@ -111,14 +111,14 @@ def redo_config(mode: str) -> MemckptConfig:
 
 
 def catch_up(session: Session) -> None:
-    """Wait until an eager agent has applied every record that it was given. Not part of what users may call."""
+    """Wait until an eager agent has applied all records. Uses a private interface."""
     if session.mode == "eager" and session._link.up:
         session._link.client.wait_applied(int(session.metrics()["step"]))
 
 
 @contextlib.contextmanager
 def protected(trainee: Trainee, mode: str) -> Iterator[Session]:
-    """A trainee with a session attached, its generation begun and its slots touched."""
+    """A trainee with a session attached, a generation written and all slots touched."""
     with scratch_directory() as directory:
         session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=redo_config(mode))
         try:
@@ -130,14 +130,14 @@ def protected(trainee: Trainee, mode: str) -> Iterator[Session]:
 
 
 def copy_bandwidth(nbytes: int = 256 << 20, repetitions: int = 5) -> float:
-    """Bytes a second that one thread copies from private into shared memory: the bound of everything here."""
+    """Bytes per second that one thread copies from private into shared memory: the lower bound of all costs."""
     source = [torch.ones(1 << 20) for _ in range(nbytes >> 22)]
     target = SharedCopy(source)
     return target.nbytes / best_of(lambda: target.take(source), repetitions)
 
 
 def best_of(action: Callable[[], object], repetitions: int) -> float:
-    """Seconds of the fastest of some repetitions, after one that does not count."""
+    """Seconds of the fastest repetition, after a warm-up."""
     action()
     durations = []
     for _ in range(repetitions):
