@@ -1,9 +1,9 @@
-"""A training on a Ray cluster that goes on behind its last step when a worker, or a node, is lost.
+"""A training on a Ray cluster that continues after its last step when a worker or a node is lost.
 
     ray job submit --working-dir . -- python train.py --nodes 4 --run-dir /shared/runs/my-run
 
 The agents run outside of Ray, one on each node, before this starts: docs/recipes/ray.md.
-Edit: `loop`, and what a node has.
+Edit: `loop`, and the resources of a node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
-from examples import many_nodes  # your training: a function that each worker calls, with its process group made
+from examples import many_nodes  # your training: a function called by each worker, with a process group
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -36,12 +36,12 @@ def main() -> None:
         scaling_config=ScalingConfig(
             num_workers=args.nodes,
             resources_per_worker={"CPU": 1},  # with GPUs: use_gpu=True, and a node's GPUs as several workers
-            placement_strategy="STRICT_SPREAD",  # two workers of which one node is lost would be two losses
+            placement_strategy="STRICT_SPREAD",  # losing a node with two workers would be two losses
         ),
         run_config=RunConfig(
             name="my-run",
             storage_path=args.ray_results,
-            failure_config=FailureConfig(max_failures=20),  # it is 0 by default
+            failure_config=FailureConfig(max_failures=20),  # the default is 0
         ),
     )
     trainer.fit()

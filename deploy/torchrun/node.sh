@@ -1,6 +1,7 @@
 #!/bin/bash
-# One node of a run over several, spare nodes too: it trains when it has one of the places that places.py gives.
-# docs/recipes/torchrun.md says what survives what. Edit: the environment, and the command behind torchrun's options.
+# One node, or spare node, of a multi-node run: it trains while it has one of the places that places.py assigns.
+# docs/recipes/torchrun.md lists which failures it survives. Edit: the environment, and the command
+# after torchrun's options.
 #
 #     RENDEZVOUS=10.0.0.9 NODES=4 ./node.sh /shared/runs/my-run
 
@@ -10,9 +11,9 @@ RUN_DIR=$1
 : "${RENDEZVOUS:?the host where \`places.py serve\` runs}" "${NODES:?how many nodes train}"
 HERE=$(dirname "$(realpath "$0")")
 
-# The agent is started by the first trainer, in a session of its own, and outlives torchrun. Where the end of this script
-# ends all of its cgroup (a systemd unit, a container), start `memckpt agent` beside it: docs/operations.md.
-# Of each k + m nodes m may be lost; k + m is at most NODES.
+# The first trainer starts the agent in a session of its own, so it outlives torchrun. Where the end of this script ends
+# its whole cgroup (a systemd unit, a container), start `memckpt agent` beside it: docs/operations.md.
+# Any m of k + m nodes may be lost; k + m is at most NODES.
 export MEMCKPT_PEERS=${MEMCKPT_PEERS:-erasure} MEMCKPT_PEERS_DATA=${MEMCKPT_PEERS_DATA:-3}
 export MEMCKPT_PEERS_TOLERATE=${MEMCKPT_PEERS_TOLERATE:-1}
 # Each restart has a store of its own: docs/operations.md#torchrun

@@ -1,13 +1,13 @@
-"""N places for the nodes of a run: who comes later is a spare one, and starts when a place falls free.
+"""N places for the nodes of a run: further nodes are spares, which start when a place becomes free.
 
     python places.py serve --places 4 --port 29401 --store-port 29400          # on a machine that is no node of the run
     python places.py take --at HOST:29401 -- torchrun --nnodes=4 ...           # on each node, spare ones too
 
-More torchruns than --nnodes are no spare nodes: when a rank dies, all of them ask for the N places of the next round at
-once, and whoever is left waiting has the others start again, and again. So here a torchrun is started only when it has
-a place. A place falls free when its torchrun fails or its node goes; a torchrun that ends well keeps it. A node that
-has lost its place ends its torchrun. `serve` also has the store of torchrun's rendezvous, so that no node of the run is
-the one that must not be lost. docs/recipes/torchrun.md
+Starting more torchruns than --nnodes does not make spare nodes: when a rank dies, all of them compete for the N places
+of the next round, and those left waiting make the others restart, again and again. So a torchrun is started only when
+it has a place. A place becomes free when its torchrun fails or its node is lost; a torchrun that succeeds keeps it. A
+node that has lost its place ends its torchrun. `serve` can also host the store of torchrun's rendezvous, so that every
+node of the run may be lost. See docs/recipes/torchrun.md
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import sys
 import time
 
 GO, DONE = b"go\n", b"done\n"
-#: A peer that is not heard for idle + interval x probes = 15 s is gone: as long as torchrun's rendezvous waits.
+#: A connection is dead after idle + interval x probes = 15 s of silence, the time that torchrun's rendezvous waits.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 2, socket.TCP_USER_TIMEOUT: 15_000}
-#: So long torchrun has for its workers (30 s) and for itself.
+#: Seconds for torchrun to end its workers (30 s) and itself.
 _END_SECONDS = 45.0
 _CONNECT_SECONDS = 10.0
 _AGAIN_SECONDS = 1.0
 
 
 def watch_over(connection: socket.socket) -> None:
-    """Have the kernel notice a peer that is gone without a word."""
+    """Enable TCP keep-alive, so that a lost peer is noticed."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Places:
-    """Who has a place, and who waits for one. The connections are its own."""
+    """Nodes with a place, and nodes that wait for one. Owns their connections."""
 
     def __init__(self, listener: socket.socket, places: int) -> None:
         self._listener = listener
@@ -48,7 +48,7 @@ class Places:
         self._done: list[socket.socket] = []
 
     def serve(self) -> None:
-        """Never returns."""
+        """Assign places; never returns."""
         while True:
             for ready in select.select([self._listener, *self._waiting, *self._placed, *self._done], [], [])[0]:
                 if ready is self._listener:
@@ -66,7 +66,7 @@ class Places:
     def _hear(self, connection: socket.socket) -> None:
         try:
             said = connection.recv(16)
-        except OSError as error:  # its machine is gone, or the way to it
+        except OSError as error:  # its machine or the network is lost
             print(f"a node is not heard any more: {error.strerror}", flush=True)
             said = b""
         if said == DONE and connection in self._placed:
@@ -106,7 +106,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def ask(at: str) -> socket.socket:
-    """A connection to who gives the places; nodes may be started first, so it is waited for."""
+    """Connect to the server; retries until it is started."""
     host, _, port = at.rpartition(":")
     said = False
     while True:
@@ -120,13 +120,13 @@ def ask(at: str) -> socket.socket:
 
 
 def take(args: argparse.Namespace) -> int:
-    """Wait for a place, run the command in it; its exit status, or 75 if the place was lost."""
+    """Wait for a place and run the command. Returns its exit status, or 75 if the place was lost."""
     with ask(args.at) as connection:
         watch_over(connection)
         connection.settimeout(None)
         if connection.recv(len(GO)) != GO:
             print("places.py: who gives the places is gone", file=sys.stderr)
-            return 75  # EX_TEMPFAIL: a service manager starts it again
+            return 75  # EX_TEMPFAIL: a service manager restarts it
         command = subprocess.Popen(args.command)
         for told in (signal.SIGTERM, signal.SIGINT):
             signal.signal(told, lambda number, _: command.send_signal(number))
