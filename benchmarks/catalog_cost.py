@@ -1,4 +1,4 @@
-"""What looking through a store costs that has many checkpoints of many nodes."""
+"""Cost of reading the catalog of a store with many checkpoints of many nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast records are encoded for peers, beside ISA-L's own routine, and beside a checksum and a copy."""
+"""Throughput of encoding records for peers, compared to ISA-L's own routine, and to a checksum and a copy."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ CODES = ((3, 1), (1, 3), (2, 2), (4, 2), (8, 2), (4, 3), (8, 4))
 
 SIDES = ("encode", "seal", "ISA-L", "checksum and copy", "decode")
 
-#: Does something with a stripe; its address goes with it.
+#: Processes a stripe; called with its bytes and its address.
 Side = Callable[[memoryview, int], object]
 
 
 class IsaL:
-    """ISA-L's encoder for k pieces of data and some of parity, as bundled with pyeclib.
+    """ISA-L's encoder for `data` and `parity` fragments, as bundled with pyeclib.
 
     Raises:
-        OSError: it is not found there.
+        OSError: pyeclib does not bundle it.
     """
 
     def __init__(self, data: int, parity: int) -> None:
@@ -69,7 +69,7 @@ class IsaL:
 
 
 class Source:
-    """What is encoded: stripes in memory that is much larger than the caches."""
+    """Stripes to encode, in memory much larger than the caches."""
 
     def __init__(self, nbytes: int) -> None:
         self._array = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
@@ -81,7 +81,7 @@ class Source:
         return self._array.ctypes.data
 
     def time(self, side: Side) -> float:
-        """Seconds that a side takes for all stripes."""
+        """Seconds of a side for all stripes."""
         view, address = memoryview(self._array), self.address
         began = time.perf_counter()
         for at in range(0, self.nbytes, STRIPE_BYTES):
@@ -90,7 +90,7 @@ class Source:
 
 
 def sides_of(code: Code, source: Source) -> dict[str, Side]:
-    """What takes turns for one code, by name; without ISA-L where there is no parity.
+    """The sides for one code, by name; without ISA-L if there is no parity.
 
     Raises:
         OSError: ISA-L is not found.

@@ -1,4 +1,4 @@
-"""What a protected step costs in a plain loop, with Lightning, with Accelerate and with transformers.Trainer."""
+"""Cost of a protected step in a plain loop, with Lightning, Accelerate and transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ plain loop* is what is more here than there: the adapter's work, above all the s
 which a plain loop does not have or keeps itself. Accelerate's plugin reads it within the engine's commit, so it is part
 of *stall* there; the two others read it before."""
 
-#: With the framework's own way to keep every step; a plain loop has none (see step_overhead for `torch.save`).
+#: Sides of each framework, including its own checkpoint; a plain loop has none (step_overhead has `torch.save`).
 FRAMEWORKS: dict[str, str | None] = {
     "plain loop": None,
     "Lightning": "ModelCheckpoint",
     "Accelerate": "save_state",
     "transformers.Trainer": "save_steps=1",
 }
-#: Until every slot of the ring has been written once, and its pages are mapped: T + 4.
+#: Steps until every slot has been written once, so that its pages are mapped: T + 4.
 _WARM_UP = {"memckpt": 12, "nothing": 3, "own": 2}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: rounds, and steps in a block."""
+    """Numbers of rounds, and of steps in a block."""
 
     size: str
     rounds: int
@@ -64,7 +64,7 @@ QUICK = Scale("demo", rounds=2, steps=3, own_rounds=1, own_steps=2, minimal_roun
 
 @dataclass(frozen=True)
 class Measured:
-    """The blocks of some trainings, for each round, in the order of the sides."""
+    """The blocks of each round, in the order of the sides."""
 
     numel: int
     tensors: int
@@ -74,7 +74,7 @@ class Measured:
         return [(blocks[side].seconds, blocks[other].seconds) for blocks in self.rounds]
 
     def stall(self, side: int) -> float:
-        """Seconds of it for each step."""
+        """Median seconds per step that memckpt takes in the training thread."""
         return statistics.median(sum(blocks[side].stall.values()) for blocks in self.rounds)
 
 
@@ -105,7 +105,7 @@ def add_ratio(
 
 
 def add_ratios(report: Report, scale: Scale) -> None:
-    """A model that takes its time."""
+    """A table for a model with substantial compute."""
     columns = ("every step protected by", "ratio", "± spread", "ms with", "ms without", "pairs of blocks", "stall ms")
     table = report.table(scale.size, *columns)
     for framework, own in FRAMEWORKS.items():
@@ -127,7 +127,7 @@ def microseconds_more(pairs: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def add_differences(report: Report, scale: Scale) -> None:
-    """A model that takes none."""
+    """A table for a minimal model."""
     columns = ("training with", "without", "more", "± spread", "null", "± spread", "stall", "beyond the plain loop")
     table = report.table("minimal", *columns)
     plain_loop = 0.0
@@ -138,7 +138,7 @@ def add_differences(report: Report, scale: Scale) -> None:
             ("memckpt", "nothing", "nothing"),
             scale.minimal_rounds,
             scale.minimal_steps,
-            threads=1,  # the agent finds a core of its own
+            threads=1,  # leaves a core for the agent
         )
         table.title = f"{found.numel} parameters in {found.tensors} tensors, microseconds for each step"
         without = statistics.median(other for _, other in found.pairs(0, 1)) * 1e6

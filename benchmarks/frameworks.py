@@ -30,15 +30,15 @@ from lightning_memckpt import MemCheckpoint
 from memckpt import AgentConfig
 from transformers_memckpt import protect
 
-#: The protection that is measured. Its agent soon goes by itself where the one who measures is killed.
+#: The measured protection. Its agent soon leaves by itself if the measuring process is killed.
 PROTECTION = replace(redo_config("lazy T=8"), agent=AgentConfig(linger_seconds=5.0))
-#: Beside the usual sizes one in which a step is little else than the calls that make it.
+#: The usual sizes, and a minimal one whose steps are mostly overhead of calls.
 SHAPES = {**SIZES, "minimal": replace(SIZES["tiny"], layers=1, width=16, heads=1, context=16)}
 _WINDOWS = 40_000
-_STEPS = 1_000_000  # more than anybody asks for
+_STEPS = 1_000_000  # more than are ever run
 _TALKATIVE = ("lightning.pytorch", "transformers", "lightning_memckpt", "accelerate_plugin", "transformers_memckpt")
 
-# The first optimizer of a process imports torch's compiler: done here, it is done before the processes are forked.
+# The first optimizer of a process imports torch's compiler: do it before processes are forked.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
@@ -48,7 +48,7 @@ def make_model(size: str) -> GPT:
 
 
 def make_optimizer(parameters: Iterable[torch.nn.Parameter]) -> tuple[Optimizer, Any]:
-    """With its scheduler: each framework has an idea of its own of that one's type."""
+    """The optimizer and its scheduler; each framework annotates the latter's type differently."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, **OPTIMIZERS["fused"])
     return optimizer, CosineAnnealingLR(optimizer, _STEPS)
 
@@ -156,7 +156,7 @@ def accelerate(task: Task, directory: Path, gate: Gate) -> None:
 
 
 class TransformersGPT(PreTrainedModel):
-    """The same model as the Trainer wants it: it saves no other whose tensors are shared."""
+    """The same model for the Trainer, which saves models with tied tensors only if these are declared."""
 
     config_class = PreTrainedConfig
     _tied_weights_keys = {"gpt.head.weight": "gpt.tokens.weight"}  # noqa: RUF012
@@ -168,7 +168,7 @@ class TransformersGPT(PreTrainedModel):
         untyped.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """It is initialized."""
+        """Do nothing: the model is initialized already."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"loss": self.gpt.loss(tokens, targets)}
@@ -184,7 +184,7 @@ def transformers(task: Task, directory: Path, gate: Gate) -> None:
             output_dir=str(directory / "trainer"),
             max_steps=_STEPS,
             per_device_train_batch_size=BATCH,
-            max_grad_norm=0.0,  # the others do not clip
+            max_grad_norm=0.0,  # the other loops do not clip
             save_strategy="steps" if saving else "no",
             save_steps=1,
             save_total_limit=1,

@@ -40,15 +40,15 @@ _PORT = 29500  # in a network of its own
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how often.
+    """A training and its repetitions.
 
     Args:
-        title: of its table.
-        size: of the model.
-        batch: sequences a rank.
-        steps: of each training.
-        rounds: trainings of each kind.
-        elsewhere: seconds of each step that take no core.
+        title: title of the table.
+        size: name of the model's size.
+        batch: sequences per rank.
+        steps: steps of each training.
+        rounds: number of trainings of each kind.
+        elsewhere: seconds of each step that use no core.
     """
 
     title: str
@@ -64,7 +64,7 @@ class TrainingFailed(RuntimeError):
 
 
 def train(network: Network, directory: Path, arm: str, setting: Setting) -> dict[str, Any]:
-    """One training on both nodes; what rank 0 has said.
+    """One training on both nodes. Returns the output of rank 0.
 
     Raises:
         TrainingFailed: a rank failed, or took too long.

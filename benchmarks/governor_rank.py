@@ -1,6 +1,6 @@
-"""One rank of a sharded training over two nodes, for the governor's benchmark: says what each step took.
+"""One rank of a sharded training over two nodes, for the governor's benchmark: reports the time of each step.
 
-Writes one line of JSON to standard output when it is through, and leaves its agent to whoever reads that.
+Writes one line of JSON to standard output at its end, and leaves its agent to the reader.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from memckpt import ErasureConfig, MemckptConfig, Session
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 
-#: What is done beside training: nothing; capture and redo on the own node; peers without a governor; with it.
+#: Protection: none; capture and redo on the own node; peers without a governor; peers with it.
 ARMS = ("nothing", "local", "without", "with")
 
 
 class _Elsewhere(torch.autograd.Function):
-    """Stands for compute on an accelerator: the rank waits for it, and its core is free. The identity."""
+    """The identity, with a delay that stands for compute on an accelerator: the rank waits and its core is free."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_seconds: float, backward_seconds: float) -> Tensor:
         ctx.backward_seconds = backward_seconds
-        time.sleep(forward_seconds)  # the time is what is measured: compute that takes no core
+        time.sleep(forward_seconds)  # compute that uses no core
         return x.view_as(x)
 
     @staticmethod
@@ -46,7 +46,7 @@ class _Elsewhere(torch.autograd.Function):
 
 
 def compute_elsewhere(model: GPT, seconds: float) -> None:
-    """Each block takes its part of so many seconds a step, a third of it in forward, without a core."""
+    """Let the blocks together wait so many seconds per step, a third of it in forward."""
     share = seconds / 3 / len(model.blocks)
 
     def wait(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ def compute_elsewhere(model: GPT, seconds: float) -> None:
 
 
 class Trainee:
-    """A sharded model and what each step needs. The batch sets how long steps compute, `elsewhere` how they wait."""
+    """A sharded model and its inputs. `batch` sets the time of compute on cores, `elsewhere` the seconds of waiting."""
 
     def __init__(self, size: str, batch: int, elsewhere: float) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def attach(trainee: Trainee, arm: str, run_dir: Path) -> Session:
     session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=run_dir, config=config)
     session.restore()
     if arm == "without":
-        # Without marks the replicator knows of no step, and sends when it likes. Not part of what users may call.
+        # Without marks the replicator knows no steps and sends at once. Uses a private interface.
         session._peers.stop_marking(session._recorder)
     return session
 

@@ -1,4 +1,4 @@
-"""The small pieces that every protected step runs, each by itself."""
+"""Microbenchmarks of the parts of a protected step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ what `pickle` takes for the same values, without being safe to read."""
 
 
 def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
-    """The staging copies beside plain ones of the same tensors."""
+    """The staging copies, compared to plain copies of the same tensors."""
     trainee.model.loss(*trainee.batch).backward()
     gradients = [param.grad for param in trainee.model.parameters() if param.grad is not None]
     writer = session._staging.writer
     assert writer is not None
-    record = int(session.metrics()["step"]) + 1  # the open slot, which nobody reads before its commit
+    record = int(session.metrics()["step"]) + 1  # the open slot, not read before its commit
     views = [
         writer.gradient_view(record, 0, 0, writer.index[id(param)])
         for param in trainee.model.parameters()
@@ -70,7 +70,7 @@ def add_copies(report: Report, trainee: Trainee, session: Session, repetitions: 
 
 
 def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: int) -> None:
-    """What is not copying: rank state, records, checks."""
+    """Parts other than copies: rank state, records, checks."""
 
     def rank_state() -> bytes:
         return session._rank_state.encode(None)
@@ -105,7 +105,7 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
 
 
 def add_commits(report: Report, trainee: Trainee, session: Session, steps: int) -> None:
-    """The whole of it on a real training, as the session counts it."""
+    """Cost of commit() in a real training, as counted by the session."""
     before = session.stall.commit
     for _ in range(steps):
         trainee.step()

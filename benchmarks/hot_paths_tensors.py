@@ -1,4 +1,4 @@
-"""Host time per tensor and step, for models of many small tensors, beside a plain loop and bare copies of gradients."""
+"""Host time per tensor and step for models of many small tensors, compared to a plain loop and bare gradient copies."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ between backward and the optimizer's step; *hook* does that in a hook on each pa
 what the optimizer did with the gradients, keeps a base, or can say that a record is whole."""
 NAME = "hot_paths_tensors"
 COUNTS = (100, 1_000, 10_000)
-WARM_UP = 20  # a ring of T = 8 and its slots, and the records that are compared in full
+WARM_UP = 20  # past all slots of a ring with T = 8, and past the records that are compared in full
 
 
 class Layers(nn.Module):
-    """Many layers side by side."""
+    """A model of many parallel layers."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 class Arm:
-    """A training of its own, and what is done in its steps."""
+    """A training and its protection."""
 
     def __init__(self, tensors: int) -> None:
         torch.manual_seed(0)
@@ -72,11 +72,11 @@ class Arm:
         return
 
     def settle(self) -> None:
-        """Outside the measurement: let nothing of the step go on in the background."""
+        """Wait, untimed, for the step's background work."""
 
 
 class Copies(Arm):
-    """Copies gradients one by one into shared memory, behind backward."""
+    """Copies gradients one by one into shared memory after backward."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__(tensors)
@@ -88,7 +88,7 @@ class Copies(Arm):
 
 
 class Hooks(Arm):
-    """Copies gradients into shared memory as they come."""
+    """Copies gradients into shared memory in backward hooks."""
 
     def __init__(self, tensors: int) -> None:
         super().__init__(tensors)
@@ -104,7 +104,7 @@ class Hooks(Arm):
 
 
 class Protected(Arm):
-    """Has a session."""
+    """Protected by a session."""
 
     def __init__(self, tensors: int, mode: str, directory: Path) -> None:
         super().__init__(tensors)
@@ -123,7 +123,7 @@ def _measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[tuple[float, f
     taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
     names = list(arms)
     gc.collect()
-    gc.freeze()  # the collector would look at all arms' objects in one arm's turn
+    gc.freeze()  # a collection would scan all arms' objects in one arm's turn
     try:
         for number in range(rounds):
             for position in range(len(names)):
@@ -142,7 +142,7 @@ def _measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[tuple[float, f
 
 
 def add_count(report: Report, tensors: int, rounds: int) -> None:
-    """One table: all arms with so many tensors."""
+    """One table of all arms, for one number of tensors."""
     with contextlib.ExitStack() as stack:
         arms: dict[str, Arm] = {"plain": Arm(tensors), "copy": Copies(tensors), "hook": Hooks(tensors)}
         for mode in ("lazy T=8", "eager"):
@@ -177,7 +177,7 @@ def add_count(report: Report, tensors: int, rounds: int) -> None:
 
 
 def add_earlier(report: Report, path: Path) -> None:
-    """The figures of another report beside this one's."""
+    """Add a table that compares another report's figures with this one's."""
     earlier = json.loads(path.read_text())
     now: dict[tuple[int, str], Any] = {
         (row["tensors"], row["arm"]): row for table in report.tables for row in table.figures

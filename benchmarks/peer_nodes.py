@@ -1,4 +1,4 @@
-"""Training whose ranks are nodes, all on this machine: each a process with its own node name, agent and replicator."""
+"""A training whose ranks are nodes on this machine: processes with own node names, agents and replicators."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Nodes:
         self.started: list[Started] = []
 
     def wait_ready(self) -> list[Started]:
-        """Wait until all stand before their first step; errors as for a worker."""
+        """Wait until all ranks are ready; errors as for a worker."""
         self.started = self._hear()
         return self.started
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters: over all shards, or of one replica."""
+        """Number of elements of all parameters, counted once."""
         each = [started.numel for started in self.started]
         return sum(each) if self.task.kind == "fsdp" else each[0]
 
     def _hear(self) -> list[Any]:
-        """What each rank says. Where one has no memory the others fail as well, but that is the reason."""
+        """The next message of each rank. If one is out of memory, that error is raised, not the others'."""
         said, failures = [], []
         for rank in self._ranks:
             try:
@@ -58,9 +58,9 @@ class Nodes:
         return self._hear()
 
     def take(self, steps: int, untimed: int = 1) -> NodesBlock:
-        """Let them go for steps that do not count and for steps that do; the slower rank's block.
+        """Run untimed and timed steps; returns the slowest rank's block.
 
-        Ends when all records are acknowledged, where there are peers.
+        With peers it ends when all records are acknowledged.
         """
         replicators = [pid for started in self.started if (pid := _replicator(started.agent)) is not None]
         before = sum(map(_cpu_seconds, replicators))
@@ -71,14 +71,14 @@ class Nodes:
         return replace(slower, behind=behind, replicator_seconds=used / (steps + untimed))
 
     def save(self) -> None:
-        """Have each rank write a plain checkpoint of what it holds."""
+        """Have each rank write a plain checkpoint."""
         self._order(Order(save=True))
 
     def peers_status(self, record: int) -> list[PeersStatus]:
-        """What each node's agent says of its peers, once it knows that `record` is acknowledged for all nodes.
+        """Each agent's status of its peers, once it knows that `record` is acknowledged for all nodes.
 
         Raises:
-            RuntimeError: one does not within minutes.
+            RuntimeError: an agent does not know it within minutes.
         """
         return [self._peers_status(rank, record) for rank in range(self.task.nodes)]
 
@@ -89,14 +89,14 @@ class Nodes:
             found = None if status is None else status.peers
             if found is not None and (found.watermark or 0) >= record:
                 return found
-            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes know it, and say it only when asked
+            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes have to be polled
         raise RuntimeError(f"expected record {record} to be acknowledged, found {found} on {self.task.node(rank)}")
 
     def wait_stored(self, step: int) -> None:
         """Wait until storage has a checkpoint of `step` or later.
 
         Raises:
-            RuntimeError: it has not within minutes.
+            RuntimeError: there is none within minutes.
         """
         patience = time.monotonic() + PATIENCE.total_seconds()
         while time.monotonic() < patience:
@@ -104,11 +104,11 @@ class Nodes:
             stored = [None if each is None or each.storage is None else each.storage.step for each in statuses]
             if all(each is not None and each >= step for each in stored):
                 return
-            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes know it, and say it only when asked
+            time.sleep(_LOOK_AGAIN_SECONDS)  # other processes have to be polled
         raise RuntimeError(f"expected step {step} in storage, found {stored}")
 
     def kill(self, nodes: Sequence[int]) -> None:
-        """Kill all ranks, as a launcher does when a node is gone, and of these nodes the agents, too."""
+        """Kill all ranks, as a launcher does when a node is lost, and the agents of the given nodes."""
         pids = [started.pid for started in self.started]
         pids += [agent for node in nodes if (agent := self.started[node].agent) is not None]
         handles = [os.pidfd_open(pid) for pid in pids]
@@ -121,13 +121,13 @@ class Nodes:
 
     def _end_ranks(self) -> None:
         for rank in self._ranks:
-            rank.dismiss()  # all of them: they leave together
+            rank.dismiss()  # all of them first, as they leave together
         for rank in self._ranks:
             rank.close()
         self._ranks.clear()
 
     def close(self) -> None:
-        """End them, and their agents, so that the memory is free."""
+        """End the ranks and their agents, and free their memory."""
         self._end_ranks()
         for started in self.started:
             if started.agent is not None:
@@ -135,7 +135,7 @@ class Nodes:
 
 
 def _replicator(agent: int | None) -> int | None:
-    """The replicator that an agent has started."""
+    """Pid of an agent's replicator."""
     if agent is None:
         return None
     for child in Path(f"/proc/{agent}/task/{agent}/children").read_text().split():
@@ -145,7 +145,7 @@ def _replicator(agent: int | None) -> int | None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process."""
+    """CPU seconds of all threads of a process."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     user, system = stat[stat.rindex(")") + 2 :].split()[11:13]
     return (int(user) + int(system)) / _TICKS

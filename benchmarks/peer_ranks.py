@@ -1,4 +1,4 @@
-"""A rank that is a node of its own: what it trains, how that is protected, and what it is ordered to do."""
+"""A rank that is a node of its own: its training, protection and orders."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from memckpt.state.tensors import local
 
 #: FSDP2, block by block, or DDP.
 Kind = Literal["fsdp", "ddp"]
-#: How long anything may take that ranks or agents do.
+#: Time limit for any action of ranks or agents.
 PATIENCE = timedelta(seconds=120)
 
-# The first optimizer of a process imports torch's compiler: done here, it is done before the processes are forked.
+# The first optimizer of a process imports torch's compiler: do it before processes are forked.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on how many nodes, and how it is protected.
+    """A training, its nodes and its protection.
 
     Attributes:
         size: a name in `examples.gpt.SIZES`.
-        directory: the run's.
+        directory: the run directory.
         config: None to train without memckpt.
-        hosts: the address of each node, in networks of their own; empty where all are on this host's loopback.
-        attempt: which one of the run this is.
-        load: whether ranks load the files that ranks have saved as they were told to, instead of going on with memckpt.
+        hosts: address of each node in its own network namespace; empty: all are on this host's loopback.
+        attempt: number of the attempt.
+        load: whether ranks load saved plain checkpoints instead of resuming with memckpt.
     """
 
     kind: Kind
@@ -67,15 +67,15 @@ class Task:
         return f"node{rank}"
 
     def address(self, rank: int) -> AgentAddress:
-        """Where the agent of a node answers."""
+        """Address of a node's agent."""
         return AgentAddress.of(self.directory, self.node(rank))
 
     def file(self, rank: int) -> Path:
-        """A plain checkpoint of what a rank holds."""
+        """Path of a rank's plain checkpoint."""
         return self.directory / f"rank{rank}.pt"
 
     def config_of(self, rank: int) -> MemckptConfig | None:
-        """With the node's own address; its agent soon goes by itself where the one who measures is killed."""
+        """The configuration with the node's address; its agent soon leaves if the measuring process is killed."""
         if self.config is None:
             return None
         peers = self.config.peers
@@ -86,7 +86,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Order:
-    """Take so many steps, of which `untimed` do not count; or save a plain checkpoint."""
+    """An order: run steps, of which `untimed` do not count; or save a plain checkpoint."""
 
     steps: int = 0
     untimed: int = 0
@@ -95,17 +95,18 @@ class Order:
 
 @dataclass(frozen=True)
 class Started:
-    """A rank stands before its first step.
+    """A rank is ready for its first step.
 
     Attributes:
-        pid: its own; `agent`: its agent's, None without one.
-        numel: elements of what it holds of the parameters.
-        step: that it goes on from; 0 at the beginning.
-        tier: that this came from, in words; empty at the beginning.
-        attaching: seconds from a barrier of all ranks until memckpt had what there was to be restored at hand.
-        fetching: of these, seconds in which this node fetched and decoded; None where nothing had to be fetched.
-        fetched_bytes: of records, decoded.
-        restoring: seconds until all of it was in the live tensors.
+        pid: pid of the rank.
+        agent: pid of its agent; None: no agent.
+        numel: number of elements of its parameter shards.
+        step: step that it resumes from; 0: a fresh start.
+        tier: source of that step; empty: a fresh start.
+        attaching: seconds from a barrier of all ranks until memckpt had the state at hand.
+        fetching: of these, seconds of fetching and decoding on this node; None: nothing was fetched.
+        fetched_bytes: bytes of decoded records.
+        restoring: seconds until the state was in the live tensors.
     """
 
     pid: int
@@ -125,7 +126,7 @@ class NodesBlock(Block):
 
     Attributes:
         behind: seconds after its last step until its records were acknowledged for all nodes; 0 without peers.
-        replicator_seconds: of CPU time that all nodes' replicators took, for one step, until then.
+        replicator_seconds: CPU seconds of all nodes' replicators per step, until then.
     """
 
     behind: float = 0.0
@@ -161,7 +162,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What this rank holds of parameters and optimizer state."""
+        """Parameters and optimizer state of this rank."""
         held = {name: local(param.detach()) for name, param in self.model.named_parameters()}
         for name, param in self.model.named_parameters():
             held |= {f"{name}/{key}": local(value) for key, value in self.optimizer.state.get(param, {}).items()}
@@ -171,7 +172,7 @@ class Trainee:
         torch.save(self._tensors(), file)
 
     def load(self, file: Path) -> None:
-        """Read what was saved, and copy it into the live tensors."""
+        """Load a plain checkpoint into the live tensors."""
         loaded = torch.load(file, weights_only=True)
         for name, tensor in self._tensors().items():
             tensor.copy_(loaded[name])
@@ -210,7 +211,7 @@ class _Rank:
         )  # fmt: skip
 
     def take(self, order: Order) -> NodesBlock | None:
-        """Obey."""
+        """Execute orders until there are no more."""
         if order.save:
             self._trainee.save(self._task.file(self._rank))
             return None
@@ -245,7 +246,7 @@ class _Rank:
 
 @contextmanager
 def _timed_recovery() -> Iterator[dict[str, Any]]:
-    """What a rank's agent is asked to fetch in here: how long that took, and how much it was."""
+    """Measures the fetches of a rank's agent in the block: seconds and bytes."""
     found: dict[str, Any] = {}
     client_class: Any = AgentClient
     recover = client_class.recover
@@ -265,7 +266,7 @@ def _timed_recovery() -> Iterator[dict[str, Any]]:
 
 
 def run_rank(task: Task, rank: int, orders: Connection) -> None:
-    """The whole life of a process."""
+    """Main function of a process."""
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -281,7 +282,7 @@ def run_rank(task: Task, rank: int, orders: Connection) -> None:
         trainee.close()
     except (MemoryBudgetError, MemoryError) as error:
         orders.send(Failure(str(error)))
-    os._exit(0)  # taking gloo's groups down has been seen to hang
+    os._exit(0)  # destroying gloo's groups has been seen to hang
 
 
 def _next(orders: Connection) -> Order | None:

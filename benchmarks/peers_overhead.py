@@ -1,4 +1,4 @@
-"""What a protected step costs when its record is kept by peers, beside one without peers, and without memckpt."""
+"""Cost of a protected step with peers, compared to one without peers and one without memckpt."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _NAMES: dict[Side, str] = {
     "plain": "memckpt, peers, security='plain'",
 }
 _WITH_PEERS: tuple[Side, ...] = ("peers", "plain")
-#: Until every slot of the ring has been written once, and the first window is with its peers.
+#: Steps until every slot has been written once, and the first window is with its peers.
 _WARM_UP = 12
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: rounds, and steps in a block."""
+    """Numbers of rounds, and of steps in a block."""
 
     size: str
     rounds: int
@@ -74,7 +74,7 @@ def measure(report: Report, scale: Scale, sides: tuple[Side, ...]) -> None:
     """Trainings that take turns.
 
     Raises:
-        MemoryError: this machine has no memory for all of them.
+        MemoryError: this machine has too little memory for all of them.
     """
     with ExitStack() as stack:
         trainings = []

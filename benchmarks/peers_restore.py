@@ -1,4 +1,4 @@
-"""How long a lost node's state takes to come back from its peers, beside its own memory, storage and a plain file."""
+"""Time to restore a lost node's state from its peers, compared to own memory, storage and a plain file."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ that take most work, apart from any network (`benchmarks.encode`); *fetched, MB/
 records came, over all of them where several are lost."""
 NODES = 4
 PERIOD = 8
-#: Steps before a kill: a window, and the slots in flight have been written once more.
+#: Steps before a kill: a window, plus the slots in flight.
 _STEPS = PERIOD + 4
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One kill, and the start after it.
+    """One kill and restart.
 
     Attributes:
-        started: by rank.
-        counted: those whose restore counts.
+        started: reports of the ranks, in order.
+        counted: ranks whose restore is measured.
     """
 
     started: list[Started]
@@ -76,17 +76,17 @@ class Restart:
 
 
 class Training:
-    """A training that is killed and started again. Owns the attempt that runs."""
+    """A training that is killed and restarted. Owns the running attempt."""
 
     def __init__(self, task: Task) -> None:
         self.nodes = Nodes(task)
         self.nodes.wait_ready()
 
     def restart(self, tier: str, lost: Sequence[int] = ()) -> Restart:
-        """Kill all ranks, and the agents of the nodes that are lost; start again.
+        """Kill all ranks, and the agents of the lost nodes; restart.
 
         Raises:
-            RuntimeError: what it goes on from is not of that tier.
+            RuntimeError: the state came from another tier than expected.
         """
         self.nodes.kill(lost)
         task = self.nodes.task
@@ -99,7 +99,7 @@ class Training:
         return Restart(started, counted)
 
     def close(self) -> None:
-        """End it, and its agents."""
+        """End the attempt and its agents."""
         self.nodes.close()
 
 
@@ -110,7 +110,7 @@ def training(size: str, config: MemckptConfig | None) -> Iterator[Training]:
 
 
 def from_peers(size: str, data: int, losses: Sequence[Sequence[int]], kills: int) -> list[list[Restart]]:
-    """Restarts for each choice of nodes that are lost; for none, from the nodes' own memory."""
+    """Restarts for each choice of lost nodes; without lost nodes, from the nodes' own memory."""
     peers = ErasureConfig(data=data, tolerate=NODES - data)
     config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=None, peers=peers)
     found: list[list[Restart]] = [[] for _ in losses]
@@ -123,7 +123,7 @@ def from_peers(size: str, data: int, losses: Sequence[Sequence[int]], kills: int
 
 
 def from_storage(size: str, kills: int) -> list[Restart]:
-    """Restarts from memckpt's checkpoints: all agents are lost."""
+    """Restarts from memckpt's checkpoints after the loss of all agents."""
     storage = StorageConfig(mode="replica", every_steps=PERIOD // 2)
     config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=storage)
     found = []
@@ -136,7 +136,7 @@ def from_storage(size: str, kills: int) -> list[Restart]:
 
 
 def from_file(size: str, kills: int) -> list[Restart]:
-    """Starts in which each rank loads what it has saved."""
+    """Starts in which each rank loads its plain checkpoint."""
     found = []
     with training(size, None) as begun:
         begun.nodes.take(2)
@@ -147,7 +147,7 @@ def from_file(size: str, kills: int) -> list[Restart]:
 
 
 def decode_rate(data: int) -> float:
-    """Bytes a second that one thread decodes from the pieces that take most work."""
+    """Bytes per second that one thread decodes in the worst case."""
     source = Source(64 << 20)
     with closing(Code(data, NODES - data)) as code:
         decode = sides_of(code, source)["decode"]
@@ -159,7 +159,7 @@ def decode_rate(data: int) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """Restarts of one kind; the rate of decoding for those from peers."""
+    """A row of restarts; with the decoding rate for those from peers."""
 
     name: str
     restarts: list[Restart]
@@ -195,7 +195,7 @@ _NUMBERS = {1: "a node is", 2: "two nodes are"}
 
 
 def measure(report: Report, size: str, kills: int, codes: Sequence[int]) -> None:
-    """Fill a table; `codes`: the k of each code that is measured, with as many nodes."""
+    """Fill a table; `codes`: k of each measured code."""
     rows = []
     for data in codes:
         tolerate = NODES - data

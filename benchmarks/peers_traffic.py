@@ -1,4 +1,4 @@
-"""What peers send at each step: bytes, beside those of full-state replication and of coding by XOR reductions."""
+"""Bytes that peers send at each step, compared to full-state replication and to coding by XOR reductions."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Scheme:
 
     @property
     def designed(self) -> float:
-        """Bytes for each parameter and step."""
+        """Bytes per parameter and step."""
         return (self.nodes - 1) / self.data * (4 + 12 / PERIOD)
 
     @property
     def full_state(self) -> float:
-        """The same of the state at every step, in m copies or XOR reductions."""
+        """Bytes per parameter and step of sending the whole state, in m copies or XOR reductions."""
         return 12.0 * self.tolerate
 
 
@@ -74,7 +74,7 @@ QUICK = (Scheme("fsdp", 2, 2), Scheme("ddp", 1, 1))
 
 @dataclass(frozen=True)
 class Sent:
-    """By all nodes at each step, in bytes; `wire` is None where it could not be counted."""
+    """Bytes of all nodes at each step; `wire` is None if it could not be counted."""
 
     numel: int
     pieces: float
@@ -86,7 +86,7 @@ def count(scheme: Scheme) -> Sent:
     """Train, and count.
 
     Raises:
-        MemoryError: this machine has no memory for it.
+        MemoryError: this machine has too little memory.
     """
     peers = ErasureConfig(data=scheme.data, tolerate=scheme.tolerate, overhead=1.0)
     config = MemckptConfig(redo="lazy", anchor_period_steps=PERIOD, storage=None, peers=peers)
@@ -107,7 +107,7 @@ def count(scheme: Scheme) -> Sent:
 
 
 def _wait_for_end(agent: int) -> None:
-    """Wait until the agent has left, by itself; `agent` is its pidfd."""
+    """Wait until the agent has left by itself; `agent` is its pidfd."""
     select.select([agent], [], [])
     os.close(agent)
 
@@ -126,7 +126,7 @@ def _count(nodes: Nodes) -> Sent:
 
 
 def _sent(nodes: Nodes, record: int) -> tuple[int, int | None]:
-    """What all nodes have sent since they began: in messages, and over their cables."""
+    """Bytes that all nodes have sent: in messages, and on their network devices."""
     messages = sum(status.bytes_sent for status in nodes.peers_status(record))
     if not nodes.task.hosts:
         return messages, None
@@ -134,7 +134,7 @@ def _sent(nodes: Nodes, record: int) -> tuple[int, int | None]:
 
 
 def _device_sent(agent: int | None) -> int:
-    """Bytes sent by the network device that an agent and its replicator have for themselves."""
+    """Bytes sent by the network device of an agent's namespace."""
     for line in Path(f"/proc/{agent}/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "eth0":

@@ -1,4 +1,4 @@
-"""A sharded checkpoint into another number of ranks, beside torch.distributed.checkpoint's own load of the same."""
+"""Restore of a sharded checkpoint with another number of ranks, compared to torch.distributed.checkpoint's load."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _PATIENCE = timedelta(seconds=300)
 
 
 def quarter(tensor: Tensor, rank: int) -> tuple[Tensor, Shard]:
-    """What a rank of the training that wrote the checkpoint held of a tensor."""
+    """The shard of a tensor that a rank held when the checkpoint was written."""
     size = -(-tensor.shape[0] // WRITTEN_BY)
     start = min(rank * size, tensor.shape[0])
     return tensor[start : start + size], Shard((start, *[0] * (tensor.dim() - 1)), tuple(tensor.shape))
 
 
 def spec_of(held: dict[str, tuple[Tensor, Shard | None]], rank: int, world_size: int) -> StateSpec:
-    """The layout of what a rank holds."""
+    """The layout of a rank's shards."""
     params = []
     for name, (tensor, shard) in held.items():
         shape = tuple(tensor.shape)
@@ -64,7 +64,7 @@ def spec_of(held: dict[str, tuple[Tensor, Shard | None]], rank: int, world_size:
 
 
 def write_checkpoint(store: LocalStore, params: dict[str, Tensor]) -> None:
-    """As four ranks would; all state tensors have the parameters' values."""
+    """Write a checkpoint as four ranks would; all state tensors have the parameters' values."""
     for rank in range(WRITTEN_BY):
         pieces = {name: quarter(param, rank) for name, param in params.items()}
         spec = spec_of({**pieces}, rank, WRITTEN_BY)
@@ -86,7 +86,7 @@ def write_checkpoint(store: LocalStore, params: dict[str, Tensor]) -> None:
 
 
 def read_as(rank: int, world_size: int, directory: Path, size: str, repetitions: int, results: Any) -> None:
-    """One rank: reads the checkpoint in both ways, in turn, and says how long each took the slowest rank."""
+    """One rank: reads the checkpoint in both ways in turn, and reports the slowest rank's seconds."""
     store = LocalStore(directory / "store")
     trainee = Trainee(size)
     params: dict[str, Tensor] = dict(trainee.model.named_parameters())
@@ -126,7 +126,7 @@ def read_as(rank: int, world_size: int, directory: Path, size: str, repetitions:
 
 
 def slowest(action: Callable[[], None]) -> float:
-    """Seconds until the last rank is done."""
+    """Seconds until the slowest rank is done."""
     if dist.is_initialized():
         dist.barrier()
     started = time.perf_counter()
@@ -144,7 +144,7 @@ def measure(table: Table, directory: Path, size: str, world_size: int, repetitio
     ranks = [context.Process(target=read_as, args=(rank, *arguments)) for rank in range(world_size)]
     for process in ranks:
         process.start()
-    sending.close()  # so that its end is seen if all ranks die
+    sending.close()  # so that receiving ends if all ranks die
     try:
         taken: list[tuple[float, float]] = receiving.recv()
     finally:

@@ -1,4 +1,4 @@
-"""Training with fully_shard, two ranks, each in a process of its own: what is protected, and in which way."""
+"""Training with fully_shard on two ranks, each in a process of its own, and its protection."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from memckpt.state.layout import HEADER_BYTES
 
 RANKS = 2
 MODES = {"lazy": "lazy T=8", "eager": "eager"}
-#: What is done at every step beside training.
+#: Protection of every step.
 Side = Literal["lazy", "eager", "nothing", "async_save"]
-#: Areas of a slot, and what goes to the agent beside it.
+#: Areas of a slot, and data that go to the agent besides.
 COPIED = ("gradients", "anchors", "by value", "rank state")
 
-# The first optimizer of a process imports torch's compiler: done here, it is done before the processes are forked.
+# The first optimizer of a process imports torch's compiler: do it before processes are forked.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """What one rank trains.
+    """The training of one rank.
 
     Attributes:
         size: a name in `examples.gpt.SIZES`.
-        directory: the run's, alike on all ranks.
+        directory: the run directory, equal on all ranks.
     """
 
     size: str
@@ -56,7 +56,7 @@ class RankTask:
 
 @dataclass(frozen=True)
 class Order:
-    """Take so many steps: timed, after one that does not count, or with all bytes counted that are copied in them."""
+    """An order: run steps, timed after an untimed one, or with all copied bytes counted."""
 
     steps: int
     counted: bool = False
@@ -64,7 +64,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank stands before its first step.
+    """A rank is ready for its first step.
 
     Attributes:
         agent: pid of the node's agent; None without one.
@@ -75,13 +75,13 @@ class Ready:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a rank has copied at each step, beside what it trains.
+    """Bytes that a rank has copied at each step, and sizes of its shards.
 
     Attributes:
-        copied: bytes, by what they are.
-        numel: elements of its shards of all parameters.
-        parameters: bytes of these.
-        optimizer_state: bytes of the optimizer's state for them.
+        copied: bytes by kind.
+        numel: number of elements of its parameter shards.
+        parameters: bytes of its parameter shards.
+        optimizer_state: bytes of their optimizer state.
     """
 
     copied: dict[str, float]
@@ -119,7 +119,7 @@ class ShardedTrainee:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it."""
+    """Parameters and optimizer state of this rank."""
     sharded: Any = tensor.detach()
     local: Tensor = sharded.to_local() if hasattr(sharded, "to_local") else sharded
     return local
@@ -138,17 +138,17 @@ class Protection(Protocol):
         """A training step, protected."""
 
     def settle(self) -> None:
-        """Wait for what steps have left in the background."""
+        """Wait for background work of earlier steps."""
 
     def stall(self) -> dict[str, float]:
-        """Seconds that it has counted in the training thread, by cause."""
+        """Seconds in the training thread, by cause."""
 
     def counting(self) -> contextlib.AbstractContextManager[dict[str, int]]:
-        """Add up the bytes that are copied inside."""
+        """Count the bytes copied in the block."""
 
     @property
     def agent(self) -> int | None:
-        """Pid of the agent, if there is one."""
+        """Pid of the agent; None: none."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ class Memckpt:
         self.session.commit()
 
     def settle(self) -> None:
-        """An eager agent has applied all but the newest record, of which it cannot know that all ranks have it."""
+        """Wait until an eager agent has applied all records but the newest, which other ranks may lack."""
         if self.session.mode == "eager":
             self.session._link.client.wait_applied(int(self.session.metrics()["step"]) - 1)
 
@@ -192,10 +192,10 @@ class Memckpt:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Every copy into the slots, by where it goes, and the rank state, as the engine makes them.
+        """Count every copy into the slots by area, and the rank state.
 
         Raises:
-            RuntimeError: not everything went into the slots, as it does while a generation is written.
+            RuntimeError: a generation was written meanwhile, so not all copies went into slots.
         """
         writer = self.session._staging.writer
         if writer is None:
@@ -235,10 +235,10 @@ class Memckpt:
 
 @dataclass
 class AsyncSave:
-    """dcp.async_save of model and optimizer after each step; a new one begins when the last has ended.
+    """dcp.async_save of model and optimizer after each step; each waits for the one before.
 
-    It has a process group of its own, since it communicates in a thread beside the training, and keeps its stager, so
-    that the memory for copies is allocated once.
+    It has its own process group, as it communicates in a background thread, and keeps its stager, so that the memory
+    for copies is allocated once.
     """
 
     trainee: ShardedTrainee
@@ -267,7 +267,7 @@ class AsyncSave:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Every storage that the stager copies."""
+        """Bytes of every storage that the stager copies."""
         sizes = {"state": 0}
         inner: Any = self.stager._state_dict_stager
         stage = inner._stage_untyped_storage
@@ -297,7 +297,7 @@ def protected(task: RankTask) -> Iterator[Protection]:
             saving.settle()
             stager.close()
     else:
-        # Its agent soon goes by itself where the one who measures is killed.
+        # The agent soon leaves by itself if the measuring process is killed.
         config = replace(redo_config(MODES[task.side]), agent=AgentConfig(linger_seconds=5.0))
         with memckpt.attach(trainee.model, trainee.optimizer, run_dir=task.directory, config=config) as session:
             session.restore()
@@ -308,7 +308,7 @@ def protected(task: RankTask) -> Iterator[Protection]:
 
 
 def _timed(protection: Protection, steps: int) -> Block:
-    protection.step()  # not timed: it has to fill the caches
+    protection.step()  # untimed: fills the caches
     stalled = protection.stall()
     began = perf_counter()
     for _ in range(steps):
@@ -328,7 +328,7 @@ def _counted(trainee: ShardedTrainee, protection: Protection, steps: int) -> Cou
 
 
 def run_rank(task: RankTask, orders: Connection) -> None:
-    """The whole life of a process."""
+    """Main function of a process."""
     logging.basicConfig(level=logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -368,7 +368,7 @@ class ShardedTraining:
         self.agent: int | None = None
 
     def _hear(self) -> list[Any]:
-        """What each rank says. Where one has no memory the others fail as well, but that is the reason."""
+        """The next message of each rank. If one is out of memory, that error is raised, not the others'."""
         said, failures = [], []
         for rank in self._ranks:
             try:
@@ -385,21 +385,21 @@ class ShardedTraining:
         return self._hear()
 
     def wait_ready(self) -> None:
-        """Wait until all stand before their first step; errors as for a worker."""
+        """Wait until all ranks are ready; errors as for a worker."""
         self.agent = next((each.agent for each in self._hear() if each.agent is not None), None)
 
     def take(self, steps: int) -> Block:
-        """Let them go for one step that does not count and for so many that do; the slower rank's block."""
+        """Run one untimed step and a block of timed ones; returns the slower rank's block."""
         blocks: list[Block] = self._order(Order(steps))
         return max(blocks, key=lambda block: block.seconds)
 
     def count(self, steps: int) -> list[Counted]:
-        """Let them go for so many steps, and have each count what it copies."""
+        """Run steps in which each rank counts the bytes it copies."""
         return self._order(Order(steps, counted=True))
 
     def close(self) -> None:
         """End them."""
         for rank in self._ranks:
-            rank.dismiss()  # all of them: they leave together
+            rank.dismiss()  # all of them first, as they leave together
         for rank in self._ranks:
             rank.close()

@@ -1,4 +1,4 @@
-"""What a protected step of sharded training (FSDP2) costs, what it copies and what the node holds for it."""
+"""Cost of a protected step of sharded training (FSDP2): time, bytes copied and memory held by the node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ shard: a gradient, and 1/T of parameter and two moments. The agent's memory is w
 it holds. *design* is (T + D)(4 + 12/T) bytes a parameter with lazy redo, 12 + D(4 + 12/T) with eager, with D slots;
 held once for each shard, and not for each rank the whole model."""
 
-#: Until every slot of the ring has been written once, and its pages are mapped: T + 4.
+#: Steps until every slot has been written once, so that its pages are mapped: T + 4.
 _WARM_UP: dict[Side, int] = {"lazy": 12, "eager": 12, "nothing": 3, "async_save": 3}
 _NAMES: dict[Side, str] = {
     "lazy": f"memckpt, {MODES['lazy']}",
@@ -52,7 +52,7 @@ _NAMES: dict[Side, str] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: rounds, and steps in a block."""
+    """Numbers of rounds, and of steps in a block."""
 
     size: str
     rounds: int
@@ -65,7 +65,7 @@ QUICK = Scale("demo", rounds=2, steps=2)
 
 @dataclass(frozen=True)
 class Design:
-    """What the design says of a mode, in bytes for each parameter of a shard."""
+    """Bytes per parameter of a shard, by the design's formulas."""
 
     period: int
     copied: float
@@ -82,13 +82,13 @@ class Design:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of trainings that took turns, each list in the order of `sides`.
+    """Results of trainings that took turns; each list is in the order of `sides`.
 
     Attributes:
-        sides: the first is the one with nothing that all are compared with.
+        sides: the first is the unprotected one, the reference.
         rounds: the blocks of each round.
-        counted: what each rank has copied.
-        held: bytes that the agent holds; None without one.
+        counted: bytes that each rank has copied.
+        held: bytes that the agent holds; None: no agent.
     """
 
     sides: tuple[Side, ...]
@@ -98,15 +98,15 @@ class Measured:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, over all shards."""
+        """Number of elements of all parameters, over all shards."""
         return sum(each.numel for each in self.counted[0])
 
 
 def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
-    """Trainings that take turns; then each counts what it copies.
+    """Run trainings in turns; then each counts the bytes it copies.
 
     Raises:
-        MemoryError: this machine has no memory for all of them.
+        MemoryError: this machine has too little memory for all of them.
     """
     with ExitStack() as stack:
         trainings = []
@@ -126,11 +126,11 @@ def measure(scale: Scale, sides: tuple[Side, ...]) -> Measured:
 def _end(training: ShardedTraining) -> None:
     training.close()
     if training.agent is not None:
-        end_agent(training.agent)  # it leaves by itself, but its memory is to be free
+        end_agent(training.agent)  # it would leave by itself, but its memory is needed now
 
 
 def held_bytes(training: ShardedTraining) -> int | None:
-    """What the agent of a training says that it holds."""
+    """Bytes that the agent of a training holds."""
     if training.agent is None:
         return None
     status = ask_status(AgentAddress.of(training.directory))
@@ -168,7 +168,7 @@ def _megabytes(nbytes: float | None) -> str:
 
 
 def add_bytes(report: Report, found: Measured) -> None:
-    """What each rank copies at a step, beside what it holds."""
+    """Bytes that each rank copies at a step, and sizes of its shards."""
     table = report.table(
         "Copied by each rank at each step, MB",
         "every step protected by", *COPIED, "state", "sum", "formula", "shard's parameters", "its optimizer state",
@@ -191,7 +191,7 @@ def add_bytes(report: Report, found: Measured) -> None:
 
 
 def add_memory(report: Report, found: Measured) -> None:
-    """What the node's agent holds for both ranks."""
+    """Memory that the node's agent holds for both ranks."""
     table = report.table(
         "Held by the node's agent",
         "every step protected by", "MiB", "bytes/parameter", "design, each shard once", "design, the model on each rank"

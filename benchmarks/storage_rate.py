@@ -1,4 +1,4 @@
-"""What the storage tier costs: writing beside the disk's own speed, resuming beside torch.load and DCP, the stall."""
+"""Cost of the storage tier: write rate against the disk's, resume against torch.load and DCP, and the stall."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ storage right before."""
 
 
 def tensors_of(trainee: Trainee) -> dict[str, torch.Tensor]:
-    """The state by the names it has in a store."""
+    """The state's tensors by their names in a store."""
     tensors = {}
     for name, param in trainee.model.named_parameters():
         tensors[model_name(name)] = param.detach()
@@ -60,7 +60,7 @@ def plain_write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def direct_write(path: Path, nbytes: int) -> None:
-    """As many bytes past the page cache: what the disk takes."""
+    """Write as many bytes with direct I/O: the disk's own rate."""
     piece = mmap.mmap(-1, 8 << 20)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
     try:
@@ -176,14 +176,14 @@ def measure_resume(report: Report, size: str, repetitions: int) -> None:
 
 
 def written_by(agent_pid: int) -> int:
-    """Bytes that the agent's own processes have handed to the kernel so far."""
+    """Bytes that the agent's processes have written so far."""
     children = Path(f"/proc/{agent_pid}/task/{agent_pid}/children").read_text().split()
     lines = [Path(f"/proc/{child}/io").read_text().splitlines() for child in children]
     return sum(int(line.split()[1]) for one in lines for line in one if line.startswith("wchar"))
 
 
 def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str, float]:
-    """Train some steps; how long they took, what storage took of them, and what was written."""
+    """Run steps. Returns their time, the share of storage in it, and the bytes written."""
     trainee = Trainee(size)
     with scratch_directory() as directory:
         config = MemckptConfig(redo="lazy", storage=storage)
@@ -216,7 +216,7 @@ def train_with(size: str, storage: StorageConfig | None, steps: int) -> dict[str
 
 
 def until_first_stored(session: Session, trainee: Trainee) -> None:
-    """Train on until the processes that write are there and at work."""
+    """Train until the writer processes are running."""
     while session.stored_step is None:
         trainee.step()
         session.commit()

@@ -1,4 +1,4 @@
-"""How fast replicators send to each other, beside ZeroMQ without acknowledgements, order and bounds."""
+"""Throughput between replicators, compared to ZeroMQ without acknowledgements, order and bounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Side = Literal["transport", "bare"]
 
 @dataclass(frozen=True)
 class Task:
-    """Messages that are to be sent."""
+    """Messages to send."""
 
     side: Side
     keys: Keys | None
@@ -51,14 +51,14 @@ class Task:
 
 
 class Received(NamedTuple):
-    """From the first to the last message, and the CPU time of the process that received them."""
+    """Seconds from the first to the last message, and CPU seconds of the receiving process."""
 
     seconds: float
     cpu_seconds: float
 
 
 class Taken(NamedTuple):
-    """From the first to the last message, and the CPU time of either process."""
+    """Seconds from the first to the last message, and CPU seconds of both processes."""
 
     seconds: float
     sending_cpu_seconds: float
@@ -68,7 +68,7 @@ class Taken(NamedTuple):
 def bare_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, task: Task) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     socket.linger = 0
-    # Both ends' limits add up.
+    # The limits of both ends add up.
     socket.sndhwm = socket.rcvhwm = max(1, WINDOW_BYTES // task.payload_bytes // 2)
     if task.keys is not None and kind == zmq.ROUTER:
         socket.curve_server = True
@@ -84,7 +84,7 @@ def bare_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, task: Task) 
 
 
 def receive_tasks(link: Connection) -> None:
-    """Receive what is announced, task by task, until there is none."""
+    """Receive the announced messages of each task."""
     while (task := link.recv()) is not None:
         receive = receive_bare if task.side == "bare" else receive_with_transport
         link.send(receive(task, link.send))
@@ -189,7 +189,7 @@ def measure(link: Connection, task: Task, payload: memoryview) -> Taken:
 
 
 def cpu_a_gb(side: list[Taken], nbytes: int) -> list[float]:
-    """Median CPU seconds a GB of sender and receiver."""
+    """Median CPU seconds per GB of sender and receiver."""
     return [
         statistics.median(one.sending_cpu_seconds / nbytes * 1e9 for one in side),
         statistics.median(one.receiving_cpu_seconds / nbytes * 1e9 for one in side),
@@ -197,7 +197,7 @@ def cpu_a_gb(side: list[Taken], nbytes: int) -> list[float]:
 
 
 def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes: int, repetitions: int) -> None:
-    """Both sides in turn, with payloads of one size."""
+    """Measure both sides in turn, with payloads of one size."""
     payload = memoryview(bytes(size))
     ours: list[Taken] = []
     bare: list[Taken] = []
@@ -216,7 +216,7 @@ def compare(link: Connection, table: Table, keys: Keys | None, size: int, nbytes
 
 
 def compare_threads(link: Connection, table: Table, keys: Keys, size: int, nbytes: int, repetitions: int) -> None:
-    """Several I/O threads in turn with one."""
+    """Measure several I/O threads in turn with one."""
     payload = memoryview(bytes(size))
     one = Task("transport", keys, nbytes // size, size)
     for threads in (2, 4):
@@ -236,7 +236,7 @@ def compare_threads(link: Connection, table: Table, keys: Keys, size: int, nbyte
 
 
 def measure_aes(table: Table, size: int, nbytes: int, repetitions: int) -> None:
-    """Seal and open payloads of one size, each with a nonce of its own."""
+    """Encrypt and decrypt payloads of one size, each with its own nonce."""
     cipher = AESGCM(AESGCM.generate_key(bit_length=256))
     payload = bytes(size)
     sealing: list[float] = []

@@ -1,9 +1,9 @@
-"""Trainings that take turns: each in a process of its own, which is let go for a block of steps and then stops.
+"""Trainings that take turns: each in a process of its own, which runs a block of steps and then stops.
 
-Frameworks own their loops, so a training is stopped from within its data loader: every loop comes by there once a
-step. Whoever waits there is blocked in a read, and takes nothing of the machine.
+Frameworks own their loops, so a training is stopped in its data loader, which every loop calls once a step. A stopped
+training is blocked in a read and uses no core.
 
-The processes are forked by a server that has imported the frameworks, once, and has never trained.
+The processes are forked by a server that has imported the frameworks once and has never trained.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from memckpt.errors import MemoryBudgetError
 _PATIENCE_SECONDS = 300.0
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 
-#: What is done at every step beside training: the framework's own checkpoint, memckpt, or nothing.
+#: Protection of every step: none, memckpt, or the framework's own checkpoint.
 Side = Literal["own", "memckpt", "nothing"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to train.
+    """A training to run.
 
     Attributes:
         framework: a name in `benchmarks.frameworks.LOOPS`.
         size: a name in `benchmarks.frameworks.SHAPES`.
-        side: what is done at every step beside training.
+        side: protection of every step.
         threads: compute threads; None: torch's choice.
     """
 
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Model:
-    """What a training says of itself when it is ready: parameters, and the tensors that they are in."""
+    """A training is ready: numbers of its parameters and of their tensors."""
 
     numel: int
     tensors: int
@@ -63,8 +63,8 @@ class Block:
     """A block of steps.
 
     Attributes:
-        seconds: for one step.
-        stall: of these, what memckpt counts in the training thread, by cause; empty without it.
+        seconds: mean seconds per step.
+        stall: of these, memckpt's seconds in the training thread, by cause; empty without it.
     """
 
     seconds: float
@@ -73,28 +73,28 @@ class Block:
 
 @dataclass(frozen=True)
 class Failure:
-    """A training that this machine has no memory for."""
+    """This machine has too little memory for the training."""
 
     reason: str
 
 
 class TrainingFailed(RuntimeError):
-    """A training has not begun, or broke off."""
+    """A training did not start, or failed."""
 
 
 class Ended(BaseException):
-    """Nobody wants further steps; no framework handles it."""
+    """No further steps are wanted; no framework catches it."""
 
 
 class Gate:
-    """Collates samples, and stops there where a block of steps is over. The process's own end of the protocol.
+    """A collate function that stops the training after each block of steps. The process's end of the protocol.
 
     Args:
-        orders: how many steps to take comes from here, what they took goes there.
+        orders: pipe from which numbers of steps are received, and to which blocks are sent.
 
     Attributes:
-        model: what is trained; set before the first batch is asked for.
-        session: finds the session that protects the training; None while there is none.
+        model: the model; set before the first batch is requested.
+        session: finds the session that protects the training; None: there is none.
     """
 
     def __init__(self, orders: Connection) -> None:
@@ -112,7 +112,7 @@ class Gate:
         return batch
 
     def _arrive(self) -> None:
-        """One more step is over; wait here if it was the last of its block.
+        """Count a step, and wait here if it was the last of its block.
 
         Raises:
             Ended: no further step is wanted.
@@ -120,7 +120,7 @@ class Gate:
         now = time.perf_counter()
         if self._left > 1:
             self._left -= 1
-            if self._left == self._steps:  # the first step is not timed: it has to fill the caches
+            if self._left == self._steps:  # the first step only fills the caches and is not timed
                 self._stalled = self._stall()
                 self._began = time.perf_counter()
             return
@@ -143,14 +143,14 @@ class Gate:
         return asdict(session.stall) if session is not None else {}
 
     def end_agent(self) -> None:
-        """The training is over: its agent is not needed."""
+        """End the session, and with it the agent."""
         if self._agent is not None:
             end_agent(self._agent)
 
 
 def _train(task: Task, directory: Path, orders: Connection) -> None:
-    """The whole life of a process."""
-    from benchmarks.frameworks import train  # the server has imported it, and the one who measures does without
+    """Main function of a process."""
+    from benchmarks.frameworks import train  # imported by the server already; the measuring process does not need it
 
     if task.threads is not None:
         torch.set_num_threads(task.threads)
@@ -166,13 +166,13 @@ def _train(task: Task, directory: Path, orders: Connection) -> None:
 
 
 class Worker:
-    """A process that does what it is ordered to, one order after the other. Owns the process.
+    """A process that executes orders one after the other. Owns the process.
 
     Args:
-        name: for errors.
-        work: the process's whole life; the other end of the pipe follows its arguments. Without an end of file there
-            it goes on.
-        arguments: of `work`.
+        name: name in error messages.
+        work: main function of the process; called with `arguments` and the other end of the pipe. It runs until that
+            is at its end of file.
+        arguments: arguments of `work`.
     """
 
     def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
@@ -183,7 +183,7 @@ class Worker:
         theirs.close()
 
     def send(self, order: Any) -> None:
-        """Give it an order.
+        """Send an order.
 
         Raises:
             TrainingFailed: it has ended.
@@ -194,11 +194,11 @@ class Worker:
             raise TrainingFailed(f"{self._name}: the process has ended") from None
 
     def receive(self) -> Any:
-        """What it says next.
+        """Receive the next message.
 
         Raises:
-            TrainingFailed: it ended, or said nothing for minutes.
-            MemoryError: this machine has no memory for it.
+            TrainingFailed: the process ended, or sent nothing for minutes.
+            MemoryError: this machine has too little memory for the training.
         """
         if not self._orders.poll(_PATIENCE_SECONDS):
             raise TrainingFailed(f"{self._name}: says nothing")
@@ -211,7 +211,7 @@ class Worker:
         return said
 
     def dismiss(self) -> None:
-        """Say that no order will follow; :meth:`close` waits for what it does then."""
+        """Announce that no order will follow; :meth:`close` waits for the process to end."""
         self._orders.close()
 
     def close(self) -> None:
@@ -225,18 +225,18 @@ class Worker:
 
 
 class Training:
-    """A training in a process of its own, that waits until it is let go. Owns the process."""
+    """A training in a process of its own, which stops between blocks. Owns the process."""
 
     def __init__(self, task: Task, directory: Path) -> None:
         self._worker = Worker(f"{task.framework} with {task.side}", _train, task, directory)
 
     def wait_ready(self) -> Model:
-        """Wait until it stands before its first step; errors as for a worker."""
+        """Wait until it is ready for its first step; errors as for a worker."""
         model: Model = self._worker.receive()
         return model
 
     def take(self, steps: int) -> Block:
-        """Let it go for one step that does not count and for so many that do; errors as for a worker."""
+        """Run one untimed step and a block of timed ones; errors as for a worker."""
         self._worker.send(steps)
         block: Block = self._worker.receive()
         return block
@@ -247,13 +247,13 @@ class Training:
 
 
 def start_server(*modules: str) -> None:
-    """Say what the processes have in common, so that it is imported once."""
+    """Make the fork server preload the modules that all processes need."""
     _CONTEXT.set_forkserver_preload(list(modules))
 
 
 @contextlib.contextmanager
 def training(task: Task) -> Iterator[Training]:
-    """A training that has begun to start, and is ended at the end."""
+    """Start a training without waiting for it; it ends with the block."""
     with scratch_directory() as directory:
         started = Training(task, directory)
         try:
@@ -269,11 +269,11 @@ class TakesTurns(Protocol[B_co]):
     """A training that stops after each block of steps."""
 
     def take(self, steps: int) -> B_co:
-        """Let it go for one step that does not count and for so many that do."""
+        """Run one untimed step and a block of timed ones."""
 
 
 def take_turns(trainings: Sequence[TakesTurns[B_co]], rounds: int, steps: int) -> list[list[B_co]]:
-    """For each round a block of each training, in their order; the order of turns changes from round to round."""
+    """The blocks of each round, in the order of the trainings; the order of turns changes from round to round."""
     found = []
     for number in range(rounds):
         shift = number // 2 % len(trainings)

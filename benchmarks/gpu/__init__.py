@@ -1,1 +1,1 @@
-"""Benchmarks for a GPU (``make bench-gpu``); small enough with ``--quick --device cpu`` to be run by the tests."""
+"""Benchmarks for a GPU (``make bench-gpu``); the tests run them with ``--quick --device cpu``."""

@@ -1,4 +1,4 @@
-"""Every step protected on a GPU: what it costs, and how fast a state comes back (``python -m benchmarks.gpu``)."""
+"""Cost of protecting every step on a GPU, and rate of a restore (``python -m benchmarks.gpu``)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def arms_of(size: Size) -> dict[str, Arm]:
 
 
 def measure(name: str, device: torch.device, result: Path) -> None:
-    """All arms of one size; an arm that fails says why and leaves the others alone."""
+    """Measure all arms of one size; the failure of an arm is reported and does not affect others."""
     size, found = SIZES[name], {}
     for arm, run in arms_of(size).items():
         try:
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 class _Clock:
-    """What is left of some seconds; at least one."""
+    """Remaining seconds; at least one."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Ways to protect every step, and what a step costs with each."""
+"""Ways to protect every step, and the cost of a step with each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Until all of it is done, on the device as well."""
+    """Wait until all work is done, including the device's."""
     synchronize(device)
     started = time.perf_counter()
     work()
@@ -38,7 +38,7 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """Room for a tensor in the host's memory, page-locked for a GPU, and touched."""
+    """A host buffer for a tensor, page-locked for a GPU, and touched."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
 
 
@@ -50,15 +50,15 @@ def free() -> None:
 
 @dataclass
 class Figures:
-    """What was measured of one arm.
+    """Figures of one arm.
 
     Attributes:
-        step_ms: of each block.
-        stall_ms: of the training thread in memckpt, a step.
-        to_host_bytes: copied from the device, a step.
-        first_commit_seconds: what the first commit took: memory is reserved and page-locked, the whole state written.
-        restore_seconds: into a fresh model; bytes of the state over it is its rate.
-        held_bytes: of the host's memory.
+        step_ms: milliseconds per step of each block.
+        stall_ms: milliseconds per step of the training thread in memckpt.
+        to_host_bytes: bytes per step copied from the device.
+        first_commit_seconds: seconds of the first commit: memory is reserved and page-locked, the whole state written.
+        restore_seconds: seconds of a restore into a fresh model.
+        held_bytes: bytes of host memory.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Figures:
         return statistics.median(self.step_ms)
 
     def time(self, step: Callable[[], None], device: torch.device, steps: int, settle: Callable[[], None]) -> None:
-        """Blocks of steps, each after a step that does not count."""
+        """Run blocks of steps, each after an untimed step."""
         for _ in range(BLOCKS):
             step()
             self.step_ms.append(seconds_of(lambda: [step() for _ in range(steps)], device) / steps * 1e3)
@@ -91,7 +91,7 @@ def nothing(size: Size, device: torch.device) -> Figures:
 
 @contextlib.contextmanager
 def _counting(session: memckpt.Session) -> Iterator[list[int]]:
-    """Bytes that a session copies meanwhile."""
+    """Count the bytes that a session copies in the block."""
     copier: Any = session._copier
     original, copied = copier.copy, [0]
 
@@ -107,7 +107,7 @@ def _counting(session: memckpt.Session) -> Iterator[list[int]]:
 
 
 def _train(size: Size, device: torch.device, config: MemckptConfig, directory: Path, figures: Figures) -> list[Tensor]:
-    """Measure protected steps, and leave what they have made with the agent; the parameters as they are then."""
+    """Measure protected steps. The agent keeps the state; returns the final parameters."""
     trainee = Trainee(size, device)
     session = memckpt.attach(trainee.model, trainee.optimizer, run_dir=directory, config=config)
     session.restore()
@@ -118,7 +118,7 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
 
     trainee.step()
     figures.first_commit_seconds = seconds_of(session.commit, device)
-    for _ in range(max(3, size.period)):  # past the checks that only the first records get; the window is full
+    for _ in range(max(3, size.period)):  # past the extra checks of the first records, and until the window is full
         step()
     stalled = session.stall.total
     figures.time(step, device, size.steps, lambda: catch_up(session))
@@ -135,7 +135,7 @@ def _train(size: Size, device: torch.device, config: MemckptConfig, directory: P
 
 
 def protected(size: Size, device: torch.device, redo: str) -> Figures:
-    """memckpt, and then a restore into a model of its own; what was redone by the same kernels is compared."""
+    """memckpt, and then a restore into a fresh model; if the same kernels redo the steps, the states are compared."""
     settings: dict[str, Any] = {"anchor_period_steps": size.period} if redo == "lazy" else {}
     config = MemckptConfig(redo=redo, storage=None, resume_check="off", **settings)  # type: ignore[arg-type]
     figures = Figures()
@@ -156,7 +156,7 @@ def protected(size: Size, device: torch.device, redo: str) -> Figures:
 
 
 def pinned_copy(size: Size, device: torch.device) -> Figures:
-    """The whole state into page-locked memory after each step, and back once: what the link gives."""
+    """Copy the whole state into page-locked memory after each step, and back once: the link's rate."""
     trainee, figures = Trainee(size, device), Figures()
     trainee.step()
     room = [host_copy(tensor) for tensor in trainee.tensors()]
@@ -205,5 +205,5 @@ def async_save(size: Size, device: torch.device) -> Figures:
 
 
 def _target(directory: Path) -> Path:
-    """One place, overwritten: several checkpoints of a large model would fill a disk."""
+    """A single checkpoint, overwritten: several of a large model would fill a disk."""
     return directory / "checkpoint"

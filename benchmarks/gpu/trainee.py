@@ -1,4 +1,4 @@
-"""What is trained: GPT-2's sizes with AdamW in mixed precision, on tokens that are drawn once."""
+"""The measured training: GPT-2 sizes with AdamW in mixed precision, on random tokens drawn once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from examples.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how much is measured of it.
+    """A model and the amount of measurement.
 
     Attributes:
-        batch: sequences in a step.
-        steps: timed in a block.
-        period: T of lazy redo; what it takes of the host's memory depends on it.
-        eager: whether eager redo is measured as well.
+        batch: sequences per step.
+        steps: timed steps in a block.
+        period: T of lazy redo, which determines the host memory needed.
+        eager: whether eager redo is measured, too.
     """
 
     model: GPTConfig
@@ -62,7 +62,7 @@ class Trainee:
         self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs."""
+        """The tensors of a checkpoint."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def tensors(self) -> Iterator[Tensor]:
