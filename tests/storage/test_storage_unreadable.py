@@ -210,6 +210,7 @@ class _Tier:
     def __init__(self, readable: bool) -> None:
         self.unread = "could not read x"
         self.absent = ""
+        self.name = "storage"
         self._readable = readable
         self.looked = self.said = 0
 
