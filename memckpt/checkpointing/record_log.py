@@ -34,7 +34,6 @@ def record_bytes(layout: Layout) -> int:
 
 
 def batch_steps_for(layout: Layout, asked: int | None) -> int:
-    """Records in a batch."""
     return asked or max(1, min(_BATCH_STEPS, BATCH_BYTES // max(record_bytes(layout), 1)))
 
 

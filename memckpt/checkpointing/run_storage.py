@@ -215,11 +215,6 @@ class RunStorage:
         """Have a checkpoint in the log's place where it was to be flushed in a grace period, and has a hole."""
         self.schedule.at_once = self.schedule.at_once or self.schedule.preempted
 
-    @property
-    def log_deadline(self) -> float | None:
-        """Time by which records have to be written (monotonic clock); None while none are."""
-        return self.log.deadline(self.schedule.preempted_until)
-
     def status(self, newest_step: int | None, lead: int, saving: bool) -> StorageStatus | None:
         """What the command line shows; `newest_step` is the newest that memory holds, `lead` as for a due record."""
         if self.config is None:

@@ -42,8 +42,7 @@ StartWriter = Callable[
 
 
 class Saver:
-    """Belongs to the agent's event loop. Only a replica that is busy with a record is waited for, where it must stand
-    still.
+    """Belongs to the agent's event loop. It waits for a replica that has to stand still, and for nothing else.
 
     Args:
         node: this node's name, or the name of its parts of a checkpoint where others of the same node have theirs.
@@ -188,7 +187,7 @@ class Saver:
         self._jobs.look(LookForAnnounced(self._storage.url, self._storage.timeline))
 
     def copy_for_peers(self, generation: Generation, record: int, taken: Callable[[Snapshot | None], None]) -> None:
-        """Have the state after a record that lies ahead copied; `taken` gets the copy, which it owns, or None."""
+        """Have the state after a record that lies ahead copied; `taken` gets the copy, which it then owns, or None."""
         carry_on(self._checkpoints.copy_for_peers(generation, record, taken))
 
     # When no trainer runs
@@ -321,19 +320,22 @@ class Saver:
         self._log.writer_ended(reason)
         self._look_at_flush()
 
+    def _deadlines(self) -> list[tuple[float, Callable[[str], None]]]:
+        """Times by which processes have to be done (monotonic clock), and what ends them."""
+        log = self._log.deadline(self._schedule.preempted_until)
+        both = [(self._jobs.deadline, self._jobs.ended), (log, self._records_ended)]
+        return [(limit, end) for limit, end in both if limit is not None]
+
     def deadline(self) -> float | None:
         """Time by which the writing has to be done (monotonic clock); None while nothing is written."""
-        limits = (self._jobs.deadline, self._storage.log_deadline)
-        return min((limit for limit in limits if limit is not None), default=None)
+        return min((limit for limit, _ in self._deadlines()), default=None)
 
     def look_at_clock(self) -> None:
         """End processes that have taken too long."""
         now = time.monotonic()
-        checkpoint, log = self._jobs.deadline, self._storage.log_deadline
-        if checkpoint is not None and now >= checkpoint:
-            self._jobs.ended("the storage took too long")
-        if log is not None and now >= log:
-            self._records_ended("the storage took too long")
+        for limit, end in self._deadlines():
+            if now >= limit:
+                end("the storage took too long")
 
     def forget(self, generation: Generation) -> None:
         """Use nothing more of a generation that is about to be closed."""

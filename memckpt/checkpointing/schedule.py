@@ -65,7 +65,6 @@ class Schedule:
         self._config = config
 
     def restart(self) -> None:
-        """Begin a new attempt."""
         self.pace.restart()
         self._began = time.monotonic()
         self._preempted_until, self.at_once = float("-inf"), False

@@ -83,7 +83,6 @@ class Pace:
         self._newest: tuple[int, float] | None = None
 
     def restart(self) -> None:
-        """Forget what was measured in another attempt."""
         self._first = self._newest = None
 
     def note(self, record: int, now: float) -> None:

@@ -122,7 +122,6 @@ class WriterJobs:
             self._say(message)
 
     def looked(self) -> None:
-        """Note that it has looked."""
         self._looking_since = None
 
     def _say(self, message: Save | Announce | LookForAnnounced | LookForRoom, regions: Sequence[Region] = ()) -> None:
@@ -188,7 +187,6 @@ class WriterJobs:
             writer.close()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         for one in self._waiting:
             if one.job.own is not None:
                 one.job.own.close()
