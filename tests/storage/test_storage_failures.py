@@ -21,6 +21,7 @@ from memckpt.protocol.writer import (
     Save,
 )
 from memckpt.storage.catalog import read_catalog, verify
+from memckpt.storage.owner import CLAIM
 from memckpt.storage.store import LocalStore
 from tests.conftest import Bucket
 from tests.storage.test_storage import part_of, some_state, write
@@ -59,8 +60,8 @@ def note_alarm(lab: Lab, command: bool = True) -> Action:
 
 
 def files_of(lab: Lab) -> list[str]:
-    """Whatever is in storage, half-written files too."""
-    return LocalStore(lab.run_dir / "storage").find("", unfinished=True)
+    """Files of checkpoints in storage, half-written ones too."""
+    return [path for path in LocalStore(lab.run_dir / "storage").find("", unfinished=True) if path != CLAIM]
 
 
 # The disk
