@@ -10,7 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from memckpt.checkpointing.saver import Saver, StartWriter
+from memckpt.agent.host import Host
+from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.attempt import Attempt
@@ -39,10 +40,17 @@ from memckpt.state.records import Branch, HeldRecords, timeline_of
 _log = logging.getLogger("memckpt.agent")
 
 
-class Tell(Protocol):
-    """Sends a message, with a descriptor, to trainers of the attempt; one of them may be left out."""
+class Siblings(Protocol):
+    """The other groups of a node, as one of them knows them."""
 
-    def __call__(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None: ...
+    def announce(self, ranks: tuple[int, ...], record: int) -> None:
+        """The group of these ranks takes a checkpoint after a record."""
+
+    def hurry(self, lead: int) -> None:
+        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
+
+    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
+        """Memory that the node holds beside the group of these ranks, in bytes."""
 
 
 class GroupState:
@@ -52,14 +60,8 @@ class GroupState:
         node: the node's name.
         ranks: which share it.
         name: what its parts of a checkpoint are called.
-        tell: to the trainers of these ranks.
-        notify: takes what a redo thread says, from that thread.
-        start_writer: as for a saver.
-        save_failed: called when a checkpoint could not be written.
-        announce: tells the other groups of the node that a checkpoint is taken after a record.
-        hurry: tells them how many records ahead an order for a snapshot has to be given.
-        beside: bytes that the other groups of the node have.
-        redo_limit: up to which record peers let this one's redo go on; None: as far as it likes.
+        host: the agent.
+        siblings: the other groups of the node.
 
     Attributes:
         held: the newest complete generation; None while nothing is held.
@@ -72,22 +74,18 @@ class GroupState:
         node: str,
         ranks: tuple[int, ...],
         name: str,
-        *,
-        tell: Tell,
-        notify: Callable[[Message], None],
-        start_writer: StartWriter,
-        save_failed: Callable[[], None],
-        announce: Callable[[int], None],
-        hurry: Callable[[int], None] = lambda lead: None,
-        beside: Callable[[], int] = lambda: 0,
-        redo_limit: Callable[[GroupState], int | None] = lambda group: None,
+        host: Host,
+        siblings: Siblings,
     ) -> None:
         self._node = node
         self.ranks = ranks
-        self._tell = tell
+        self._host = host
+        self._siblings = siblings
         self.held: Generation | None = None
         self.before: list[Generation] = []
-        self._pending = PendingGeneration(notify, self._make_room)
+        #: The record up to which peers let redo go on; None: as far as it likes.
+        self._redo_limit: int | None = None
+        self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
         self._resumed_to: int | None = None
         #: The state for ranks that repeat the step of that record; None where none does. Why not, in words.
         self._before: Before | None = None
@@ -100,15 +98,20 @@ class GroupState:
         self._history: tuple[Branch, ...] = ()
         self.saver = Saver(
             name,
-            lambda message, fd: tell(message, fd=fd),
-            lambda message: tell(message),
-            start_writer,
-            save_failed,
-            announce,
-            hurry,
+            lambda message, fd: self._tell(message, fd=fd),
+            self._tell,
+            host.start_writer,
+            host.checkpoint_failed,
+            lambda record: siblings.announce(ranks, record),
+            siblings.hurry,
         )
-        self._beside = beside
-        self._redo_limit = redo_limit
+
+    def _tell(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None:
+        """Send a message to the trainers of these ranks."""
+        self._host.tell(self.ranks, message, besides=besides, fd=fd)
+
+    def _beside(self) -> int:
+        return self._siblings.bytes_beside(self.ranks)
 
     @property
     def history(self) -> tuple[Branch, ...]:
@@ -144,7 +147,7 @@ class GroupState:
         if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
         self._pending.forget()
-        self._resumed_to = self._wanted = None
+        self._resumed_to = self._wanted = self._redo_limit = None
 
     # What it can produce
 
@@ -331,11 +334,11 @@ class GroupState:
         self.let_go()
         self.held, self._history = generation, history
 
-    def raise_redo_limit(self) -> None:
-        """Peers have got further: let redo go on, let go of what they make needless."""
-        redo_limit = self._redo_limit(self)
+    def raise_redo_limit(self, record: int | None) -> None:
+        """Let redo go on up to a record (None: as far as it likes), and let go of what peers make needless."""
+        self._redo_limit = record
         if self.held is not None and self.held.complete:
-            self.held.raise_redo_limit(redo_limit)
+            self.held.raise_redo_limit(record)
             if self.before:
                 self._let_go_up_to(max(self.held.committed.values()))
 
@@ -344,7 +347,7 @@ class GroupState:
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.redo_limit = self._redo_limit(self)
+        generation.redo_limit = self._redo_limit
         if not generation.start(rank, message):
             return
         if generation is self._pending.generation:
@@ -368,7 +371,7 @@ class GroupState:
         where it could not stage it and begins a generation with the next; then the job goes back to the one before.
         """
         assert self.held is not None
-        redo_limit = self._redo_limit(self)
+        redo_limit = self._redo_limit
         # Ranks elsewhere may find out that much later that they do not agree on what they hold once.
         later = AGREEMENT_RECORDS if self.held.spec.mode == "lazy" else 0
         if len(self.ranks) == self.held.spec.world_size:
@@ -456,7 +459,7 @@ class GroupState:
         generation = self._generation(message.generation)
         if generation is None:
             return
-        generation.redo_limit = self._redo_limit(self)
+        generation.redo_limit = self._redo_limit
         generation.commit(rank, message)
         if generation is self._pending.generation and generation.complete:
             self._take_built(generation, message.record)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from memckpt.agent.group_state import GroupState, Tell
+from memckpt.agent.group_state import GroupState
+from memckpt.agent.host import Host
 from memckpt.checkpointing.askers import Done
-from memckpt.checkpointing.saver import StartWriter
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Configure, Hello, Message, Saved, SaveFailed
+from memckpt.protocol.trainer import Configure, Hello, Saved, SaveFailed
 from memckpt.state.records import HeldRecords
 
 _log = logging.getLogger("memckpt.agent")
@@ -52,31 +52,12 @@ class GroupStates:
 
     Args:
         node: the node's name.
-        tell: sends a message to the trainers of the given ranks.
-        notify: takes what a redo thread of the given ranks' group says, from that thread.
-        start_writer: as for a saver.
-        save_failed: called when a checkpoint could not be written.
-        redo_limit: as for a group.
-        others: bytes that the node holds of other nodes' records.
+        host: the agent.
     """
 
-    def __init__(
-        self,
-        node: str,
-        tell: Callable[[tuple[int, ...]], Tell],
-        notify: Callable[[tuple[int, ...], Message], None],
-        start_writer: StartWriter,
-        save_failed: Callable[[], None],
-        redo_limit: Callable[[GroupState], int | None] = lambda group: None,
-        others: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._others = others
+    def __init__(self, node: str, host: Host) -> None:
         self._node = node
-        self._redo_limit = redo_limit
-        self._tell = tell
-        self._notify = notify
-        self._start_writer = start_writer
-        self._save_failed = save_failed
+        self._host = host
         self._all: dict[tuple[int, ...], GroupState] = {}
         #: Names in storage of the parts that this attempt's units write.
         self._names: dict[tuple[int, ...], str] = {}
@@ -122,19 +103,7 @@ class GroupStates:
         return f"{self._node}.rank{ranks[0]}"
 
     def _add(self, ranks: tuple[int, ...], name: str) -> None:
-        self._all[ranks] = GroupState(
-            self._node,
-            ranks,
-            name,
-            tell=self._tell(ranks),
-            notify=lambda message: self._notify(ranks, message),
-            start_writer=self._start_writer,
-            save_failed=self._save_failed,
-            announce=lambda record: self._announce(ranks, record),
-            hurry=self._hurry,
-            beside=lambda: self._others() + sum(one.nbytes for one in self if one.ranks != ranks),
-            redo_limit=self._redo_limit,
-        )
+        self._all[ranks] = GroupState(self._node, ranks, name, self._host, self)
 
     def make_slots(self, attempt: Attempt, now: tuple[int, ...] = ()) -> None:
         """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
@@ -160,15 +129,22 @@ class GroupStates:
             return None
         return all(one.can_go_back_to(record) for one in others)
 
-    def _announce(self, by: tuple[int, ...], record: int) -> None:
+    # What groups tell each other
+
+    def announce(self, ranks: tuple[int, ...], record: int) -> None:
+        """The group of these ranks takes a checkpoint after a record: the others do, too."""
         for group in self:
-            if group.ranks != by:
+            if group.ranks != ranks:
                 group.saver.announced(record)
 
-    def _hurry(self, lead: int) -> None:
-        """An order for a snapshot was too late for some ranks: all are told as early from now on."""
+    def hurry(self, lead: int) -> None:
+        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
         for group in self:
             group.saver.hurry(lead)
+
+    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
+        """Memory that the node holds beside the group of these ranks, in bytes."""
+        return self._host.bytes_for_peers() + sum(one.nbytes for one in self if one.ranks != ranks)
 
     def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""

@@ -14,10 +14,11 @@ import os
 import selectors
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
-from memckpt.agent.group_state import GroupState, Tell
+from memckpt.agent.group_state import GroupState
 from memckpt.agent.group_states import GroupStates
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
@@ -119,17 +120,7 @@ class Agent:
         self._inbox: collections.deque[tuple[tuple[int, ...], Message]] = collections.deque()
         self._standbys_inbox: collections.deque[tuple[StandbyKey, Message]] = collections.deque()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._groups = GroupStates(
-            address.node,
-            self._teller,
-            self._notify,
-            lambda what, received, ended: HelperProcess(
-                "memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended
-            ),
-            self._checkpoint_failed,
-            lambda group: self._peers.redo_limit(group),
-            lambda: self._peers.held_bytes,
-        )
+        self._groups = GroupStates(address.node, self)
         self._standbys = StandbyReplicas(
             address.node,
             self._notify_of_standby,
@@ -149,6 +140,15 @@ class Agent:
         #: Training has finished: its final step has to be in storage first, whatever time that takes.
         self._finishing = False
         self._saved_alone = False
+
+    def start_writer(
+        self,
+        what: Literal["checkpoints", "records"],
+        received: Callable[[Message], None],
+        ended: Callable[[str], None],
+    ) -> HelperProcess:
+        """Start a process that writes."""
+        return HelperProcess("memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended)
 
     # Life
 
@@ -173,7 +173,7 @@ class Agent:
 
     def leave(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
-        self._notify((), StopRequest(reason))
+        self.notify((), StopRequest(reason))
 
     def _linger_left(self) -> float | None:
         """Seconds until lingering ends; None while a trainer is here."""
@@ -231,7 +231,8 @@ class Agent:
             url, lambda answer: self._connections.answer(connection, answer), training is not None, ahead
         )
 
-    def _checkpoint_failed(self) -> None:
+    def checkpoint_failed(self) -> None:
+        """A checkpoint could not be written: what nobody else will write is tried again."""
         if self._saved_alone:
             self._saved_alone = False
             self._groups.retry_later()
@@ -289,33 +290,42 @@ class Agent:
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
             self._connections.answer(connection, message)
 
-    def _teller(self, ranks: tuple[int, ...]) -> Tell:
-        """What tells the trainers of some ranks."""
-
-        def tell(message: Message, *, besides: int | None = None, fd: int | None = None) -> None:
-            for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
-                trainer = connection.trainer
-                if trainer is not None and trainer.unit == ranks and trainer.rank != besides:
-                    self._connections.answer(connection, message, [fd] if fd is not None else None)
-
-        return tell
+    def tell(
+        self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
+    ) -> None:
+        """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
+        for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
+            trainer = connection.trainer
+            if trainer is not None and trainer.unit == ranks and trainer.rank != besides:
+                self._connections.answer(connection, message, [fd] if fd is not None else None)
 
     # Peers
 
     def _watermark_advanced(self, advanced: WatermarkAdvanced) -> None:
-        for group in self._groups:
-            group.raise_redo_limit()
+        self._raise_redo_limits()
         self._tell_trainers(advanced)
 
     def _replicator_lost(self, reason: str) -> None:
-        for group in self._groups:
-            group.raise_redo_limit()  # some may have waited for its answer
+        self._raise_redo_limits()  # some may have waited for its answer
         self._tell_trainers(ReplicatorLost(reason))
+
+    def _hand_to_peers(self, group: GroupState) -> None:
+        """Something of a group is whole: peers get it, and say up to where it may be redone."""
+        self._peers.sync(group)
+        group.raise_redo_limit(self._peers.redo_limit(group))
+
+    def _raise_redo_limits(self) -> None:
+        for group in self._groups:
+            group.raise_redo_limit(self._peers.redo_limit(group))
+
+    def bytes_for_peers(self) -> int:
+        """Memory that holds other nodes' records, in bytes."""
+        return self._peers.held_bytes
 
     # From redo threads and from signal handlers
 
-    def _notify(self, ranks: tuple[int, ...], message: Message) -> None:
-        """Hand a message to the loop, from any thread."""
+    def notify(self, ranks: tuple[int, ...], message: Message) -> None:
+        """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._inbox.append((ranks, message))
         self._wake()
 
@@ -354,7 +364,7 @@ class Agent:
             if isinstance(message, Alarm):
                 _log.error("%s", message.reason)
                 group.let_go()
-            self._teller(ranks)(message)
+            self.tell(ranks, message)
 
     # Messages
 
@@ -409,7 +419,7 @@ class Agent:
                 trainer.next_record = message.record + 1
                 self._committed_at = time.monotonic()
                 group.generation_committed(trainer.rank, message)
-                self._peers.sync(group)
+                self._hand_to_peers(group)
                 self._groups.make_slots(self._attempt)
             case Commit():
                 trainer.next_record = message.record + 1
@@ -417,12 +427,13 @@ class Agent:
                 before = message.stall_ms if self._stall_ms is None else self._stall_ms
                 self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
                 group.commit(trainer.rank, message, self._attempt)
-                self._peers.sync(group)
+                self._hand_to_peers(group)
                 self._groups.make_slots(self._attempt)
             case Listen():
                 self._connections.answer(connection, self._peers.listen(message))
             case Join():
                 self._peers.join(message)
+                self._raise_redo_limits()
             case AskPhases():
                 ranks = self._attempt.local_ranks
                 answer, fd = self._peers.phases(ranks.index(trainer.rank), len(ranks))
@@ -459,7 +470,7 @@ class Agent:
         """All of its ranks get the answer at once: until then one of them may still read the state before."""
         answer = group.advance(trainer.rank, message)
         if answer is not None:
-            self._teller(trainer.unit)(answer)
+            self.tell(trainer.unit, answer)
 
     def _order_generation(self, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
         assert asker.trainer is not None
@@ -499,7 +510,7 @@ class Agent:
         self._connections.answer(connection, Inventory(held, os.getpid()), [self._life.fd])
         if hello.rejoining and len(hello.unit) > 1 and set(hello.unit) <= set(self._attempt.trainers):
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
-            self._teller(hello.unit)(Begin(hello.next_record + 1, "a new agent took over"))
+            self.tell(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
 
     def _save_record(self, connection: Connection, message: SaveRecord) -> None:
         def answer(saved: Saved | SaveFailed) -> None:

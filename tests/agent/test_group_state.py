@@ -23,7 +23,6 @@ from memckpt.protocol.trainer import (
     GenerationCommit,
     Hello,
     Launcher,
-    Message,
     Prepare,
     Resume,
     Saved,
@@ -32,13 +31,10 @@ from memckpt.protocol.trainer import (
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import Filled, Process, spec_of
 
 T1, T2 = Timeline(1, "a"), Timeline(2, "b")
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 @dataclass
@@ -50,7 +46,7 @@ class Unit:
     group: GroupState = field(init=False)
     spec: StateSpec = field(init=False)
     attempt: Attempt = field(init=False)
-    told: list[Message] = field(default_factory=list)
+    host: QuietHost = field(default_factory=QuietHost)
 
     def __post_init__(self) -> None:
         self.spec = msgspec.structs.replace(spec_of(self.ranks, self.world_size), replicas=self.ranks)
@@ -59,11 +55,8 @@ class Unit:
             "n",
             self.ranks,
             f"n.rank{self.ranks[0]}",
-            tell=lambda message, **kwargs: self.told.append(message),
-            notify=nothing,
-            start_writer=nothing,  # type: ignore[arg-type]
-            save_failed=nothing,
-            announce=nothing,
+            self.host,
+            self.host,
         )
 
     def begins(self, rank: int, record: int) -> None:
@@ -196,7 +189,7 @@ def test_going_back_behind_the_newer_generation_drops_it() -> None:
 
 def introduced(*units: tuple[int, ...]) -> GroupStates:
     """A node's groups after ranks of these units have come."""
-    groups = GroupStates("n", lambda ranks: nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
+    groups = GroupStates("n", QuietHost())
     for unit in units:
         groups.introduce(Hello(1, "a", unit[0], 2, (0, 1), unit, Launcher(0, 0, 0), ()))
     return groups
@@ -255,7 +248,7 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._processes: list[Process] = []
-        self.groups = GroupStates("n", lambda ranks: nothing, nothing, self._start, nothing)
+        self.groups = GroupStates("n", QuietHost(self._start))
 
     def _start(self, what: str, received: Any, ended: Any) -> HelperProcess:
         self._processes.append(Process(received, ended))

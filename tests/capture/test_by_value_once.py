@@ -36,6 +36,7 @@ from memckpt.state.layout import DIGEST_BYTES, Layout, OptimizerSpec, OwnerSpec,
 from memckpt.state.received import read_spec
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
+from tests.support.cluster.host import QuietHost
 
 # Who shares, and what that takes
 
@@ -342,11 +343,7 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.attempt = Attempt("n", self.spec.world_size, tuple(range(self.spec.world_size)))
-        nothing: Any = lambda *args, **kwargs: None  # noqa: E731
-        self.group = GroupState(
-            "n", self.spec.local_ranks, "n", tell=nothing, notify=nothing, start_writer=nothing,
-            save_failed=nothing, announce=nothing,
-        )  # fmt: skip
+        self.group = GroupState("n", self.spec.local_ranks, "n", QuietHost(), QuietHost())
 
 
 class Trainer:

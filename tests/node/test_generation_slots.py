@@ -29,27 +29,29 @@ from memckpt.protocol.trainer import (
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
+from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import spec_of
 
 Units = list[tuple[int, ...]]
 
 
-class Node:
+class Node(QuietHost):
     """The agent of a node in which ranks begin generations and commit records, and wait where they have to.
 
     Attributes:
         waiting: ranks that have written a start and do not go on before its slots are there.
-        told: what has been told to each unit, oldest first.
+        heard: what each unit has been told, oldest first.
     """
 
     def __init__(self, units: Units, world_size: int | None = None, budget: int | None = None) -> None:
+        super().__init__()
         ranks = tuple(rank for unit in units for rank in unit)
         self.units = {rank: unit for unit in units for rank in unit}
         self.world_size = world_size or len(ranks)
         self.budget = budget
         self.waiting: set[int] = set()
-        self.told: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
-        self.groups = GroupStates("n", self._teller, nothing, nothing, nothing)  # type: ignore[arg-type]
+        self.heard: dict[tuple[int, ...], list[Message]] = {unit: [] for unit in units}
+        self.groups = GroupStates("n", self)
         self.attempt = Attempt("a", self.world_size, ranks)
         for rank, unit in self.units.items():
             hello = Hello(1, "a", rank, self.world_size, ranks, unit, Launcher(0, 0, 0), ())
@@ -57,13 +59,12 @@ class Node:
             trainer = TrainerHandle(rank, unit, None, None, Launcher(0, 0, 0), 1)  # type: ignore[arg-type]
             self.attempt.trainers[rank] = trainer
 
-    def _teller(self, ranks: tuple[int, ...]) -> Callable[..., None]:
-        def tell(message: Message, **settings: Any) -> None:
-            self.told[ranks].append(message)
-            if isinstance(message, SlotsMade):
-                self.waiting -= set(ranks)
-
-        return tell
+    def tell(
+        self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
+    ) -> None:
+        self.heard[ranks].append(message)
+        if isinstance(message, SlotsMade):
+            self.waiting -= set(ranks)
 
     def spec(self, rank: int) -> StateSpec:
         unit = self.units[rank]
@@ -129,10 +130,6 @@ class Node:
     def generations(self, rank: int) -> int:
         group = self.groups[self.units[rank]]
         return len(group.before) + (group.held is not None)
-
-
-def nothing(*arguments: Any, **settings: Any) -> None:
-    pass
 
 
 @pytest.fixture
@@ -223,7 +220,7 @@ def test_a_job_that_dies_keeps_the_old_one_though_both_do_not_fit(node: Callable
     one.begins(0, 2)
     assert one.waiting == {0}
     one.leaves(1)
-    assert "agent.memory_budget_bytes" in one.told[0,][-1].problem  # type: ignore[union-attr]
+    assert "agent.memory_budget_bytes" in one.heard[0,][-1].problem  # type: ignore[union-attr]
     assert one.held(0) == [1, 2]
     assert one.held(1) == [1]
 
@@ -245,7 +242,7 @@ def test_where_both_do_not_fit_the_old_one_goes_and_that_is_said(node: Callable[
     one.begins(0, 2)
     assert not one.waiting
     assert one.held(0) == [2]
-    gaps = [message for message in one.told[0,] if isinstance(message, Gap)]
+    gaps = [message for message in one.heard[0,] if isinstance(message, Gap)]
     assert ["agent.memory_budget_bytes" in gap.reason for gap in gaps] == [True]
 
 
@@ -274,19 +271,19 @@ def test_no_memory_for_slots_is_said_to_all_and_the_start_stays(
     monkeypatch.setattr(Region, "reserve", reserve)
     for rank in (0, 1):
         one.begins(rank, 1)
-    assert one.told[0, 1][-1] == SlotsMade(1, problem="none left")
+    assert one.heard[0, 1][-1] == SlotsMade(1, problem="none left")
     assert one.held(0) == [1]
     failing.clear()
     for rank in (0, 1):
         one.begins(rank, 3)
-    assert one.told[0, 1][-1] == SlotsMade(2)
+    assert one.heard[0, 1][-1] == SlotsMade(2)
     assert one.held(0) == [3]
 
 
 def test_slots_of_a_generation_that_was_dropped_are_asked_for_in_vain(node: Callable[..., Node]) -> None:
     one = node([(0, 1)])
     one.asks(0, 7)
-    assert one.told[0, 1] == [SlotsMade(7, dropped=True)]
+    assert one.heard[0, 1] == [SlotsMade(7, dropped=True)]
 
 
 @pytest.mark.parametrize("units", [[(0,), (1,), (2,)], [(0, 1), (2,)], [(0, 1, 2)]], ids=["alone", "two", "all-share"])
