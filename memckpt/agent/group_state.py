@@ -177,13 +177,13 @@ class GroupState:
         return HeldRecords(
             node=self._node,
             records=tuple(records),
-            steps=tuple(generation.step_of(record) or 0 for record, generation in records.items()),
+            steps=tuple(generation.ledger.step_of(record) or 0 for record, generation in records.items()),
             ranks=self.ranks,
             history=self._history,
             world_size=held.spec.world_size,
             digest=held.spec.digest(),
             sharding=held.spec.sharding(),
-            newest=min(held.committed.values()) if records else 0,
+            newest=held.common if records else 0,
             replicas=held.spec.replicas,
         )
 
@@ -243,7 +243,7 @@ class GroupState:
             spec=held.spec,
             record=record,
             metas=metas,
-            rank_states=held.rank_states(record),
+            rank_states=held.ledger.rank_states(record),
             missing=missing,
             plain=plain,
             before=self._before,
@@ -268,8 +268,10 @@ class GroupState:
         held = self.stand_at(record, behind=int(repeated))
         if repeated:
             metas = () if held.replica is not None else held.metas_for(record - 1)
-            meta = held.meta_of(record)
-            self._before = Before(metas, meta, held.rank_states(record - 1), held.step_of(record - 1) or 0)
+            meta = held.ledger.meta_of(record)
+            self._before = Before(
+                metas, meta, held.ledger.rank_states(record - 1), held.ledger.step_of(record - 1) or 0
+            )
 
     def advance(self, rank: int, message: Advance) -> Advanced | None:
         """A rank does not need the state before the resumed record any more; the answer once no rank does."""
@@ -340,7 +342,7 @@ class GroupState:
         if self.held is not None and self.held.complete:
             self.held.raise_redo_limit(record)
             if self.before:
-                self._let_go_up_to(max(self.held.committed.values()))
+                self._let_go_up_to(self.held.newest)
 
     def generation_committed(self, rank: int, message: GenerationCommit) -> None:
         """A rank has written its part of a new generation."""

@@ -25,7 +25,7 @@ def add_holdings(status: Status, groups: list[GroupState]) -> Status:
         mode=first.spec.mode if first is not None else "",
         mode_reason=first.reason if first is not None else "",
         every=first.spec.every if first is not None else 1,
-        committed=tuple(sorted((rank, record) for one in generations for rank, record in one.committed.items())),
+        committed=tuple(sorted((rank, record) for one in generations for rank, record in one.ledger.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),
         held_bytes=sum(one.nbytes for one in groups),

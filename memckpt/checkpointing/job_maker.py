@@ -142,7 +142,7 @@ class JobMaker:
             spec=spec,
             source=source,
             generation=generation.number,
-            rank_states=generation.rank_states(record),
+            rank_states=generation.ledger.rank_states(record),
             keep_last=config.keep_last,
             keep_every_steps=config.keep_every_steps,
             by_value_base=by_value_base,
@@ -166,4 +166,4 @@ def _room_for_copy(generation: Generation, record: int) -> Region | None:
 
 
 def _with_static(generation: Generation, regions: list[Region]) -> list[Region]:
-    return [*regions, generation.static] if generation.static is not None else regions
+    return [*regions, generation.regions.static] if generation.regions.static is not None else regions

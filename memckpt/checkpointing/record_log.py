@@ -183,7 +183,7 @@ class RecordLog:
             self._break("the process that writes records has failed")
             return
         self._generation = generation
-        newest = min(generation.committed.values())
+        newest = generation.common
         last = self._stretch.last if self._stretch is not None else newest - 1
         for number in range(last + 1, newest + 1):
             record = generation.log_record(number)
@@ -285,7 +285,7 @@ class RecordLog:
             reserve=snapshot_bytes(generation.layout),
             witness=self._witness,
         )
-        self._writer.send(opened, [generation.slots.fd])
+        self._writer.send(opened, [generation.regions.slots.fd])
         self._opened = first.timeline, generation.number
 
     @property

@@ -205,7 +205,7 @@ class Saver:
             return
         self.snapshots.drop(again=True)
         records = [one for one in standing_still(generation) if record is None or one <= record]
-        committed = min(generation.committed.values(), default=0)
+        committed = generation.common
         if generation.ring.disagreed(committed):
             _log.warning("record %d does not go to storage: its ranks do not agree on what is held once", committed)
         if not records or storage.has(records[-1]):

@@ -125,8 +125,8 @@ class Schedule:
         self._by_announcement = config.every_steps is None and elsewhere
         if config.every_steps is not None and not (one and (self.at_once or unbased)):
             # A record's number may differ from the framework's step; the difference stays while training runs.
-            newest = max(generation.committed.values())
-            step = generation.step_of(newest)
+            newest = generation.newest
+            step = generation.ledger.step_of(newest)
             offset = step - newest if step is not None else 0
             record = ahead + (-(ahead + offset)) % config.every_steps
             # Not long before: memory for the copy is taken when it is ordered, and somebody else may want one.

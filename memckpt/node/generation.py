@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.budget import check_budget
-from memckpt.memory.region import Region
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
+from memckpt.node.ledger import Ledger, RankStates
 from memckpt.protocol.trainer import (
     Commit,
     GenerationCommit,
@@ -64,20 +65,7 @@ class Generation:
             raise UnsupportedError(
                 f"expected at most {max_local_ranks()} ranks on a node, found {len(spec.local_ranks)}"
             )
-        layout = self.layout
-        detail = (
-            f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "
-            f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
-        )
-        by_value = layout.by_value_slot_bytes * layout.by_value_ring
-        if by_value > layout.total_bytes // 10:
-            detail += (
-                f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
-                f"{layout.by_value_ring} records"
-            )
-            own = len(spec.by_value) - len(layout.shared)
-            detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
-            detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
+        layout, detail = self.layout, _in_words(self.layout)
         start = None if begins is None else layout.start_ranges(begins)
         later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
         if later:
@@ -88,22 +76,19 @@ class Generation:
         self._budget, self._detail = budget, detail
         #: The record after which it begins, if only its start was reserved at first.
         self.begins = begins
-        self.static = self.replica_region = None
         self.replica: Replica | None = None
-        self.slots = Region.create("slots", layout.slots_bytes, start)
+        self.regions = GenerationRegions.create(layout, start)
         try:
-            self.static = Region.create("static", layout.static_bytes) if layout.static_bytes else None
-            self.replica_region = Region.create("replica", layout.replica_bytes) if layout.replica_bytes else None
-            self.ring = SlotRing(self.slots, layout, number)
-            if self.replica_region is not None:
+            self.ring = SlotRing(self.regions.slots, layout, number)
+            if self.regions.replica is not None:
                 from memckpt.node.replica import Replica
 
-                self.replica = Replica(layout, self.slots, self.replica_region, self.ring, threads, notify)
+                self.replica = Replica(layout, self.regions.slots, self.regions.replica, self.ring, threads, notify)
         except BaseException:  # raised again: nobody else knows of these regions
             self.close()
             raise
         for region in self.regions:
-            if self.whole or region is not self.slots:
+            if self.whole or region is not self.regions.slots:
                 region.populate_in_background()
         #: Why its mode was chosen, in words.
         self.reason = ""
@@ -111,21 +96,12 @@ class Generation:
         self.complete = False
         #: Whether other nodes have given it back.
         self._fetched = False
-        self.committed: dict[int, int] = {}
+        self.ledger = Ledger(spec.local_ranks)
         self._started: set[int] = set()
         self._missing: tuple[tuple[int, int, str], ...] = ()
         self._plain = b""
-        self._metas: dict[int, bytes] = {}
-        self._rank_states: dict[int, dict[int, bytes]] = {}
-        self._steps: dict[int, int] = {}
-        #: A record whose rank states are needed for longer: that of a snapshot.
-        self.pinned: int | None = None
         #: Up to which record redo may go on as far as peers are concerned; None: as far as it likes.
         self.redo_limit: int | None = None
-
-    @property
-    def regions(self) -> list[Region]:
-        return [region for region in (self.slots, self.static, self.replica_region) if region is not None]
 
     @property
     def nbytes(self) -> int:
@@ -149,15 +125,14 @@ class Generation:
         if self.whole:
             return
         check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, self._detail)
-        self.slots.reserve("slots")
+        self.regions.slots.reserve("slots")
         self._later_bytes = 0
-        self.slots.populate_in_background()
+        self.regions.slots.populate_in_background()
 
     def close(self) -> None:
         if self.replica is not None:
             self.replica.close()
-        for region in self.regions:
-            region.close()
+        self.regions.close()
 
     # What the ranks commit
 
@@ -175,7 +150,7 @@ class Generation:
         self.base = message.record
         if rank == self.spec.local_ranks[0]:
             first = message.record - len(message.metas) + 1
-            self._metas.update({first + index: meta for index, meta in enumerate(message.metas)})
+            self.ledger.add_metas({first + index: meta for index, meta in enumerate(message.metas)})
             self._missing, self._plain = message.missing, message.plain
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
         self._started.add(rank)
@@ -183,8 +158,9 @@ class Generation:
         self.complete = self._all_started and self.agrees(message.record)
         if self.complete and self.replica is not None:
             self.replica.begin(message.record, self._missing, self._plain)
-            for record in sorted(number for number in self._metas if number > message.record):
-                self.replica.offer(record, self._metas[record])
+            for record, meta in sorted(self.ledger.metas.items()):
+                if record > message.record:
+                    self.replica.offer(record, meta)
         if self.complete:
             self._let_redo_go_on()
         return self.complete
@@ -200,7 +176,7 @@ class Generation:
     def commit(self, rank: int, message: Commit) -> None:
         """A rank's part of a record is whole."""
         if message.meta:
-            self._metas[message.record] = message.meta
+            self.ledger.add_metas({message.record: message.meta})
             if self.replica is not None and self.complete:
                 self.replica.offer(message.record, message.meta)
         self._keep_rank_state(rank, message.record, message.step, message.rank_state)
@@ -212,19 +188,22 @@ class Generation:
             self._let_redo_go_on()
 
     def _keep_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
-        self.committed[rank] = record
-        self._rank_states.setdefault(record, {})[rank] = state
-        self._steps[record] = step
-        newest = max(self.committed.values())
+        self.ledger.add_rank_state(rank, record, step, state)
+        newest = self.newest
         captured = self._captured()
         # A resume at a captured record compares the rank state of the next one with what training makes of it.
-        kept = {self.pinned, *captured, *(number + 1 for number in captured)}
-        for old in [number for number in self._rank_states if number < newest - self.spec.slots and number not in kept]:
-            del self._rank_states[old]
-            self._steps.pop(old, None)
-        oldest = newest - self.layout.ring * self.spec.every
-        for old in [number for number in self._metas if number < oldest and number not in kept]:
-            del self._metas[old]
+        kept = {*captured, *(number + 1 for number in captured)}
+        self.ledger.drop_before(newest - self.spec.slots, newest - self.layout.ring * self.spec.every, kept)
+
+    @property
+    def newest(self) -> int:
+        """The newest record that a local rank has committed; 0 if none has."""
+        return max(self.ledger.committed.values(), default=0)
+
+    @property
+    def common(self) -> int:
+        """The newest record that every local rank has committed, of those that have committed one; 0 if none has."""
+        return min(self.ledger.committed.values(), default=0)
 
     def _captured(self) -> list[int]:
         """In mode ``"capture"``: the newest records with a slot, oldest first; one more than there are slots.
@@ -234,13 +213,9 @@ class Generation:
         if self.spec.mode != "capture" or self.base is None:
             return []
         every = self.spec.every
-        found = [number for number in self._rank_states if number == self.base or number % every == 0]
+        known = self.ledger.records_with_states
+        found = [number for number in known if number == self.base or number % every == 0]
         return sorted(number for number in found if number >= self.base)[-self.layout.ring - 1 :]
-
-    def amend(self, rank: int, record: int, rank_state: bytes) -> None:
-        """A rank has captured more of its state after a record than its commit had."""
-        if rank in self._rank_states.get(record, {}):
-            self._rank_states[record][rank] = rank_state
 
     def _let_redo_go_on(self) -> None:
         """Apply what every rank everywhere has committed.
@@ -248,11 +223,11 @@ class Generation:
         With several ranks that is known of record t only when one of ours has committed t + 1: it could do so only
         with gradients that needed every rank's commit of t.
         """
-        if self.replica is None or len(self.committed) < len(self.spec.local_ranks):
+        if self.replica is None or len(self.ledger.committed) < len(self.spec.local_ranks):
             return
-        limit = min(self.committed.values())
+        limit = self.common
         if self.spec.world_size > 1:
-            limit = min(limit, max(self.committed.values()) - 1)
+            limit = min(limit, self.newest - 1)
         if self.redo_limit is not None:
             limit = min(limit, self.redo_limit)
         # A step can be repeated only while the state before it is still there, that of the oldest that may be resumed.
@@ -273,7 +248,7 @@ class Generation:
     def _producible(self) -> list[int]:
         if self.base is None:
             return []
-        newest, common = max(self.committed.values()), min(self.committed.values())
+        newest, common = self.newest, self.common
         if self.spec.mode == "capture":
             return [record for record in self._captured() if record <= common and self._is_whole(record)]
         # The slot of newest + 1 had this record. While training waits for peers it still has, and then the watermark
@@ -282,13 +257,10 @@ class Generation:
         oldest = newest - self.spec.slots + filling
         if self.replica is not None:
             oldest = max(self.replica.applied, oldest + 1)
-        ranks = set(self.spec.local_ranks)
         return [
             record
             for record in range(max(oldest, self.base), common + 1)
-            if set(self._rank_states.get(record, ())) >= ranks
-            and self._has_by_value(record)
-            and self._has_window(record)
+            if self.ledger.knows(record) and self._has_by_value(record) and self._has_window(record)
         ]
 
     def agrees(self, record: int) -> bool:
@@ -298,7 +270,7 @@ class Generation:
     def _is_whole(self, record: int) -> bool:
         """Whether a captured record is known with all that belongs to it, and its slot still holds it."""
         sealed = self._is_sealed(record) and self._has_by_value(record)
-        return self.knows(record) and record in self._metas and sealed
+        return self.ledger.knows(record) and record in self.ledger.metas and sealed
 
     def _is_sealed(self, record: int) -> bool:
         """Whether the slot of a record holds it, and is not being filled with a later one."""
@@ -323,19 +295,19 @@ class Generation:
         Virtual ones of a replica are among them as long as it stands at the base.
         """
         assert self.base is not None
+        ledger = self.ledger
         if self.spec.mode == "capture":
-            captured = [number for number in self._captured() if self._is_whole(number)]
-            return {n: (self._steps[n], self._metas[n], dict(self._rank_states[n])) for n in captured}
-        newest = min(self.committed.values())
+            return {number: ledger.sendable(number) for number in self._captured() if self._is_whole(number)}
         found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
         virtual = range(self.base - self.spec.period + 1, self.base + 1)
         if self.replica is not None and self.replica.stands_at(self.base):
             found |= {number: (0, b"", {}) for number in virtual[:-1]}
-            found[self.base] = (self._steps.get(self.base, 0), b"", dict(self._rank_states[self.base]))
-        oldest = newest + 2 - self.layout.ring  # the slot that is being filled is that of the one before
-        for number, meta in sorted(self._metas.items()):
-            if oldest <= number <= newest and (self.replica is None or number > self.base):
-                found[number] = (self._steps.get(number, 0), meta, dict(self._rank_states.get(number, {})))
+            step, _, rank_states = ledger.sendable(self.base)
+            found[self.base] = (step, b"", rank_states)
+        oldest = self.common + 2 - self.layout.ring  # the slot that is being filled is that of the one before
+        for number in sorted(ledger.metas):
+            if oldest <= number <= self.common and (self.replica is None or number > self.base):
+                found[number] = ledger.sendable(number)
         return found
 
     def refill(
@@ -354,11 +326,13 @@ class Generation:
         Raises:
             DamagedStateError: it is not all there.
         """
-        states = {record: (step, rank_states)} | ({record - 1: before} if before is not None else {})
+        states = {record: RankStates(step, rank_states)}
+        if before is not None:
+            states[record - 1] = RankStates(*before)
         base = min(states)
         window = range(base - self.spec.period + 1, record + 1)
         missing = [number for number in window if not metas.get(number)]
-        lacking = sorted({rank for _, known in states.values() for rank in {*self.spec.local_ranks} - known.keys()})
+        lacking = sorted({rank for one in states.values() for rank in {*self.spec.local_ranks} - one.by_rank.keys()})
         if missing or lacking:
             raise DamagedStateError(
                 f"a fetched state: expected the records {window[0]} to {record} and the states of ranks "
@@ -367,12 +341,7 @@ class Generation:
         for number in window:
             for rank in self.spec.local_ranks:
                 self.ring.seal(number, rank, by_value=number >= base)
-        self._metas = {number: metas[number] for number in window}
-        self._rank_states = {
-            number: {rank: known[rank] for rank in self.spec.local_ranks} for number, (_, known) in states.items()
-        }
-        self._steps = {number: one for number, (one, _) in states.items()}
-        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+        self.ledger.replace({number: metas[number] for number in window}, states)
         self.base, self.complete = base, True
         self._fetched = True
 
@@ -402,60 +371,52 @@ class Generation:
         if self.replica is not None:
             self.replica.forget_beyond(record)
             self.replica.advance_to(record - behind)
-        for numbers in (self._metas, self._rank_states, self._steps):
-            for number in [n for n in numbers if n > record]:
-                del numbers[number]
-        self.committed = dict.fromkeys(self.spec.local_ranks, record)
+        self.ledger.drop_beyond(record)
 
     def metas_for(self, record: int) -> tuple[bytes, ...]:
         """The records that produce `record` lazily: the window of T that closes with it."""
-        first = record - self.spec.period + 1
-        return tuple(self._metas[number] for number in range(first, record + 1))
-
-    def meta_of(self, record: int) -> bytes:
-        """A record's scalars; empty where they are not known any more."""
-        return self._metas.get(record, b"")
-
-    def knows(self, record: int) -> bool:
-        """Whether the states of all local ranks after a record are still here."""
-        return set(self._rank_states.get(record, ())) >= set(self.spec.local_ranks)
-
-    def rank_states(self, record: int) -> dict[int, bytes]:
-        return dict(self._rank_states[record])
+        return self.ledger.metas_of(range(record - self.spec.period + 1, record + 1))
 
     def following(self, record: int) -> dict[int, dict[int, bytes]]:
         """Rank states of the records after a captured one, by record and rank."""
-        if self.spec.mode != "capture":
-            return {}
-        return {number: dict(states) for number, states in sorted(self._rank_states.items()) if number > record}
+        return self.ledger.rank_states_after(record) if self.spec.mode == "capture" else {}
 
     def log_record(self, record: int) -> LogRecord | None:
-        """What belongs to a record that was made in this generation, if all of it is still known."""
-        states = self._rank_states.get(record, {})
-        if self.base is None or record <= self.base or record not in self._metas:
-            return None
-        if set(states) < set(self.spec.local_ranks):
-            return None
-        return LogRecord(record, self._steps[record], self._metas[record], dict(states))
-
-    def step_of(self, record: int) -> int | None:
-        """The framework's step number of a record that is still known."""
-        return self._steps.get(record)
+        """Everything but the tensors of a record that was made in this generation, if all of it is still known."""
+        return self.ledger.log_record(record) if self.base is not None and record > self.base else None
 
     @property
     def records_held(self) -> int:
         """How many records' tensors are still in the log; the slot that is being filled is not among them."""
         if self.spec.mode == "capture":
             return min(len(self._captured()), self.layout.ring)
-        newest = max(self.committed.values(), default=0)
-        return sum(1 for record in self._metas if record > newest + 1 - self.layout.ring)
+        return sum(1 for record in self.ledger.metas if record > self.newest + 1 - self.layout.ring)
 
     def newest_step(self) -> int | None:
         """The step of the newest record whose state is held."""
         if self.spec.mode == "capture":
-            held = [record for record in self._captured() if self.knows(record)]
-            return self._steps[held[-1]] if held else None
-        return max(self._steps.values(), default=None)
+            held = [record for record in self._captured() if self.ledger.knows(record)]
+            return self.ledger.step_of(held[-1]) if held else None
+        return self.ledger.newest_step
+
+
+def _in_words(layout: Layout) -> str:
+    """What the memory of a generation is made of, for the message where there is not enough."""
+    spec = layout.spec
+    detail = (
+        f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "
+        f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
+    )
+    by_value = layout.by_value_slot_bytes * layout.by_value_ring
+    if by_value > layout.total_bytes // 10:
+        detail += (
+            f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
+            f"{layout.by_value_ring} records"
+        )
+        own = len(spec.by_value) - len(layout.shared)
+        detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
+        detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
+    return detail
 
 
 def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:

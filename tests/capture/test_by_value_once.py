@@ -401,7 +401,7 @@ class Trainer:
         generation = self.unit.group.prepare(self.rank, Prepare(spec, Timeline(1, "a"), 1, None, False, record))
         self.close()
         self.region, self.layout, self.number = (
-            Region.open(os.dup(generation.slots.fd)),
+            Region.open(os.dup(generation.regions.slots.fd)),
             Layout(spec),
             generation.number,
         )

@@ -164,7 +164,7 @@ class Held:
     def average(self, rank: int, record: int) -> Any:
         layout = self.generation.layout
         base = layout.by_value_base(record) + layout.by_value_offsets(rank)[0]
-        return tensor_at(self.generation.slots.map, base, (4,), "float32")
+        return tensor_at(self.generation.regions.slots.map, base, (4,), "float32")
 
     def has_window(self, record: int) -> bool:
         try:

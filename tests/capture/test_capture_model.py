@@ -69,7 +69,7 @@ class Ring(RuleBasedStateMachine):
     def value(self, record: int) -> Any:
         offset = self.generation.layout.slot_offset(record)
         piece = self.generation.layout.due(record)[0]
-        return tensor_at(self.generation.slots.map, offset + piece.offset, (4,), "float32")
+        return tensor_at(self.generation.regions.slots.map, offset + piece.offset, (4,), "float32")
 
     def write(self, rank: int, record: int) -> None:
         self.generation.ring.open_for_writing(record, rank)
@@ -117,7 +117,7 @@ class Ring(RuleBasedStateMachine):
         for record in held:
             assert record == self.base or self.captured(record)
             assert self.value(record).tolist() == [float(record)] * 4
-            states = self.generation.rank_states(record)
+            states = self.generation.ledger.rank_states(record)
             assert states == dict.fromkeys(self.spec.local_ranks, b"%d" % record)
             assert self.generation.metas_for(record) == (meta_of(record),)
 

@@ -46,7 +46,7 @@ class Agent:
         found = []
         while self._process.sent:
             message = self._process.sent.popleft()
-            fds = [os.dup(self._filled.held.slots.fd)] if isinstance(message, OpenLog) else []
+            fds = [os.dup(self._filled.held.regions.slots.fd)] if isinstance(message, OpenLog) else []
             found.append((message, fds))
         return found
 

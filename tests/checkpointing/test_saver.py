@@ -184,8 +184,8 @@ def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None
     record = node.train_until_ordered()
     assert record == 10
     node.train(60)
-    assert not node.held.knows(record + 1), "those of other records must go, or memory would fill"
-    assert node.held.knows(record)
+    assert not node.held.ledger.knows(record + 1), "those of other records must go, or memory would fill"
+    assert node.held.ledger.knows(record)
     node.copy(record)
     (save,) = node.saves
     assert (save.part.record, save.part.step) == (10, 110)
@@ -193,7 +193,7 @@ def test_rank_states_of_a_snapshot_stay_until_it_is_described(make: Any) -> None
     node.saved()
     node.train_until_ordered()
     node.train(10)
-    assert not node.held.knows(record), "they are kept for one snapshot at a time"
+    assert not node.held.ledger.knows(record), "they are kept for one snapshot at a time"
 
 
 def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(make: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(ma
     region = node.saver.snapshots._current.region
     node.held.pinned = None  # whatever has let go of them
     node.train(19)
-    assert not node.held.knows(3)
+    assert not node.held.ledger.knows(3)
     node.copy(3)
     assert node.saves == []
     assert region.fd < 0
@@ -218,7 +218,7 @@ def test_the_same_for_one_that_somebody_waits_for(make: Any) -> None:
     answers: list[Any] = []
     node.saver.save_to("elsewhere", answers.append, node.held, training=True)
     node.train_until_ordered()
-    node.held.pinned = None
+    node.held.ledger.pinned = None
     node.train(20)
     node.copy(node.orders[-1].record)
     assert answers == []

@@ -46,14 +46,14 @@ class Job:
     def commit(self, record: int) -> None:
         layout = self.held.layout
         start = layout.slot_offset(record) + layout.gradient_offset(0, 0, 0)
-        self.held.slots.map[start : start + 16] = struct.pack("4f", *[1.0] * 4)
+        self.held.regions.slots.map[start : start + 16] = struct.pack("4f", *[1.0] * 4)
         self.held.ring.seal(record, 0)
         meta = encode_meta(RecordMeta(record, record - 1, False, (SubStep(0, 0, self._groups),)))
         self.held.commit(0, Commit(1, record, record, b"state", meta))
 
     @property
     def value(self) -> float:
-        region = self.held.replica_region
+        region = self.held.regions.replica
         assert region is not None
         return float(struct.unpack_from("f", region.map, 0)[0])
 

@@ -160,7 +160,8 @@ def dies_of(kind: type) -> type[FakeReplicator]:
 def eager_holding(base: int, newest: int, slots: int) -> Any:
     """Stands for a group with a generation that is complete."""
     held = SimpleNamespace(
-        complete=True, base=base, committed={0: newest}, number=1, replica=None, regions=(), sendable=dict,
+        complete=True, base=base, ledger=SimpleNamespace(committed={0: newest}), newest=newest, common=newest,
+        number=1, replica=None, regions=(), sendable=dict,
         spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
         log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
     )  # fmt: skip

@@ -42,8 +42,8 @@ def by_value(group: GroupState, snapshot: Snapshot, name: str) -> StateTaken:
         record=record,
         generation=name,
         spec=held.spec,
-        step=held.step_of(record) or 0,
-        rank_states=held.rank_states(record),
+        step=held.ledger.step_of(record) or 0,
+        rank_states=held.ledger.rank_states(record),
         missing=snapshot.missing,
         plain=snapshot.plain,
         history=group.history,
@@ -107,9 +107,9 @@ def hand_out(
         missing, plain = held.replica.describe_state()
     else:
         metas = held.metas_for(base)
-    metas += tuple(held.meta_of(number) for number in range(base + 1, record + 1))
+    metas += tuple(held.ledger.meta_of(number) for number in range(base + 1, record + 1))
     records = {
-        number: (held.step_of(number) or 0, meta, held.rank_states(number) if number >= base else {})
+        number: (held.ledger.step_of(number) or 0, meta, held.ledger.rank_states(number) if number >= base else {})
         for number, meta in zip(range(base - held.spec.period + 1, record + 1), metas, strict=True)
     }
     return SendGeneration(

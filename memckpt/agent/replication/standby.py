@@ -160,7 +160,7 @@ class StandbyReplica:
         return HeldRecords(
             node=node,
             records=tuple(records),
-            steps=tuple(self.generation.step_of(record) or 0 for record in records),
+            steps=tuple(self.generation.ledger.step_of(record) or 0 for record in records),
             ranks=opened.ranks,
             history=opened.history,
             world_size=spec.world_size,

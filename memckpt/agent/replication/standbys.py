@@ -118,7 +118,7 @@ class StandbyReplicas:
         An owner has a record only once the one D before it was acknowledged for every node, known here or not: an
         agent that is new in its attempt has yet to hear of it. One that does not wait goes back no further itself.
         """
-        newest = max(standby.generation.committed.values(), default=0)
+        newest = standby.generation.newest
         return max(self._watermark, newest - standby.opened.spec.slots)
 
     # Messages of the replicator

@@ -446,29 +446,29 @@ class Pair:
         assert held.replica is not None
         held.replica.advance_to(record)
         held.replica.freeze()
-        assert held.rank_states(record) == {RANKS[0]: f"state {record}".encode()}
-        assert held.step_of(record) == 10 * record
+        assert held.ledger.rank_states(record) == {RANKS[0]: f"state {record}".encode()}
+        assert held.ledger.step_of(record) == 10 * record
         truth, layout = self.training.truth[record], held.layout
-        assert held.replica_region is not None
+        assert held.regions.replica is not None
         missing, encoded = held.replica.describe_state()
         plain = codec.decode(encoded) if encoded else {}
         for index, (param, (offset, states)) in enumerate(zip(layout.spec.params, layout.replica_offsets, strict=True)):
             tensor, name = param.tensor, param.tensor.name
-            found = tensor_at(held.replica_region.map, offset, tensor.shape, tensor.dtype)
+            found = tensor_at(held.regions.replica.map, offset, tensor.shape, tensor.dtype)
             assert torch.equal(found, truth["tensors"][name]), f"{name} after record {record}"
             expected = truth["states"].get(name, {})
             for state in param.owners[0].state:
                 if (index, 0, state.key) in missing:
                     assert state.key not in expected, f"{name} has no {state.key} after record {record}"
                     continue
-                found = tensor_at(held.replica_region.map, states[0, state.key], state.shape, state.dtype)
+                found = tensor_at(held.regions.replica.map, states[0, state.key], state.shape, state.dtype)
                 assert torch.equal(found, expected[state.key]), f"{name}'s {state.key} after record {record}"
             assert plain.get(index, {}).get(0, {}) == truth["plain"].get(name, {})
         base = layout.by_value_base(record)
         mean = tensor_at(held.slots.map, base + layout.by_value_offsets(RANKS[0])[0], (2,), "float32")
         assert torch.equal(mean, truth["tensors"]["mean"]), f"mean after record {record}"
-        assert held.static is not None
-        fixed = tensor_at(held.static.map, 0, (4,), "float32")
+        assert held.regions.static is not None
+        fixed = tensor_at(held.regions.static.map, 0, (4,), "float32")
         assert torch.equal(fixed, truth["tensors"]["fixed"])
 
 

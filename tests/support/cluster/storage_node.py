@@ -88,7 +88,7 @@ class Filled:
             self._ring.open_for_writing(record, rank)
         layout = self.held.layout
         start = layout.slot_offset(record) + layout.gradient_offset(0, 0, 0)
-        self.held.slots.map[start : start + 16] = struct.pack("4f", *[value] * 4)
+        self.held.regions.slots.map[start : start + 16] = struct.pack("4f", *[value] * 4)
 
     def commit(self, record: int | None = None, value: float = 0.0, ranks: Sequence[int] | None = None) -> int:
         """Commit a record (None: the next one) for ranks (None: all of the node); returns its number."""

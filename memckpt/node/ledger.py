@@ -1,0 +1,127 @@
+"""Metadata of one generation's records: everything that belongs to them beside their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from memckpt.protocol.writer import LogRecord
+
+
+class RankStates(NamedTuple):
+    """Encoded rank states after a record, by rank, and the record's step."""
+
+    step: int
+    by_rank: dict[int, bytes]
+
+
+class Ledger:
+    """Scalars, steps and rank states of records, as far as they may still be needed.
+
+    Args:
+        ranks: the local ranks that commit to it.
+
+    Attributes:
+        committed: the newest record of each rank that has committed one.
+        pinned: a record whose rank states are kept until it is reset, for a snapshot; None: no record.
+    """
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self._ranks = ranks
+        self.committed: dict[int, int] = {}
+        self.pinned: int | None = None
+        self._metas: dict[int, bytes] = {}
+        self._rank_states: dict[int, dict[int, bytes]] = {}
+        self._steps: dict[int, int] = {}
+
+    # What ranks commit
+
+    def add_metas(self, metas: Mapping[int, bytes]) -> None:
+        """Note the encoded scalars of records."""
+        self._metas.update(metas)
+
+    def add_rank_state(self, rank: int, record: int, step: int, state: bytes) -> None:
+        """Note a rank's state after a record, and the record's step."""
+        self.committed[rank] = record
+        self._rank_states.setdefault(record, {})[rank] = state
+        self._steps[record] = step
+
+    def amend(self, rank: int, record: int, rank_state: bytes) -> None:
+        """Replace a rank's state after a record: it has captured more of it than its commit had."""
+        if rank in self._rank_states.get(record, {}):
+            self._rank_states[record][rank] = rank_state
+
+    def drop_before(self, oldest_state: int, oldest_meta: int, kept: Collection[int | None]) -> None:
+        """Drop rank states and scalars of records before the given ones, but for those in `kept` and the pinned one."""
+        for old in [n for n in self._rank_states if n < oldest_state and n not in kept and n != self.pinned]:
+            del self._rank_states[old]
+            self._steps.pop(old, None)
+        for old in [n for n in self._metas if n < oldest_meta and n not in kept and n != self.pinned]:
+            del self._metas[old]
+
+    def drop_beyond(self, record: int) -> None:
+        """Make `record` the newest of all ranks."""
+        for numbers in (self._metas, self._rank_states, self._steps):
+            for number in [n for n in numbers if n > record]:
+                del numbers[number]
+        self.committed = dict.fromkeys(self._ranks, record)
+
+    def replace(self, metas: dict[int, bytes], states: Mapping[int, RankStates]) -> None:
+        """Hold these records and no others; the newest is that of all ranks."""
+        self._metas = metas
+        self._rank_states = {
+            number: {rank: one.by_rank[rank] for rank in self._ranks} for number, one in states.items()
+        }
+        self._steps = {number: one.step for number, one in states.items()}
+        self.committed = dict.fromkeys(self._ranks, max(metas))
+
+    # What is known
+
+    @property
+    def records_with_states(self) -> Iterable[int]:
+        """Records after which the state of at least one rank is known."""
+        return self._rank_states.keys()
+
+    @property
+    def metas(self) -> Mapping[int, bytes]:
+        """Encoded scalars, by record."""
+        return self._metas
+
+    def metas_of(self, records: Iterable[int]) -> tuple[bytes, ...]:
+        """Encoded scalars of records that are all known."""
+        return tuple(self._metas[number] for number in records)
+
+    def meta_of(self, record: int) -> bytes:
+        """Encoded scalars of a record; empty where they are not known any more."""
+        return self._metas.get(record, b"")
+
+    def knows(self, record: int) -> bool:
+        """Whether the states of all local ranks after a record are still here."""
+        return set(self._rank_states.get(record, ())) >= set(self._ranks)
+
+    def rank_states(self, record: int) -> dict[int, bytes]:
+        """Encoded rank states after a record that is known, by rank."""
+        return dict(self._rank_states[record])
+
+    def rank_states_after(self, record: int) -> dict[int, dict[int, bytes]]:
+        """Encoded rank states after all later records, by record and rank."""
+        return {number: dict(states) for number, states in sorted(self._rank_states.items()) if number > record}
+
+    def log_record(self, record: int) -> LogRecord | None:
+        """Everything but the tensors of a record, if all of it is still known."""
+        if record not in self._metas or not self.knows(record):
+            return None
+        return LogRecord(record, self._steps[record], self._metas[record], self.rank_states(record))
+
+    def sendable(self, record: int) -> tuple[int, bytes, dict[int, bytes]]:
+        """Step, scalars and rank states of a record, as far as they are known."""
+        return self._steps.get(record, 0), self.meta_of(record), dict(self._rank_states.get(record, {}))
+
+    def step_of(self, record: int) -> int | None:
+        """The framework's step number of a record that is still known."""
+        return self._steps.get(record)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The highest step number that is known."""
+        return max(self._steps.values(), default=None)
