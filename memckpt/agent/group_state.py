@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
-from memckpt.agent.host import Host
+from memckpt.agent.host import Host, Siblings
+from memckpt.agent.resumed_state import ResumedState
+from memckpt.agent.slots_wanted import SlotsWanted
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.slots import AGREEMENT_RECORDS
@@ -20,7 +21,6 @@ from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.trainer import (
     Advance,
     Advanced,
-    Before,
     Begin,
     Commit,
     Gap,
@@ -40,19 +40,6 @@ from memckpt.state.records import Branch, HeldRecords, timeline_of
 _log = logging.getLogger("memckpt.agent")
 
 
-class Siblings(Protocol):
-    """The other groups of a node, as one of them knows them."""
-
-    def announce(self, ranks: tuple[int, ...], record: int) -> None:
-        """The group of these ranks takes a checkpoint after a record."""
-
-    def hurry(self, lead: int) -> None:
-        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
-
-    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
-        """Memory that the node holds beside the group of these ranks, in bytes."""
-
-
 class GroupState:
     """Belongs to the agent's event loop. Owns its generations and its saver; :meth:`close` it.
 
@@ -69,14 +56,7 @@ class GroupState:
             that is killed while it writes a generation leaves only what it had before, and all go back to that.
     """
 
-    def __init__(
-        self,
-        node: str,
-        ranks: tuple[int, ...],
-        name: str,
-        host: Host,
-        siblings: Siblings,
-    ) -> None:
+    def __init__(self, node: str, ranks: tuple[int, ...], name: str, host: Host, siblings: Siblings) -> None:
         self._node = node
         self.ranks = ranks
         self._host = host
@@ -86,15 +66,9 @@ class GroupState:
         #: The record up to which peers let redo go on; None: as far as it likes.
         self._redo_limit: int | None = None
         self._pending = PendingGeneration(lambda message: host.notify(ranks, message), self._make_room)
-        self._resumed_to: int | None = None
-        #: The state for ranks that repeat the step of that record; None where none does. Why not, in words.
-        self._before: Before | None = None
-        self._not_repeated = ""
-        self._following: dict[int, dict[int, bytes]] = {}
-        self._advancing: set[int] = set()
-        #: The number of the generation whose slots are to be made whole, and the ranks that wait for that.
-        self._wanted: int | None = None
-        self._wanting: set[int] = set()
+        #: What the present attempt has gone on from; None: it has not, or not yet.
+        self._resumed: ResumedState | None = None
+        self._wanted = SlotsWanted()
         self._history: tuple[Branch, ...] = ()
         self.saver = Saver(
             name,
@@ -147,7 +121,8 @@ class GroupState:
         if self._pending.generation is not None:
             _log.warning("the generation that an earlier attempt had begun was not complete; it is dropped")
         self._pending.forget()
-        self._resumed_to = self._wanted = self._redo_limit = None
+        self._resumed = self._redo_limit = None
+        self._wanted.clear()
 
     # What it can produce
 
@@ -221,73 +196,31 @@ class GroupState:
     def resume(self, message: Resume) -> tuple[Generation, Prepared]:
         """Go back to a record, once for all ranks that share it."""
         record = message.record
-        if self._resumed_to is None:
-            self._stand_at_or_before(record, message.repeat)
-            self._resumed_to = record
+        if self._resumed is None:
+            self._resumed = self._go_back(record, message.repeat)
             self.saver.resumed(record, timeline_of(self._history, record))
             self._history = branch_off(self._history, record, message.timeline)
             _log.info("ranks %s resume at record %d", list(self.ranks), record)
-        held = self.held
-        if self._resumed_to != record or held is None:
-            raise AgentError(f"ranks of one node resume at different records: {self._resumed_to} and {record}")
-        if held.replica is not None:
-            held.replica.freeze()
-            missing, plain = held.replica.describe_state()
-            metas: tuple[bytes, ...] = ()
-            if self._before is None:
-                held.replica.advance_to(record)
-        else:
-            missing, plain, metas = (), b"", held.metas_for(record)
-        return held, Prepared(
-            generation=held.number,
-            spec=held.spec,
-            record=record,
-            metas=metas,
-            rank_states=held.ledger.rank_states(record),
-            missing=missing,
-            plain=plain,
-            before=self._before,
-            not_repeated=self._not_repeated,
-            following=self._following,
-            whole=held.whole,
-        )
+        if self._resumed.record != record or self.held is None:
+            raise AgentError(f"ranks of one node resume at different records: {self._resumed.record} and {record}")
+        return self.held, self._resumed.prepared()
+
+    def _go_back(self, record: int, repeat: bool) -> ResumedState:
+        generation = self._able_to_produce(record)
+        resumed = ResumedState(generation, record, repeat)
+        self.stand_at(record, resumed.behind)
+        return resumed
 
     def why_not_repeated(self, record: int) -> str:
         """Why the step of `record` cannot be repeated from the state before it, in words; empty if it can."""
         generation = self.standing_still().get(record)
         return generation.why_not_repeated(record) if generation is not None else f"record {record} is not held"
 
-    def _stand_at_or_before(self, record: int, repeat: bool) -> None:
-        """Go back to a record; with `repeat` the replica stays one behind it, if the step can be repeated."""
-        generation = self.standing_still().get(record)
-        self._before, self._advancing, self._not_repeated = None, set(), ""
-        if generation is not None:
-            self._following = generation.following(record)
-            self._not_repeated = generation.why_not_repeated(record) if repeat else ""
-        repeated = repeat and generation is not None and not self._not_repeated
-        held = self.stand_at(record, behind=int(repeated))
-        if repeated:
-            metas = () if held.replica is not None else held.metas_for(record - 1)
-            meta = held.ledger.meta_of(record)
-            self._before = Before(
-                metas, meta, held.ledger.rank_states(record - 1), held.ledger.step_of(record - 1) or 0
-            )
-
     def advance(self, rank: int, message: Advance) -> Advanced | None:
         """A rank does not need the state before the resumed record any more; the answer once no rank does."""
-        if self._resumed_to != message.record or self.held is None:
-            raise AgentError(f"expected to advance to record {self._resumed_to}, found {message.record}")
-        self._advancing.add(rank)
-        if self._advancing < set(self.ranks):
-            return None
-        replica = self.held.replica
-        if replica is None:
-            return Advanced()
-        replica.advance_to(message.record)
-        replica.freeze()
-        missing, plain = replica.describe_state()
-        replica.advance_to(message.record)
-        return Advanced(missing, plain)
+        if self._resumed is None or self.held is None:
+            raise AgentError(f"expected to have been resumed, found a wish to advance to record {message.record}")
+        return self._resumed.advance(rank, message.record)
 
     def stand_at(self, record: int, behind: int = 0) -> Generation:
         """Go back to a record that can be produced; later records are dropped.
@@ -295,9 +228,7 @@ class GroupState:
         Args:
             behind: by how many records the replica stays behind it.
         """
-        generation = self.standing_still().get(record)
-        if generation is None:
-            raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
+        generation = self._able_to_produce(record)
         if generation is not self.held:
             _log.info("the generation after %d, which not every rank had completed, is dropped", generation.number)
             self.before.remove(generation)
@@ -307,6 +238,12 @@ class GroupState:
         generation.settle(record, behind)
         if generation.replica is not None:
             generation.replica.freeze()
+        return generation
+
+    def _able_to_produce(self, record: int) -> Generation:
+        generation = self.standing_still().get(record)
+        if generation is None:
+            raise AgentError(f"record {record} was to be resumed, but it cannot be produced here")
         return generation
 
     # What peers have given back
@@ -389,9 +326,7 @@ class GroupState:
 
     def want_slots(self, rank: int, message: NeedSlots) -> None:
         """A rank has written its part of a start, and waits for :meth:`make_slots`."""
-        if self._wanted != message.generation:
-            self._wanted, self._wanting = message.generation, set()
-        self._wanting.add(rank)
+        self._wanted.add(rank, message.generation)
 
     def make_slots(self, attempt: Attempt, elsewhere: Callable[[int], bool | None], now: bool = False) -> None:
         """Make the generation whole that ranks wait for, once the one before it has gone.
@@ -405,16 +340,17 @@ class GroupState:
                 patience will tell.
             now: do not wait.
         """
-        if self._wanted is None or not any(attempt.is_here(rank) for rank in self._wanting):
+        number = self._wanted.number
+        if number is None or not self._wanted.has_living(attempt):
             return
-        generation = self._generation(self._wanted)
+        generation = self._generation(number)
         if generation is None:
-            self._answer_slots(SlotsMade(self._wanted, dropped=True))
+            self._answer_slots(SlotsMade(number, dropped=True))
             return
         known: bool | None = True
         if not generation.whole:
             # One that has asked has written its part, and has let go of the old one's memory.
-            if not now and any(self._is_awaited(rank, generation, attempt) for rank in self.ranks):
+            if not now and self._wanted.awaits_more(self.ranks, generation, attempt):
                 return
             if generation is self.held and self.before:
                 known = elsewhere(generation.base or 0)
@@ -430,12 +366,6 @@ class GroupState:
         else:
             self._answer_slots(SlotsMade(generation.number))
 
-    def _is_awaited(self, rank: int, generation: Generation, attempt: Attempt) -> bool:
-        """Whether a rank is about to ask for the slots of a generation."""
-        if rank in self._wanting or not attempt.is_here(rank):
-            return False
-        return generation.started_by(rank) or not attempt.is_through(rank, generation.begins or 0)
-
     def _make_whole(self, generation: Generation, or_gap: bool) -> None:
         """`or_gap`: without room for both the old one goes. Not so while ranks die: it may be what counts."""
         try:
@@ -449,7 +379,7 @@ class GroupState:
             generation.make_whole(self._beside() + self.nbytes - generation.nbytes)
 
     def _answer_slots(self, answer: SlotsMade) -> None:
-        self._wanted = None
+        self._wanted.clear()
         self._tell(answer)
 
     def can_go_back_to(self, record: int) -> bool:

@@ -1,4 +1,4 @@
-"""The agent, as its groups of ranks know it."""
+"""The agent and the other groups of its node, as a group of ranks knows them."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ class Host(Protocol):
 
     def bytes_for_peers(self) -> int:
         """Memory that holds other nodes' records, in bytes."""
+
+
+class Siblings(Protocol):
+    """The other groups of a node, as one of them knows them."""
+
+    def announce(self, ranks: tuple[int, ...], record: int) -> None:
+        """The group of these ranks takes a checkpoint after a record."""
+
+    def hurry(self, lead: int) -> None:
+        """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
+
+    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
+        """Memory that the node holds beside the group of these ranks, in bytes."""
