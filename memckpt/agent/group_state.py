@@ -17,6 +17,7 @@ from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
+from memckpt.node.inventory import describe
 from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.trainer import (
     Advance,
@@ -148,19 +149,8 @@ class GroupState:
         difference = first_difference(held.spec.fingerprint(), fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=self._node, ranks=self.ranks, problem=difference)
-        records = self.standing_still()
-        return HeldRecords(
-            node=self._node,
-            records=tuple(records),
-            steps=tuple(generation.ledger.step_of(record) or 0 for record, generation in records.items()),
-            ranks=self.ranks,
-            history=self._history,
-            world_size=held.spec.world_size,
-            digest=held.spec.digest(),
-            sharding=held.spec.sharding(),
-            newest=held.common if records else 0,
-            replicas=held.spec.replicas,
-        )
+        steps = {record: one.ledger.step_of(record) or 0 for record, one in self.standing_still().items()}
+        return describe(held.spec, self._node, self.ranks, self._history, steps, held.common)
 
     # What trainers say
 

@@ -6,8 +6,6 @@ reaches the loop only through :meth:`Agent.notify`.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
 import math
 import os
@@ -18,62 +16,40 @@ from typing import Literal
 
 from memckpt.agent.connections import Connection, Connections
 from memckpt.agent.fencing import Fence
-from memckpt.agent.group_state import GroupState
 from memckpt.agent.group_states import GroupStates
+from memckpt.agent.inbox import Inbox
+from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
-from memckpt.agent.status import add_holdings
+from memckpt.agent.status import Figures, add_holdings
+from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.memory.life import LifePage, look_seconds
 from memckpt.node.attempt import Attempt, TrainerHandle
-from memckpt.node.generation import Generation
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.replication import AskPhases, Join, Listen, Recover, ReplicatorLost, WatermarkAdvanced
+from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
-    Advance,
     Alarm,
     Begin,
-    Checked,
-    Commit,
-    Configure,
     Drift,
     Fencing,
-    GenerationCommit,
-    Goodbye,
     Hello,
     HoldingOn,
     Inventory,
     Leaving,
     Message,
-    NeedGeneration,
-    NeedSlots,
-    OthersStay,
-    Preempted,
-    Prepare,
-    Prepared,
-    RecordSaved,
     ReplicaCopied,
-    Resume,
-    Saved,
-    SaveFailed,
-    SaveRecord,
     SaveTo,
-    SnapshotTaken,
     Status,
     StatusRequest,
     StopRequest,
-    Void,
 )
-from memckpt.state.search_path import extend_search_path
 
 _log = logging.getLogger("memckpt.agent")
-_ORPHAN_SECONDS = 120.0
 #: How many records ahead all ranks are told to copy their state for somebody.
 _SAVE_AHEAD = 4
-#: Weight of a new sample in the average stall.
-_STALL_WEIGHT = 0.05
 
 
 class Agent:
@@ -94,36 +70,30 @@ class Agent:
         by_operator: bool = False,
         stopping: Callable[[], None] = lambda: None,
     ) -> None:
-        self._by_operator = by_operator
         self._stopping: Callable[[], None] | None = stopping
         self._address = address
-        self._linger_seconds = linger_seconds
         self._selector = selectors.DefaultSelector()
         self._connections = Connections(address, self._selector, self._handle, self._trainer_left)
         self._attempt: Attempt | None = None
         #: In front of the attempt that is about to begin, while trainers of the present one are dying.
         self._fence: Fence | None = None
         self._past_nonces: set[str] = set()
-        self._max_drift = 0.0
-        #: The finding of the attempt's resume check, in one line.
-        self._check = ""
-        self._leaving: str | None = None
-        self._started = time.monotonic()
+        self._figures = Figures()
         #: The page in which this loop shows that it lives; how often it comes round at least, while trainers may look.
         self._life = LifePage.create()
         self._beat_seconds = 1.0
         self._liveness_seconds = 15.0
-        self._committed_at: float | None = None
-        self._stall_ms: float | None = None
-        self._idle_since: float | None = self._started
-        #: Messages from other threads, with the ranks whose group they are of; from signal handlers without.
-        self._inbox: collections.deque[tuple[tuple[int, ...], Message]] = collections.deque()
-        self._standbys_inbox: collections.deque[tuple[StandbyKey, Message]] = collections.deque()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        #: Messages of redo threads, with the ranks whose group they are of; of signal handlers without.
+        self._inbox = Inbox[tuple[tuple[int, ...], Message]](self._selector, lambda item: self._hear(*item))
+        #: Those of standby replicas' redo threads.
+        self._standbys_inbox = Inbox[tuple[StandbyKey, Message]](
+            self._selector, lambda item: self._peers.standby_said(*item)
+        )
         self._groups = GroupStates(address.node, self)
+        self._lifetime = Lifetime(self._groups, self, linger_seconds, by_operator)
         self._standbys = StandbyReplicas(
             address.node,
-            self._notify_of_standby,
+            lambda key, message: self._standbys_inbox.put((key, message)),
             lambda: self._peers.kept_bytes + sum(one.nbytes for one in self._groups),
         )
         self._peers = Peers(
@@ -135,11 +105,9 @@ class Agent:
             self._standbys,
             self._life,
         )
-        #: Why the agent leaves as soon as what it holds is in storage; None: it stays.
-        self._leaving_when_saved: str | None = None
-        #: Training has finished: its final step has to be in storage first, whatever time that takes.
-        self._finishing = False
-        self._saved_alone = False
+        self._trainer_messages = TrainerMessages(
+            self, self._connections, self._groups, self._peers, self._lifetime, self._figures
+        )
 
     def start_writer(
         self,
@@ -155,52 +123,36 @@ class Agent:
     def listen(self) -> None:
         """Begin to answer. The caller holds the address's starting lock."""
         self._connections.listen()
-        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_inbox)
+        self._inbox.open()
+        self._standbys_inbox.open()
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until told to leave; `ready` is called first, and ends it by raising."""
         _log.info("serving %s as node %s, pid %d", self._address.run_dir, self._address.node, os.getpid())
         try:
             ready()
-            while self._leaving is None:
+            while self._lifetime.over is None:
                 self._life.beat()
                 for key, _ in self._selector.select(self._patience()):
                     key.data()
                 self._look_at_clock()
         finally:
-            _log.info("leaving: %s", self._leaving or "error")
+            _log.info("leaving: %s", self._lifetime.over or "error")
             self._close()
 
     def leave(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
         self.notify((), StopRequest(reason))
 
-    def _linger_left(self) -> float | None:
-        """Seconds until lingering ends; None while a trainer is here."""
-        if self._idle_since is None or (self._by_operator and self._attempt is None):
-            return None
-        holds = bool(self._groups.complete_generations) or self._peers.held_bytes > 0
-        limit = self._linger_seconds if holds else min(self._linger_seconds, _ORPHAN_SECONDS)
-        return max(0.0, self._idle_since + limit - time.monotonic())
-
     def _patience(self) -> float | None:
         """How long to wait for events: until something is due by the clock, or for ever."""
-        limits = [self._linger_left(), self._beat_seconds if self._attempt is not None else None]
-        if self._must_save_alone:
-            limits.append(self._groups.patience(self._idle_since or 0.0))
-        for deadline in (self._groups.deadline(), self._peers.deadline()):
+        limits = [self._lifetime.patience(), self._beat_seconds if self._attempt is not None else None]
+        fence = self._fence.deadline if self._fence is not None else None
+        for deadline in (self._groups.deadline(), self._peers.deadline(), fence):
             if deadline is not None:
                 limits.append(deadline - time.monotonic())
-        if self._fence is not None:
-            limits.append(self._fence.deadline - time.monotonic())
         known = [limit for limit in limits if limit is not None]
         return max(0.0, min(known)) if known else None
-
-    @property
-    def _must_save_alone(self) -> bool:
-        """Whether no trainer is here and what they left is not on its way to storage yet."""
-        alone = self._idle_since is not None and bool(self._groups.complete_generations)
-        return alone and not self._saved_alone and self._groups.enabled
 
     def _look_at_clock(self) -> None:
         self._look_at_fence()
@@ -208,24 +160,11 @@ class Agent:
         self._peers.look_at_clock()
         self._peers.tell_own(sum(one.nbytes for one in self._groups))
         self._look_for_deserters()
-        if self._idle_since is not None:
-            self._groups.save_asked()
-        if self._must_save_alone and self._groups.patience(self._idle_since or 0.0) <= 0:
-            self._save_held(as_checkpoint=self._finishing)
-        owed = self._finishing and not self._saved_alone
-        if self._leaving_when_saved is not None and not self._groups.saving and not owed:
-            self._leaving = self._leaving_when_saved
-        if self._linger_left() == 0.0 and not self._groups.saving:
-            self._leaving = f"no trainer came back within {self._linger_seconds:.0f} s"
-
-    def _save_held(self, as_checkpoint: bool = False) -> None:
-        """No trainer runs: what is held goes to storage, too."""
-        self._saved_alone = True
-        self._groups.save_held(as_checkpoint)
+        self._lifetime.look_at_clock()
 
     def _save_to(self, connection: Connection, url: str) -> None:
         """Somebody wants what memory holds, in a place of their own."""
-        training = self._attempt if self._idle_since is None else None
+        training = self._attempt if self._lifetime.idle_since is None else None
         ahead = training.newest_record + _SAVE_AHEAD if training is not None else 0
         self._groups.save_to(
             url, lambda answer: self._connections.answer(connection, answer), training is not None, ahead
@@ -233,15 +172,8 @@ class Agent:
 
     def checkpoint_failed(self) -> None:
         """A checkpoint could not be written: what nobody else will write is tried again."""
-        if self._saved_alone:
-            self._saved_alone = False
-            self._groups.retry_later()
-            if self._finishing:
-                self._tell_trainers(HoldingOn(self._groups.alarm, self._linger_seconds))
-
-    def _leave_when_saved(self, reason: str, finishing: bool = False) -> None:
-        self._leaving_when_saved, self._finishing = reason, finishing
-        self._save_held(as_checkpoint=finishing)
+        if self._lifetime.checkpoint_failed():
+            self._tell_trainers(HoldingOn(self._groups.alarm, self._lifetime.linger_seconds))
 
     def _stop_answering(self) -> None:
         """From here on a trainer that looks for an agent starts another one."""
@@ -254,7 +186,7 @@ class Agent:
         self._stop_answering()
         if self._fence is not None:
             self._fence.close()
-        if self._finishing:
+        if self._lifetime.finishing:
             self._peers.finish()
         self._peers.close()
         # State goes first, so that a trainer which sees the connection end knows that nothing is left.
@@ -263,8 +195,8 @@ class Agent:
         self._connections.close(Leaving())
         self._life.close()
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._inbox.close()
+        self._standbys_inbox.close()
 
     # Trainers
 
@@ -274,7 +206,7 @@ class Agent:
             connection.trainer.left, connection.trainer.left_at = True, time.monotonic()
             self._groups.make_slots(self._attempt)
             if not self._attempt.living() and self._fence is None:
-                self._idle_since = time.monotonic()
+                self._lifetime.trainers_left()
 
     def _look_for_deserters(self) -> None:
         """Where a trainer goes on without us, others are not to wait for this node's records."""
@@ -309,11 +241,6 @@ class Agent:
         self._raise_redo_limits()  # some may have waited for its answer
         self._tell_trainers(ReplicatorLost(reason))
 
-    def _hand_to_peers(self, group: GroupState) -> None:
-        """Something of a group is whole: peers get it, and say up to where it may be redone."""
-        self._peers.sync(group)
-        group.raise_redo_limit(self._peers.redo_limit(group))
-
     def _raise_redo_limits(self) -> None:
         for group in self._groups:
             group.raise_redo_limit(self._peers.redo_limit(group))
@@ -326,8 +253,7 @@ class Agent:
 
     def notify(self, ranks: tuple[int, ...], message: Message) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
-        self._inbox.append((ranks, message))
-        self._wake()
+        self._inbox.put((ranks, message))
 
     def _notify_of_standby(self, key: StandbyKey, message: Message) -> None:
         """The same, of a standby replica."""
@@ -380,7 +306,7 @@ class Agent:
                 self._save_to(connection, message.url)
                 return
             case StopRequest():
-                self._leaving = f"stopped by pid {connection.process.pid}"
+                self._lifetime.over = f"stopped by pid {connection.process.pid}"
                 return
         trainer = connection.trainer
         if trainer is None or self._attempt is None or connection.nonce != self._attempt.nonce:
@@ -500,7 +426,7 @@ class Agent:
             hello.rank, hello.unit, connection.process, connection.channel, hello.launcher, hello.next_record
         )
         self._attempt.trainers[hello.rank] = connection.trainer
-        self._idle_since = None
+        self._lifetime.trainer_came()
         self._groups.introduce(hello)
         self._peers.introduce(hello.rank, hello.fingerprint)
         # One that is back asks for nothing, and replicas of others are not to stand still for it.
@@ -512,13 +438,6 @@ class Agent:
             # The others may be one record ahead of this one, never two: it has not entered the next backward yet.
             self.tell(hello.unit, Begin(hello.next_record + 1, "a new agent took over"))
 
-    def _save_record(self, connection: Connection, message: SaveRecord) -> None:
-        def answer(saved: Saved | SaveFailed) -> None:
-            problem = saved.reason if isinstance(saved, SaveFailed) else ""
-            self._connections.answer(connection, RecordSaved(message.record, problem))
-
-        self._groups.save_record(message.record, message.url, answer)
-
     def _fenced(self, connection: Connection, hello: Hello) -> bool:
         """Whether no trainer of the present attempt lives on, so that this one may begin; if not, it waits."""
         if self._attempt is None:
@@ -528,7 +447,7 @@ class Agent:
             if not dying:
                 return True
             self._fence = Fence(dying, hello.fence_seconds, self._selector)
-            self._idle_since = None
+            self._lifetime.trainer_came()
         self._fence.waiting.append((connection, hello))
         return False
 
@@ -548,7 +467,7 @@ class Agent:
             _log.error("%s", error)
             self._fence = None
             fence.close()
-            self._idle_since = time.monotonic()
+            self._lifetime.trainers_left()
             for connection, _ in fence.waiting:
                 self._connections.refuse(connection, error)
             return
@@ -566,17 +485,14 @@ class Agent:
             for trainer in self._attempt.trainers.values():
                 trainer.process.close()
             self._past_nonces.add(self._attempt.nonce)
-            self._leaving = self._leaving_when_saved = None
-            self._finishing = False
-        self._saved_alone = False
-        self._check = ""
+        self._lifetime.begin_attempt(first=self._attempt is None)
+        self._figures.check = ""
         self._peers.begin_attempt()
         self._groups.begin_attempt()
         self._attempt = Attempt.of(hello)
 
     def _status(self) -> Status:
         trainers = self._attempt.living() if self._attempt is not None else []
-        now = time.monotonic()
         status = Status(
             pid=os.getpid(),
             run_dir=str(self._connections.address.run_dir),
@@ -588,13 +504,13 @@ class Agent:
             step=None,
             held_bytes=0,
             generation=0,
-            max_drift_ulp=self._max_drift,
+            max_drift_ulp=self._figures.max_drift_ulp,
             redo_seconds_per_record=None,
-            seconds_since_commit=now - self._committed_at if self._committed_at is not None else None,
-            uptime_seconds=now - self._started,
-            stall_ms=self._stall_ms,
-            by_operator=self._by_operator,
+            seconds_since_commit=self._figures.seconds_since_commit,
+            uptime_seconds=time.monotonic() - self._lifetime.started,
+            stall_ms=self._figures.stall_ms,
+            by_operator=self._lifetime.by_operator,
             peers=self._peers.status,
-            check=self._check,
+            check=self._figures.check,
         )
         return add_holdings(status, sorted(self._groups, key=lambda one: one.ranks))

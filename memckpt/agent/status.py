@@ -1,11 +1,50 @@
-"""The status of an agent for the command line: its groups as one."""
+"""The status of an agent for the command line: figures of the running attempt, and its groups as one."""
 
 from __future__ import annotations
+
+import time
 
 import msgspec
 
 from memckpt.agent.group_state import GroupState
-from memckpt.protocol.trainer import Status, StorageStatus
+from memckpt.protocol.trainer import Commit, Drift, Status, StorageStatus
+
+#: Weight of a new sample in the average stall.
+_STALL_WEIGHT = 0.05
+
+
+class Figures:
+    """What an agent has seen of training.
+
+    Attributes:
+        check: the finding of the attempt's resume check, in one line.
+        max_drift_ulp: the largest that was seen.
+        stall_ms: moving average of what a step waits for us; None before the first commit.
+    """
+
+    def __init__(self) -> None:
+        self.check = ""
+        self.max_drift_ulp = 0.0
+        self.stall_ms: float | None = None
+        self._committed_at: float | None = None
+
+    def committed(self) -> None:
+        """A rank has committed something."""
+        self._committed_at = time.monotonic()
+
+    def note_stall(self, message: Commit) -> None:
+        """Count how long a step has waited."""
+        before = message.stall_ms if self.stall_ms is None else self.stall_ms
+        self.stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
+
+    def note_drift(self, message: Drift) -> None:
+        """Count how far a replica is off."""
+        self.max_drift_ulp = max(self.max_drift_ulp, message.max_ulp)
+
+    @property
+    def seconds_since_commit(self) -> float | None:
+        """None before the first one."""
+        return time.monotonic() - self._committed_at if self._committed_at is not None else None
 
 
 def add_holdings(status: Status, groups: list[GroupState]) -> Status:

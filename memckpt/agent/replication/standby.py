@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from memckpt.node.generation import Generation
+from memckpt.node.inventory import describe
 from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.layout import StateSpec, first_difference
@@ -157,19 +158,8 @@ class StandbyReplica:
         difference = first_difference(spec.fingerprint(), fingerprint) if fingerprint is not None else None
         if difference is not None:
             return HeldRecords(node=node, ranks=opened.ranks, problem=difference, standby=True)
-        return HeldRecords(
-            node=node,
-            records=tuple(records),
-            steps=tuple(self.generation.ledger.step_of(record) or 0 for record in records),
-            ranks=opened.ranks,
-            history=opened.history,
-            world_size=spec.world_size,
-            digest=spec.digest(),
-            sharding=spec.sharding(),
-            newest=records[-1],
-            replicas=spec.replicas,
-            standby=True,
-        )
+        steps = {record: self.generation.ledger.step_of(record) or 0 for record in records}
+        return describe(spec, node, opened.ranks, opened.history, steps, records[-1], standby=True)
 
 
 def as_standby(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:

@@ -1,0 +1,114 @@
+"""When an agent writes what trainers have left in memory, and when it ends."""
+
+from __future__ import annotations
+
+import time
+
+from memckpt.agent.group_states import GroupStates
+from memckpt.agent.host import Host
+
+#: How long an agent that holds nothing waits for a trainer, at most.
+_ORPHAN_SECONDS = 120.0
+
+
+class Lifetime:
+    """Belongs to the agent's event loop.
+
+    Args:
+        groups: what it holds.
+        host: the agent.
+        linger_seconds: how long it holds the state with no trainer.
+        by_operator: as for the agent.
+
+    Attributes:
+        started: when it did, by the monotonic clock.
+        idle_since: since when no trainer is here; None while one is, or is awaited.
+        over: why it ends; None as long as it does not.
+        finishing: training has finished, and its final step has to be in storage first, whatever time that takes.
+        linger_seconds: as above; an attempt may bring its own.
+    """
+
+    def __init__(self, groups: GroupStates, host: Host, linger_seconds: float, by_operator: bool) -> None:
+        self._groups = groups
+        self._host = host
+        self.linger_seconds = linger_seconds
+        self.by_operator = by_operator
+        self.started = time.monotonic()
+        self.idle_since: float | None = self.started
+        self.over: str | None = None
+        self.finishing = False
+        self._had_attempt = False
+        #: Why it ends as soon as what it holds is in storage; None: it stays.
+        self._over_when_saved: str | None = None
+        self._saved_alone = False
+
+    # What happens
+
+    def trainer_came(self) -> None:
+        """A trainer is here, or waits until others are dead."""
+        self.idle_since = None
+
+    def trainers_left(self) -> None:
+        """The last trainer has gone."""
+        self.idle_since = time.monotonic()
+
+    def begin_attempt(self, first: bool) -> None:
+        """Trainers of a new attempt have come: who was about to end stays for them."""
+        self._had_attempt = True
+        if not first:
+            self.over = self._over_when_saved = None
+            self.finishing = False
+        self._saved_alone = False
+
+    def end_when_saved(self, reason: str, finishing: bool = False) -> None:
+        """End as soon as what is held is in storage."""
+        self._over_when_saved, self.finishing = reason, finishing
+        self._save(as_checkpoint=finishing)
+
+    def checkpoint_failed(self) -> bool:
+        """What is held is not in storage after all, and is tried again; whether trainers that have finished wait."""
+        if not self._saved_alone:
+            return False
+        self._saved_alone = False
+        self._groups.retry_later()
+        return self.finishing
+
+    # The clock
+
+    def look_at_clock(self) -> None:
+        """Do what is due."""
+        if self.idle_since is not None:
+            self._groups.save_asked()
+        if self._must_save and self._groups.patience(self.idle_since or 0.0) <= 0:
+            self._save(as_checkpoint=self.finishing)
+        owed = self.finishing and not self._saved_alone
+        if self._over_when_saved is not None and not self._groups.saving and not owed:
+            self.over = self._over_when_saved
+        if self._linger_left() == 0.0 and not self._groups.saving:
+            self.over = f"no trainer came back within {self.linger_seconds:.0f} s"
+
+    def patience(self) -> float | None:
+        """Seconds until something is due by the clock; None: nothing is."""
+        left = self._linger_left()
+        if not self._must_save:
+            return left
+        until_saved = self._groups.patience(self.idle_since or 0.0)
+        return until_saved if left is None else min(left, until_saved)
+
+    def _linger_left(self) -> float | None:
+        """Seconds until lingering ends; None while a trainer is here."""
+        if self.idle_since is None or (self.by_operator and not self._had_attempt):
+            return None
+        holds = bool(self._groups.complete_generations) or self._host.bytes_for_peers() > 0
+        limit = self.linger_seconds if holds else min(self.linger_seconds, _ORPHAN_SECONDS)
+        return max(0.0, self.idle_since + limit - time.monotonic())
+
+    @property
+    def _must_save(self) -> bool:
+        """Whether no trainer is here and what they left is not on its way to storage yet."""
+        alone = self.idle_since is not None and bool(self._groups.complete_generations)
+        return alone and not self._saved_alone and self._groups.enabled
+
+    def _save(self, as_checkpoint: bool) -> None:
+        self._saved_alone = True
+        self._groups.save_held(as_checkpoint)
