@@ -14,6 +14,7 @@ from memckpt.agent.resumed_state import ResumedState
 from memckpt.agent.slots_wanted import SlotsWanted
 from memckpt.checkpointing.saver import Saver
 from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.slots import AGREEMENT_RECORDS
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
@@ -248,7 +249,7 @@ class GroupState:
 
         def make() -> Generation:
             held = self._beside() + sum(one.nbytes for one in (*self.before, self.held) if one is not None)
-            return Generation(number, spec, held_bytes=held, budget=budget, threads=1, notify=lambda _: None)
+            return Generation(number, spec, Allowance(held, budget), threads=1, notify=lambda _: None)
 
         try:
             return make()

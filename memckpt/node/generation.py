@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from memckpt.errors import DamagedStateError, UnsupportedError
-from memckpt.memory.budget import check_budget
-from memckpt.memory.generation_regions import GenerationRegions
+from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.node.ledger import Ledger, RankStates
 from memckpt.protocol.trainer import (
@@ -20,7 +19,6 @@ from memckpt.protocol.writer import (
 )
 from memckpt.state.layout import Layout, StateSpec
 from memckpt.state.records import Branch, Timeline
-from memckpt.user_messages import short_number
 
 if TYPE_CHECKING:
     from memckpt.node.replica import Replica
@@ -34,13 +32,11 @@ class Generation:
     Args:
         number: of the generation; no other one has it.
         spec: what it holds.
-        held_bytes: held on this node beside it.
-        budget: on all of that, in bytes; None: what the machine has.
+        allowance: memory that it may take.
         threads: of redo.
         notify: takes what its redo thread says.
         begins: the record after which it begins. Then only what its start takes is reserved, until
             :meth:`make_whole`. None: all of it is.
-        given_back: bytes among `held_bytes` that are let go of before the rest is reserved.
 
     Raises:
         MemoryBudgetError: there is no room.
@@ -50,13 +46,11 @@ class Generation:
         self,
         number: int,
         spec: StateSpec,
+        allowance: Allowance,
         *,
-        held_bytes: int,
-        budget: int | None,
         threads: int,
         notify: Callable[[Message], None],
         begins: int | None = None,
-        given_back: int = 0,
     ) -> None:
         self.number = number
         self.spec = spec
@@ -65,31 +59,22 @@ class Generation:
             raise UnsupportedError(
                 f"expected at most {max_local_ranks()} ranks on a node, found {len(spec.local_ranks)}"
             )
-        layout, detail = self.layout, _in_words(self.layout)
-        start = None if begins is None else layout.start_ranges(begins)
-        later = 0 if start is None else layout.slots_bytes - sum(length for _, length in start)
-        if later:
-            check_budget(layout.total_bytes, held_bytes - given_back, budget, detail, given_back)
-        check_budget(layout.total_bytes - later, held_bytes, budget, detail)
-        #: Bytes of its slots that are reserved only once it has begun.
-        self._later_bytes = later
-        self._budget, self._detail = budget, detail
         #: The record after which it begins, if only its start was reserved at first.
         self.begins = begins
         self.replica: Replica | None = None
-        self.regions = GenerationRegions.create(layout, start)
+        self.regions = GenerationRegions.create(self.layout, allowance, begins)
         try:
-            self.ring = SlotRing(self.regions.slots, layout, number)
+            self.ring = SlotRing(self.regions.slots, self.layout, number)
             if self.regions.replica is not None:
                 from memckpt.node.replica import Replica
 
-                self.replica = Replica(layout, self.regions.slots, self.regions.replica, self.ring, threads, notify)
+                self.replica = Replica(
+                    self.layout, self.regions.slots, self.regions.replica, self.ring, threads, notify
+                )
         except BaseException:  # raised again: nobody else knows of these regions
             self.close()
             raise
-        for region in self.regions:
-            if self.whole or region is not self.regions.slots:
-                region.populate_in_background()
+        self.regions.populate_in_background()
         #: Why its mode was chosen, in words.
         self.reason = ""
         self.base: int | None = None
@@ -106,12 +91,12 @@ class Generation:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that are reserved for it."""
-        return self.layout.total_bytes - self._later_bytes
+        return self.regions.nbytes
 
     @property
     def whole(self) -> bool:
         """Whether all of its slots are there, and not only what its start takes."""
-        return not self._later_bytes
+        return self.regions.whole
 
     def make_whole(self, held_bytes: int) -> None:
         """Reserve the rest of its slots.
@@ -122,12 +107,7 @@ class Generation:
         Raises:
             MemoryBudgetError: there is no room; what its start takes stays.
         """
-        if self.whole:
-            return
-        check_budget(self._later_bytes, held_bytes + self.nbytes, self._budget, self._detail)
-        self.regions.slots.reserve("slots")
-        self._later_bytes = 0
-        self.regions.slots.populate_in_background()
+        self.regions.make_whole(held_bytes)
 
     def close(self) -> None:
         if self.replica is not None:
@@ -398,25 +378,6 @@ class Generation:
             held = [record for record in self._captured() if self.ledger.knows(record)]
             return self.ledger.step_of(held[-1]) if held else None
         return self.ledger.newest_step
-
-
-def _in_words(layout: Layout) -> str:
-    """What the memory of a generation is made of, for the message where there is not enough."""
-    spec = layout.spec
-    detail = (
-        f"redo={spec.mode}, T={spec.period}, D={spec.slots}, {short_number(layout.numel)} parameters: "
-        f"{layout.total_bytes / max(layout.numel, 1):.0f} bytes each"
-    )
-    by_value = layout.by_value_slot_bytes * layout.by_value_ring
-    if by_value > layout.total_bytes // 10:
-        detail += (
-            f"; of these {by_value / 2**20:.0f} MiB are averages, buffers and the like, held after "
-            f"{layout.by_value_ring} records"
-        )
-        own = len(spec.by_value) - len(layout.shared)
-        detail += f", {own} tensors by each of {len(spec.local_ranks)} ranks" if own else ""
-        detail += f", {len(layout.shared)} tensors once for them" if layout.shared else ""
-    return detail
 
 
 def _passes(check: Callable[[int, Sequence[int]], None], record: int, ranks: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from memckpt.errors import MemckptError, MemoryBudgetError
 from memckpt.memory.budget import check_budget
+from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import Message, Prepare
 from memckpt.state.layout import Layout, StateSpec
@@ -103,12 +104,10 @@ class PendingGeneration:
         return Generation(
             self._number,
             message.spec,
-            held_bytes=held_bytes,
-            budget=message.memory_budget_bytes,
+            Allowance(held_bytes, message.memory_budget_bytes, given_back),
             threads=message.threads,
             notify=self._notify,
             begins=None if message.whole else message.record,
-            given_back=given_back,
         )
 
     def take(self) -> None:

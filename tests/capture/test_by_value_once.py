@@ -26,6 +26,7 @@ from memckpt.checkpointing.askers import Run
 from memckpt.checkpointing.flow import carry_on
 from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.attempt import Attempt
@@ -133,7 +134,7 @@ def test_a_budget_that_is_too_small_says_how_often_averages_are_held() -> None:
         (example(2, shares=False), "after 4 records, 2 tensors by each of 2 ranks"),
     ]:
         with pytest.raises(MemoryBudgetError, match=words):
-            Generation(1, spec, held_bytes=0, budget=1 << 20, threads=1, notify=lambda message: None)
+            Generation(1, spec, Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
 
 
 # Digests

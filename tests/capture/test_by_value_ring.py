@@ -21,6 +21,7 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.checkpointing.writer.records import RecordWriter
 from memckpt.config import MemckptConfig, MirrorConfig, StorageConfig
 from memckpt.errors import DamagedStateError, MemoryBudgetError
+from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.generation import Generation
@@ -103,7 +104,7 @@ def test_who_reads_records_late(settings_of: dict[str, Any], late: bool) -> None
 
 def test_a_budget_that_is_too_small_says_what_averages_take() -> None:
     with pytest.raises(MemoryBudgetError, match=r"of these 32 MiB are averages.* 2 tensors by each of 2 ranks"):
-        Generation(1, example(2), held_bytes=0, budget=1 << 20, threads=1, notify=lambda message: None)
+        Generation(1, example(2), Allowance(budget=1 << 20), threads=1, notify=lambda message: None)
 
 
 def test_how_many_are_held_is_of_no_account_for_what_a_state_is() -> None:
@@ -138,7 +139,7 @@ class Held:
     def __init__(self, spec: StateSpec, base: int) -> None:
         notify: Callable[[Message], None] = lambda message: None  # noqa: E731
         self.spec = spec
-        self.generation = Generation(1, spec, held_bytes=0, budget=None, threads=1, notify=notify)
+        self.generation = Generation(1, spec, Allowance(), threads=1, notify=notify)
         window = range(base - spec.period + 1, base + 1)
         metas = tuple(encode_meta(RecordMeta(record, base, True)) for record in window)
         for rank in spec.local_ranks:

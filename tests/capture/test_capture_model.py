@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
@@ -51,7 +52,7 @@ class Ring(RuleBasedStateMachine):
 
     def make(self, base: int) -> None:
         notify: Callable[[Message], None] = lambda message: None  # noqa: E731
-        self.generation = Generation(1, self.spec, held_bytes=0, budget=None, threads=1, notify=notify)
+        self.generation = Generation(1, self.spec, Allowance(), threads=1, notify=notify)
         self.base = base
         ranks = self.spec.local_ranks
         self.done = dict.fromkeys(ranks, base)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memckpt.errors import AgentError
+from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.protocol.trainer import Commit, GenerationCommit, Message
 from memckpt.state import codec
@@ -38,7 +39,7 @@ class Job:
             world_size=2,
         )
         self.told: list[Message] = []
-        self.held = Generation(1, spec, held_bytes=0, budget=None, threads=1, notify=self.told.append)
+        self.held = Generation(1, spec, Allowance(), threads=1, notify=self.told.append)
         self.held.start(0, GenerationCommit(1, 0, 0, b"state"))
         assert self.held.replica is not None
         self.replica = self.held.replica

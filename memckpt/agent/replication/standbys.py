@@ -20,6 +20,7 @@ import msgspec
 
 from memckpt.agent.replication.standby import StandbyReplica, as_standby
 from memckpt.errors import AgentError, MemckptError
+from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.protocol.standby import (
     CloseStandby,
@@ -177,8 +178,7 @@ class StandbyReplicas:
         generation = Generation(
             self._number,
             as_standby(message.spec, message.ranks),
-            held_bytes=self.nbytes + self._beside(),
-            budget=self._budget,
+            Allowance(self.nbytes + self._beside(), self._budget),
             threads=self._threads,
             notify=lambda said: self._notify(key, said),
         )

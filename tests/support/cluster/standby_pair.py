@@ -18,6 +18,7 @@ from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.capture.copier import HostCopier
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.capture.slot_writer import SlotWriter
+from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
 from memckpt.node.replica import Replica
@@ -130,9 +131,7 @@ class Training:
         """Begin a generation after the newest record."""
         self.close()
         self.number += 1
-        self.generation = Generation(
-            self.number, self.spec(), held_bytes=0, budget=None, threads=1, notify=lambda message: None
-        )
+        self.generation = Generation(self.number, self.spec(), Allowance(), threads=1, notify=lambda message: None)
         slots, static, *replica = (mapped(region) for region in self.held.regions)
         self.writer = SlotWriter(
             self.held.spec, self.number, slots, static, next(iter(replica), None), self.live, RANKS[0], HostCopier()
