@@ -494,7 +494,7 @@ class Job:
                 for number in range(record - held.spec.period + 1, record + 1):
                     held.ring.check(number, held.spec.local_ranks)
                 for tensor in held.spec.by_value:
-                    values = set(trainer.held(held.slots, held.layout, tensor.name, record).tolist())
+                    values = set(trainer.held(held.regions.slots, held.layout, tensor.name, record).tolist())
                     assert values == {trainer.value(tensor.name, record)}, (record, trainer.rank, tensor.name)
         assert max(found, default=-1) >= self.best, (found, [(one.ended, one.sent) for one in self.trainers])
         self.best = max(found)

@@ -76,7 +76,7 @@ class Filled:
         spec = spec or spec_of()
         self.offset = offset
         self.held = Generation(number, spec, Allowance(), threads=1, notify=lambda message: None)
-        self._ring = SlotRing(self.held.slots, self.held.layout, number)
+        self._ring = SlotRing(self.held.regions.slots, self.held.layout, number)
         for rank in spec.local_ranks:
             for virtual in range(base - spec.period + 1, base + 1):
                 self._ring.seal(virtual, rank)
