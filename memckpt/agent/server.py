@@ -255,42 +255,26 @@ class Agent:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._inbox.put((ranks, message))
 
-    def _notify_of_standby(self, key: StandbyKey, message: Message) -> None:
-        """The same, of a standby replica."""
-        self._standbys_inbox.append((key, message))
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"x")
-
-    def _drain_inbox(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self._wake_read, 4096):
-                pass
-        while self._standbys_inbox:
-            self._peers.standby_said(*self._standbys_inbox.popleft())
-        while self._inbox:
-            ranks, message = self._inbox.popleft()
-            if isinstance(message, StopRequest):
-                self._stop_answering()
-                self._groups.preempt()
-                self._tell_trainers(Leaving())
-                self._leave_when_saved(message.reason)
-                continue
-            group = self._groups.get(ranks)
-            if group is None:
-                continue  # it has been let go of since
-            if isinstance(message, ReplicaCopied):
-                group.saver.snapshots.copied(message)
-                continue
-            if isinstance(message, Drift):
-                self._max_drift = max(self._max_drift, message.max_ulp)
-                _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
-            if isinstance(message, Alarm):
-                _log.error("%s", message.reason)
-                group.let_go()
-            self.tell(ranks, message)
+    def _hear(self, ranks: tuple[int, ...], message: Message) -> None:
+        if isinstance(message, StopRequest):
+            self._stop_answering()
+            self._groups.preempt()
+            self._tell_trainers(Leaving())
+            self._lifetime.end_when_saved(message.reason)
+            return
+        group = self._groups.get(ranks)
+        if group is None:
+            return  # it has been let go of since
+        if isinstance(message, ReplicaCopied):
+            group.saver.snapshots.copied(message)
+            return
+        if isinstance(message, Drift):
+            self._figures.note_drift(message)
+            _log.info("drift of %g ulp at record %d in %s", message.max_ulp, message.record, message.tensor)
+        if isinstance(message, Alarm):
+            _log.error("%s", message.reason)
+            group.let_go()
+        self.tell(ranks, message)
 
     # Messages
 
@@ -314,99 +298,7 @@ class Agent:
                 "ignored %s from pid %d: not of the current attempt", type(message).__name__, connection.process.pid
             )
             return
-        group = self._groups[trainer.unit]
-        match message:
-            case Prepare():
-                if message.discard:
-                    self._groups.discard(self._attempt)
-                generation = group.prepare(trainer.rank, message)
-                prepared = Prepared(generation.number, generation.spec, whole=generation.whole)
-                self._send_regions(connection, prepared, generation)
-            case NeedSlots():
-                group.want_slots(trainer.rank, message)
-                self._groups.make_slots(self._attempt, now=trainer.unit if message.now else ())
-            case Resume():
-                generation, prepared = group.resume(message)
-                self._send_regions(connection, prepared, generation)
-            case Advance():
-                self._advance(group, trainer, message)
-            case Checked():
-                self._check = message.line
-                level = logging.WARNING if message.verdict == "different" else logging.INFO
-                _log.log(level, "resume check: %s", message.line)
-            case SaveRecord():
-                self._save_record(connection, message)
-            case Configure():
-                if not self._by_operator:
-                    self._linger_seconds = message.linger_seconds
-                extend_search_path(message.search_path)
-                self._groups.configure(trainer.unit, message, self._connections.address.run_dir)
-            case GenerationCommit():
-                trainer.next_record = message.record + 1
-                self._committed_at = time.monotonic()
-                group.generation_committed(trainer.rank, message)
-                self._hand_to_peers(group)
-                self._groups.make_slots(self._attempt)
-            case Commit():
-                trainer.next_record = message.record + 1
-                self._committed_at = time.monotonic()
-                before = message.stall_ms if self._stall_ms is None else self._stall_ms
-                self._stall_ms = before + _STALL_WEIGHT * (message.stall_ms - before)
-                group.commit(trainer.rank, message, self._attempt)
-                self._hand_to_peers(group)
-                self._groups.make_slots(self._attempt)
-            case Listen():
-                self._connections.answer(connection, self._peers.listen(message))
-            case Join():
-                self._peers.join(message)
-                self._raise_redo_limits()
-            case AskPhases():
-                ranks = self._attempt.local_ranks
-                answer, fd = self._peers.phases(ranks.index(trainer.rank), len(ranks))
-                self._connections.answer(connection, answer, [fd])
-            case Recover():
-                self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
-            case SnapshotTaken():
-                group.saver.snapshots.taken(trainer.rank, message)
-            case Void():
-                _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
-                trainer.next_record = message.record + 1
-                self._groups.make_slots(self._attempt)
-            case NeedGeneration():
-                self._order_generation(group, message, connection)
-            case Preempted():
-                if self._groups.preempt():
-                    _log.warning("rank %d got SIGTERM: what is held goes to storage now", trainer.rank)
-                else:
-                    _log.warning(
-                        "rank %d got SIGTERM: without storage, what is held stays in memory only", trainer.rank
-                    )
-            case Goodbye():
-                trainer.finished = message.finished
-                if self._attempt.all_finished:
-                    # Its connection ends when everything is gone.
-                    self._leave_when_saved("training finished", finishing=True)
-                else:
-                    self._connections.answer(connection, OthersStay())
-                    self._connections.drop(connection)
-            case _:
-                raise AgentError(f"unexpected {type(message).__name__} from a trainer")
-
-    def _advance(self, group: GroupState, trainer: TrainerHandle, message: Advance) -> None:
-        """All of its ranks get the answer at once: until then one of them may still read the state before."""
-        answer = group.advance(trainer.rank, message)
-        if answer is not None:
-            self.tell(trainer.unit, answer)
-
-    def _order_generation(self, group: GroupState, message: NeedGeneration, asker: Connection) -> None:
-        assert asker.trainer is not None
-        order = group.order_generation(message, asker.trainer.rank)
-        # The asker last: once it has its answer, the order lies in every other rank's socket, and none of them can
-        # pass the record without a backward that needs the asker.
-        self._connections.answer(asker, order)
-
-    def _send_regions(self, connection: Connection, message: Prepared, generation: Generation) -> None:
-        self._connections.answer(connection, message, [region.fd for region in generation.regions])
+        self._trainer_messages.handle(connection, trainer, self._attempt, message)
 
     def _hello(self, connection: Connection, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:

@@ -121,7 +121,7 @@ class TrainerMessages:
             case Recover():
                 self._peers.recover(message, lambda answer: self._connections.answer(connection, answer))
             case SnapshotTaken():
-                group.saver.snapshot_taken(trainer.rank, message)
+                group.saver.snapshots.taken(trainer.rank, message)
             case Void():
                 _log.warning("rank %d could not stage record %d: %s", trainer.rank, message.record, message.reason)
                 trainer.next_record = message.record + 1

@@ -66,7 +66,7 @@ class JobMaker:
         if replica is None or not generation.spec.full:
             metas = generation.metas_for(record) if generation.spec.full else ()
             save = self._describe(generation, record, "ring", url, metas=metas)
-            return Job(save, _with_static(generation, [generation.slots]))
+            return Job(save, _with_static(generation, [generation.regions.slots]))
         replica.freeze()
         if generation.spec.trails and not last and replica.applied < record:
             region = _room_for_copy(generation, record)
@@ -75,10 +75,10 @@ class JobMaker:
         replica.advance_to(record)
         replica.freeze()
         missing, plain = replica.describe_state()
-        assert generation.replica_region is not None
+        assert generation.regions.replica is not None
         base = generation.layout.by_value_base(record)
         save = self._describe(generation, record, "snapshot", url, by_value_base=base, missing=missing, plain=plain)
-        return Job(save, _with_static(generation, [generation.replica_region, generation.slots]))
+        return Job(save, _with_static(generation, [generation.regions.replica, generation.regions.slots]))
 
     def _of_copy_ahead(self, generation: Generation, record: int, url: str, region: Region) -> Job:
         """A copy of the replica that is taken on to `record`; the replica stays behind.
@@ -121,7 +121,7 @@ class JobMaker:
     ) -> Save:
         config, spec = self.config, generation.spec
         assert self.timeline is not None
-        step = generation.step_of(record)
+        step = generation.ledger.step_of(record)
         part = Part(
             format=FORMAT_VERSION,
             timeline=self.timeline,

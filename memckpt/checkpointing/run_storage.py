@@ -168,7 +168,7 @@ class RunStorage:
         """Log what has been committed, if records are logged."""
         if self.config is None:
             return
-        self.schedule.pace.note(min(generation.committed.values()), time.monotonic())
+        self.schedule.pace.note(generation.common, time.monotonic())
         if self._mode_of != generation.number:
             self._choose_mode(generation, self.config)
         if self.mode == "log":

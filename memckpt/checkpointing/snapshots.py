@@ -84,7 +84,7 @@ class Snapshots:
         """
         order = self._begin(asker, generation, record)
         taken = await order.answer if order is not None else None
-        if isinstance(taken, Snapshot) and not generation.knows(record):
+        if isinstance(taken, Snapshot) and not generation.ledger.knows(record):
             # So late that its rank states have been let go of.
             taken.region.close()
             self.hurry()
@@ -106,7 +106,7 @@ class Snapshots:
         elif not generation.replica.copy_at(record, region):
             region.close()
             return None
-        generation.pinned = record
+        generation.ledger.pinned = record
         self._current = _Order(asker, generation, record, region)
         return self._current
 
@@ -118,7 +118,7 @@ class Snapshots:
         parts, ranks = order.parts, order.generation.spec.local_ranks
         parts[rank] = message
         if message.rank_state:
-            order.generation.amend(rank, message.record, message.rank_state)
+            order.generation.ledger.amend(rank, message.record, message.rank_state)
         if set(parts) < set(ranks):
             return
         if any(part.missed for part in parts.values()):

@@ -47,7 +47,7 @@ class OwnRecords:
             return  # of an earlier attempt: a new one follows
         name = self.name(job, group.ranks, held.number)
         sent_name, sent = self._sent.get(group.ranks, ("", 0))
-        whole = min(held.committed.values())
+        whole = held.common
         if sent_name != name:
             yield announce(group, held, name), [region.fd for region in held.regions]
             sent = whole

@@ -257,7 +257,7 @@ class Peers:
         try:
             if self._job is not None:
                 name = self._records.name(self._job, group.ranks, f"state {record}")
-                static = snapshot.generation.static
+                static = snapshot.generation.regions.static
                 regions = [snapshot.region] + ([static] if static is not None else [])
                 self._replicator.send(by_value(group, snapshot, name), [region.fd for region in regions])
         finally:
@@ -272,7 +272,7 @@ class Peers:
         if waits or held is None or held.base is None or not held.ledger.committed:
             return self.watermark
         # Training does not wait for peers, so that the replica cannot either, once the slots run out.
-        needed = max(held.committed.values()) - (held.spec.slots - 2 - held.spec.trails)
+        needed = held.newest - (held.spec.slots - 2 - held.spec.trails)
         name = self._records.sent_name(group.ranks)
         if self.watermark < held.base < needed and name and name not in self._given_up:
             self._replicator.send(GiveUp(group.ranks, name))
