@@ -310,7 +310,7 @@ def test_each_of_them_is_staged_by_one_rank() -> None:
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_snapshot_of_a_record_on_which_ranks_disagree_is_taken_again(differs: bool) -> None:
     outcomes: list[Any] = []
-    held = Generation(1, ring_spec(2, 2, 3, ("average",)), held_bytes=0, budget=None, threads=1, notify=lambda _: None)
+    held = Generation(1, ring_spec(2, 2, 3, ("average",)), Allowance(), threads=1, notify=lambda _: None)
     with closing(held):
         for rank in (0, 1):
             held.ring.note_digests(5, rank, bytes([differs and rank]) * DIGEST_BYTES)

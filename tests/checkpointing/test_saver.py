@@ -200,7 +200,7 @@ def test_a_snapshot_whose_rank_states_are_gone_is_asked_for_again_and_earlier(ma
     node = make(every_steps=1, mode="replica")
     assert node.train_until_ordered() == 3
     region = node.saver.snapshots._current.region
-    node.held.pinned = None  # whatever has let go of them
+    node.held.ledger.pinned = None  # whatever has let go of them
     node.train(19)
     assert not node.held.ledger.knows(3)
     node.copy(3)
@@ -438,7 +438,7 @@ def test_a_replica_stands_still_until_what_is_read_from_it_is_written(make: Any)
     node.copy(record)
     node.train(2)
     newest = node.attempt.at
-    node.held.replica, node.held.replica_region = Replica(applied=newest - 2), Region.create("replica", 4096)
+    node.held.replica, node.held.regions.replica = Replica(applied=newest - 2), Region.create("replica", 4096)
     node.saver.save_held(node.held, as_checkpoint=True)
     written = []
     while node.saves:
