@@ -464,7 +464,7 @@ class Pair:
                 assert torch.equal(found, expected[state.key]), f"{name}'s {state.key} after record {record}"
             assert plain.get(index, {}).get(0, {}) == truth["plain"].get(name, {})
         base = layout.by_value_base(record)
-        mean = tensor_at(held.slots.map, base + layout.by_value_offsets(RANKS[0])[0], (2,), "float32")
+        mean = tensor_at(held.regions.slots.map, base + layout.by_value_offsets(RANKS[0])[0], (2,), "float32")
         assert torch.equal(mean, truth["tensors"]["mean"]), f"mean after record {record}"
         assert held.regions.static is not None
         fixed = tensor_at(held.regions.static.map, 0, (4,), "float32")
