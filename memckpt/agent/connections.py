@@ -15,8 +15,9 @@ from memckpt.errors import AgentError, AgentGoneError, MemckptError
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress, Listener, peer
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import Message, Refused
+from memckpt.protocol.channel import AgentChannel
+from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.trainer import Refused
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -24,7 +25,7 @@ _log = logging.getLogger("memckpt.agent")
 class Connection:
     """An accepted connection: a trainer rank once it has said Hello, before that and otherwise a visitor."""
 
-    def __init__(self, channel: Channel, process: ProcessHandle) -> None:
+    def __init__(self, channel: AgentChannel, process: ProcessHandle) -> None:
         self.channel = channel
         self.process = process
         self.trainer: TrainerHandle | None = None
@@ -46,7 +47,7 @@ class Connections:
         self,
         address: AgentAddress,
         selector: selectors.BaseSelector,
-        handle: Callable[[Connection, Message], None],
+        handle: Callable[[Connection, TrainerToAgent], None],
         left: Callable[[Connection], None],
     ) -> None:
         self._address = address
@@ -81,7 +82,7 @@ class Connections:
             self._listener.close()
             self._listener = None
 
-    def close(self, last_words: Message) -> None:
+    def close(self, last_words: AgentToTrainer) -> None:
         """End all of them."""
         self.stop_listening()
         for connection in list(self._open.values()):
@@ -113,7 +114,7 @@ class Connections:
         except ProcessLookupError:
             sock.close()
             return
-        connection = Connection(Channel(sock), process)
+        connection = Connection(AgentChannel(sock), process)
         self._open[sock.fileno()] = connection
         self._selector.register(sock, selectors.EVENT_READ, lambda: self.read(connection))
         # Forked loader workers may keep a dead trainer's socket open: only the pidfd tells that it is dead.
@@ -155,7 +156,7 @@ class Connections:
                 os.close(fd)
             self.handle(connection, message)
 
-    def handle(self, connection: Connection, message: Message) -> None:
+    def handle(self, connection: Connection, message: TrainerToAgent) -> None:
         """Handle a message, now or again; nothing happens where its sender is gone."""
         if connection.channel.fileno() not in self._open:
             return
@@ -172,7 +173,7 @@ class Connections:
         if isinstance(error, AgentError):
             self.drop(connection)
 
-    def answer(self, connection: Connection, message: Message, fds: list[int] | None = None) -> None:
+    def answer(self, connection: Connection, message: AgentToTrainer, fds: list[int] | None = None) -> None:
         """Send a message, with descriptors. A receiver that is gone or does not read is dropped, but not here: what it
         has sent by then counts, and is read before its end.
         """

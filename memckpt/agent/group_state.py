@@ -20,6 +20,7 @@ from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation, branch_off
 from memckpt.node.inventory import describe
 from memckpt.node.pending_generation import Difference, PendingGeneration
+from memckpt.protocol.messages import AgentToTrainer
 from memckpt.protocol.trainer import (
     Advance,
     Advanced,
@@ -27,7 +28,6 @@ from memckpt.protocol.trainer import (
     Commit,
     Gap,
     GenerationCommit,
-    Message,
     NeedGeneration,
     NeedSlots,
     Prepare,
@@ -82,7 +82,7 @@ class GroupState:
             siblings.hurry,
         )
 
-    def _tell(self, message: Message, *, besides: int | None = None, fd: int | None = None) -> None:
+    def _tell(self, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None) -> None:
         """Send a message to the trainers of these ranks."""
         self._host.tell(self.ranks, message, besides=besides, fd=fd)
 

@@ -14,7 +14,8 @@ from memckpt.checkpointing.askers import Done
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Configure, Hello, Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.trainer import Configure, Hello
 from memckpt.state.records import HeldRecords
 
 _log = logging.getLogger("memckpt.agent")

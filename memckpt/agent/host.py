@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol
 
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Message
+from memckpt.node.redo_news import RedoNews
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
 
 
 class Host(Protocol):
@@ -15,9 +16,9 @@ class Host(Protocol):
     def start_writer(
         self,
         what: Literal["checkpoints", "records"],
-        received: Callable[[Message], None],
+        received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
-    ) -> HelperProcess:
+    ) -> WriterProcess:
         """Start a process that writes.
 
         Args:
@@ -27,11 +28,11 @@ class Host(Protocol):
         """
 
     def tell(
-        self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
+        self, ranks: tuple[int, ...], message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
 
-    def notify(self, ranks: tuple[int, ...], message: Message) -> None:
+    def notify(self, ranks: tuple[int, ...], message: RedoNews) -> None:
         """Hand the event loop a message from the redo thread of these ranks' group; called on that thread."""
 
     def checkpoint_failed(self) -> None:

@@ -26,9 +26,13 @@ from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.memory.life import LifePage, look_seconds
 from memckpt.node.attempt import Attempt, TrainerHandle
+from memckpt.node.redo_news import RedoNews, ReplicaCopied
 from memckpt.processes.address import AgentAddress
-from memckpt.processes.helper_process import HelperProcess
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent, WriterToAgent
 from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
+from memckpt.protocol.status import Status, StatusRequest, StopRequest
+from memckpt.protocol.storing import SaveTo
 from memckpt.protocol.trainer import (
     PROTOCOL_VERSION,
     Alarm,
@@ -39,12 +43,6 @@ from memckpt.protocol.trainer import (
     HoldingOn,
     Inventory,
     Leaving,
-    Message,
-    ReplicaCopied,
-    SaveTo,
-    Status,
-    StatusRequest,
-    StopRequest,
 )
 
 _log = logging.getLogger("memckpt.agent")
@@ -84,9 +82,11 @@ class Agent:
         self._beat_seconds = 1.0
         self._liveness_seconds = 15.0
         #: Messages of redo threads, with the ranks whose group they are of; of signal handlers without.
-        self._inbox = Inbox[tuple[tuple[int, ...], Message]](self._selector, lambda item: self._hear(*item))
+        self._inbox = Inbox[tuple[tuple[int, ...], RedoNews | StopRequest]](
+            self._selector, lambda item: self._hear(*item)
+        )
         #: Those of standby replicas' redo threads.
-        self._standbys_inbox = Inbox[tuple[StandbyKey, Message]](
+        self._standbys_inbox = Inbox[tuple[StandbyKey, RedoNews]](
             self._selector, lambda item: self._peers.standby_said(*item)
         )
         self._groups = GroupStates(address.node, self)
@@ -112,11 +112,11 @@ class Agent:
     def start_writer(
         self,
         what: Literal["checkpoints", "records"],
-        received: Callable[[Message], None],
+        received: Callable[[WriterToAgent], None],
         ended: Callable[[str], None],
-    ) -> HelperProcess:
+    ) -> WriterProcess:
         """Start a process that writes."""
-        return HelperProcess("memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended)
+        return WriterProcess("memckpt.checkpointing.writer", ["--what", what], self._selector, received, ended)
 
     # Life
 
@@ -142,7 +142,7 @@ class Agent:
 
     def leave(self, reason: str) -> None:
         """End :meth:`run` as soon as what is held is in storage; safe to call from a signal handler."""
-        self.notify((), StopRequest(reason))
+        self._inbox.put(((), StopRequest(reason)))
 
     def _patience(self) -> float | None:
         """How long to wait for events: until something is due by the clock, or for ever."""
@@ -217,13 +217,13 @@ class Agent:
             _log.warning("rank %d goes on without protection: peers do not wait for this node", trainer.rank)
             self._peers.tell_deserted()
 
-    def _tell_trainers(self, message: Message) -> None:
+    def _tell_trainers(self, message: AgentToTrainer) -> None:
         """To all trainers of the attempt."""
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
             self._connections.answer(connection, message)
 
     def tell(
-        self, ranks: tuple[int, ...], message: Message, *, besides: int | None = None, fd: int | None = None
+        self, ranks: tuple[int, ...], message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
@@ -251,11 +251,11 @@ class Agent:
 
     # From redo threads and from signal handlers
 
-    def notify(self, ranks: tuple[int, ...], message: Message) -> None:
+    def notify(self, ranks: tuple[int, ...], message: RedoNews) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._inbox.put((ranks, message))
 
-    def _hear(self, ranks: tuple[int, ...], message: Message) -> None:
+    def _hear(self, ranks: tuple[int, ...], message: RedoNews | StopRequest) -> None:
         if isinstance(message, StopRequest):
             self._stop_answering()
             self._groups.preempt()
@@ -278,7 +278,7 @@ class Agent:
 
     # Messages
 
-    def _handle(self, connection: Connection, message: Message) -> None:
+    def _handle(self, connection: Connection, message: TrainerToAgent) -> None:
         match message:
             case Hello():
                 self._hello(connection, message)

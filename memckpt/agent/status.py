@@ -7,7 +7,8 @@ import time
 import msgspec
 
 from memckpt.agent.group_state import GroupState
-from memckpt.protocol.trainer import Commit, Drift, Status, StorageStatus
+from memckpt.protocol.status import Status, StorageStatus
+from memckpt.protocol.trainer import Commit, Drift
 
 #: Weight of a new sample in the average stall.
 _STALL_WEIGHT = 0.05

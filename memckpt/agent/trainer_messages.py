@@ -14,7 +14,9 @@ from memckpt.agent.status import Figures
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
+from memckpt.protocol.messages import TrainerToAgent
 from memckpt.protocol.replication import AskPhases, Join, Listen, Recover
+from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SnapshotTaken
 from memckpt.protocol.trainer import (
     Advance,
     Checked,
@@ -22,19 +24,13 @@ from memckpt.protocol.trainer import (
     Configure,
     GenerationCommit,
     Goodbye,
-    Message,
     NeedGeneration,
     NeedSlots,
     OthersStay,
     Preempted,
     Prepare,
     Prepared,
-    RecordSaved,
     Resume,
-    Saved,
-    SaveFailed,
-    SaveRecord,
-    SnapshotTaken,
     Void,
 )
 from memckpt.state.search_path import extend_search_path
@@ -61,7 +57,7 @@ class TrainerMessages:
         self._lifetime = lifetime
         self._figures = figures
 
-    def handle(self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: Message) -> None:
+    def handle(self, connection: Connection, trainer: TrainerHandle, attempt: Attempt, message: TrainerToAgent) -> None:
         """Do what a trainer asks for.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
 
 Done = Callable[["Saved | SaveFailed"], None]
 

@@ -18,8 +18,9 @@ from memckpt.checkpointing.snapshots import Snapshot, Snapshots
 from memckpt.checkpointing.writer_jobs import Job, WriterJobs
 from memckpt.errors import MemckptError
 from memckpt.node.generation import Generation
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Message, Saved, SaveFailed
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.storing import Saved, SaveFailed
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -46,8 +47,8 @@ class Checkpoints:
         self,
         node: str,
         storage: RunStorage,
-        order: Callable[[Message, int], None],
-        open_writer: Callable[[], HelperProcess],
+        order: Callable[[AgentToTrainer, int], None],
+        open_writer: Callable[[], WriterProcess],
         failed: Callable[[], None],
         hurried: Callable[[int], None],
     ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
-from memckpt.processes.helper_process import HelperProcess
+from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
@@ -85,11 +85,11 @@ class RecordLog:
         short: reason why records wait for room in the storage; empty: they do not.
     """
 
-    def __init__(self, node: str, open_writer: Callable[[], HelperProcess], broken: Callable[[], None]) -> None:
+    def __init__(self, node: str, open_writer: Callable[[], WriterProcess], broken: Callable[[], None]) -> None:
         self._node = node
         self._open_writer = open_writer
         self._broken = broken
-        self._writer: HelperProcess | None = None
+        self._writer: WriterProcess | None = None
         self._url = self._run = self._witness = ""
         self._asked_steps: int | None = None
         self._timeout_seconds = 0.0

@@ -16,8 +16,10 @@ from memckpt.checkpointing.writer_jobs import Job
 from memckpt.config import StorageConfig, StorageMode
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Logged, Message, Saved, SaveFailed, StorageStatus
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.status import StorageStatus
+from memckpt.protocol.storing import Logged, Saved, SaveFailed
 from memckpt.protocol.writer import Appended, Room, Save
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
@@ -50,8 +52,8 @@ class RunStorage:
         self,
         name: str,
         schedule: Schedule,
-        open_log_writer: Callable[[], HelperProcess],
-        tell: Callable[[Message], None],
+        open_log_writer: Callable[[], WriterProcess],
+        tell: Callable[[AgentToTrainer], None],
     ) -> None:
         self.schedule = schedule
         self._tell_trainers = tell

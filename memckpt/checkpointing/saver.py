@@ -24,8 +24,10 @@ from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Message, Saved, SaveFailed, StorageStatus
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
+from memckpt.protocol.status import StorageStatus
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Announce, Announced, Appended, LookForAnnounced, LookForRoom, Room
 from memckpt.state.records import Timeline
 
@@ -37,7 +39,7 @@ _RETRY_SECONDS = 60.0
 
 #: Starts a process that writes; its messages go to the first function, the reason of its end to the second.
 StartWriter = Callable[
-    [Literal["checkpoints", "records"], Callable[[Message], None], Callable[[str], None]], HelperProcess
+    [Literal["checkpoints", "records"], Callable[[WriterToAgent], None], Callable[[str], None]], WriterProcess
 ]
 
 
@@ -57,8 +59,8 @@ class Saver:
     def __init__(
         self,
         node: str,
-        order: Callable[[Message, int], None],
-        tell: Callable[[Message], None],
+        order: Callable[[AgentToTrainer, int], None],
+        tell: Callable[[AgentToTrainer], None],
         start_writer: StartWriter,
         failed: Callable[[], None],
         announce: Callable[[int], None] = lambda record: None,
@@ -295,7 +297,7 @@ class Saver:
 
     # The processes that write
 
-    def _checkpoints_said(self, message: Message) -> None:
+    def _checkpoints_said(self, message: WriterToAgent) -> None:
         match message:
             case Saved() | SaveFailed():
                 self._jobs.finished(message)
@@ -309,7 +311,7 @@ class Saver:
             case _:
                 raise AgentError(f"it sent an unexpected {type(message).__name__}")
 
-    def _records_said(self, message: Message) -> None:
+    def _records_said(self, message: WriterToAgent) -> None:
         if not isinstance(message, Appended):
             raise AgentError(f"it sent an unexpected {type(message).__name__}")
         self._storage.appended(message)

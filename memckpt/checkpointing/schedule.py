@@ -17,7 +17,7 @@ from memckpt.config import StorageConfig
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
 from memckpt.processes.backoff import Backoff
-from memckpt.protocol.trainer import Saved
+from memckpt.protocol.storing import Saved
 
 #: Records before a snapshot at which its memory is taken and its order given, where steps decide.
 _ORDER_RECORDS = 16

@@ -14,7 +14,9 @@ from memckpt.checkpointing.flow import Answer
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Message, ReplicaCopied, SaveFailed, SnapshotTaken, TakeSnapshot
+from memckpt.node.redo_news import ReplicaCopied
+from memckpt.protocol.messages import AgentToTrainer
+from memckpt.protocol.storing import SaveFailed, SnapshotTaken, TakeSnapshot
 
 _log = logging.getLogger("memckpt.agent")
 _FIRST_LEAD, _LONGEST_LEAD = 2, 512
@@ -59,7 +61,7 @@ class Snapshots:
     """
 
     def __init__(
-        self, order: Callable[[Message, int], None], hurried: Callable[[int], None] = lambda lead: None
+        self, order: Callable[[AgentToTrainer, int], None], hurried: Callable[[int], None] = lambda lead: None
     ) -> None:
         self._order = order
         self._hurried = hurried

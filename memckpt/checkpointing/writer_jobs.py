@@ -14,8 +14,8 @@ from memckpt.checkpointing.askers import Export, Run
 from memckpt.checkpointing.flow import Answer
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
-from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.processes.helper_process import WriterProcess
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
 from memckpt.storage.format import Part
 
@@ -52,9 +52,9 @@ class _Queued:
 class WriterJobs:
     """Owns the writer process, which `open_writer` starts."""
 
-    def __init__(self, open_writer: Callable[[], HelperProcess]) -> None:
+    def __init__(self, open_writer: Callable[[], WriterProcess]) -> None:
         self._open_writer = open_writer
-        self._writer: HelperProcess | None = None
+        self._writer: WriterProcess | None = None
         self._waiting: deque[_Queued] = deque()
         self._current: _Queued | None = None
         self._deadline = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from memckpt.cli.common import count, seconds_text
-from memckpt.protocol.trainer import Status
+from memckpt.protocol.status import Status
 
 
 class HasStored(Protocol):

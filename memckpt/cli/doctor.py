@@ -21,7 +21,7 @@ from memckpt.storage.store import LocalStore, open_store
 
 if TYPE_CHECKING:  # imported only when doctor runs, so that other commands start fast
     from memckpt.cli.checks import Check
-    from memckpt.protocol.trainer import Status
+    from memckpt.protocol.status import Status
 
 OptionalRun = Annotated[
     Path | None,

@@ -19,7 +19,7 @@ from memckpt.errors import ConfigurationError, ForeignStateError, MemckptError, 
 from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.control import ask_status
 from memckpt.processes.handles import start_ticks
-from memckpt.protocol.trainer import Status
+from memckpt.protocol.status import Status
 from memckpt.storage.chain import stored_points
 from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.presence import without

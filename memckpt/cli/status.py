@@ -36,7 +36,7 @@ from memckpt.cli.peers import show_peers
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError, MemckptError, StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
-from memckpt.protocol.trainer import Status, StorageStatus
+from memckpt.protocol.status import Status, StorageStatus
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.owner import kept_run, refuse_other

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from memckpt.errors import RunBusyError
 from memckpt.processes.handles import ProcessHandle, start_ticks
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.trainer import Hello, Launcher
 
 _log = logging.getLogger("memckpt.agent")
@@ -25,7 +25,7 @@ class TrainerHandle:
     rank: int
     unit: tuple[int, ...]
     process: ProcessHandle
-    channel: Channel
+    channel: AgentChannel
     launcher: Launcher
     next_record: int
     finished: bool = False

@@ -9,11 +9,8 @@ from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.memory.generation_regions import Allowance, GenerationRegions
 from memckpt.memory.slots import SlotRing, max_local_ranks
 from memckpt.node.ledger import Ledger, RankStates
-from memckpt.protocol.trainer import (
-    Commit,
-    GenerationCommit,
-    Message,
-)
+from memckpt.node.redo_news import RedoNews
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import (
     LogRecord,
 )
@@ -49,7 +46,7 @@ class Generation:
         allowance: Allowance,
         *,
         threads: int,
-        notify: Callable[[Message], None],
+        notify: Callable[[RedoNews], None],
         begins: int | None = None,
     ) -> None:
         self.number = number

@@ -10,7 +10,8 @@ from memckpt.errors import MemckptError, MemoryBudgetError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Message, Prepare
+from memckpt.node.redo_news import RedoNews
+from memckpt.protocol.trainer import Prepare
 from memckpt.state.layout import Layout, StateSpec
 
 _log = logging.getLogger("memckpt.agent")
@@ -39,7 +40,7 @@ class PendingGeneration:
         generation: None while nothing is about to be written.
     """
 
-    def __init__(self, notify: Callable[[Message], None], make_room: Callable[[str], None]) -> None:
+    def __init__(self, notify: Callable[[RedoNews], None], make_room: Callable[[str], None]) -> None:
         self._notify = notify
         self._make_room = make_room
         self._number = 0

@@ -15,7 +15,8 @@ import torch
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.trainer import Alarm, Credit, Drift, Message, ReplicaCopied
+from memckpt.node.redo_news import RedoNews, ReplicaCopied
+from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state import codec
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
@@ -44,7 +45,7 @@ class Replica:
         replica: Region,
         ring: SlotRing,
         threads: int,
-        notify: Callable[[Message], None],
+        notify: Callable[[RedoNews], None],
     ) -> None:
         torch.set_num_threads(threads)
         self._layout = layout

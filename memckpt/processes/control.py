@@ -9,9 +9,11 @@ import time
 from memckpt.errors import AgentError, AgentGoneError, AgentNotFoundError, NothingHeldError
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.handles import ProcessHandle
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import TrainerChannel
 from memckpt.protocol.descriptors import readable
-from memckpt.protocol.trainer import Leaving, Saved, SaveFailed, SaveTo, Status, StatusRequest, StopRequest
+from memckpt.protocol.status import Status, StatusRequest, StopRequest
+from memckpt.protocol.storing import Saved, SaveFailed, SaveTo
+from memckpt.protocol.trainer import Leaving
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -25,7 +27,7 @@ def ask_status(address: AgentAddress, timeout: float = 10.0) -> Status | None:
     sock = address.connect()
     if sock is None:
         return None
-    channel = Channel(sock)
+    channel = TrainerChannel(sock)
     try:
         channel.send(StatusRequest(), timeout=timeout)
         answer, _ = channel.receive(timeout)
@@ -52,7 +54,7 @@ def save_to(address: AgentAddress, url: str, timeout: float) -> Saved:
     sock = address.connect()
     if sock is None:
         raise AgentNotFoundError(f"no agent serves {address.run_dir} on node {address.node}: nothing is held in memory")
-    channel = Channel(sock)
+    channel = TrainerChannel(sock)
     try:
         channel.send(SaveTo(url), timeout=timeout)
         answer, _ = channel.receive(timeout)
@@ -76,7 +78,7 @@ def stop_agent(address: AgentAddress, timeout: float = 10.0) -> int | None:
         return None
     pid = peer(sock)[0]
     process = os.pidfd_open(pid)
-    channel = Channel(sock)
+    channel = TrainerChannel(sock)
     try:
         channel.send(StopRequest(), timeout=timeout)
         while not isinstance(channel.receive(timeout)[0], Leaving):

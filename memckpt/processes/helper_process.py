@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.protocol.channel import Channel, encode
 from memckpt.protocol.descriptors import writable
-from memckpt.protocol.trainer import Message
+from memckpt.protocol.messages import AgentToReplicator, AgentToWriter, ReplicatorToAgent, WriterToAgent
 
 _log = logging.getLogger("memckpt.agent")
 _END_SECONDS = 5.0
@@ -31,6 +31,8 @@ _LONGEST_ANSWER_SECONDS = 120.0
 _MOST_WAITING_BYTES = 64 << 20
 
 T = TypeVar("T")
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 
 @contextlib.contextmanager
@@ -53,7 +55,7 @@ def _cannot_start(module: str, error: OSError) -> AgentError:
     )
 
 
-class HelperProcess:
+class HelperProcess(Generic[In, Out]):
     """Owns the process and the connection to it; :meth:`close` ends both, as far as the kernel permits.
 
     The agent never blocks on it: messages that it does not take at once are queued.
@@ -75,7 +77,7 @@ class HelperProcess:
         module: str,
         arguments: Sequence[str],
         selector: selectors.BaseSelector,
-        received: Callable[[Message], None],
+        received: Callable[[In], None],
         ended: Callable[[str], None],
         liveness_seconds: float | None = None,
         life: LifePage | None = None,
@@ -123,7 +125,7 @@ class HelperProcess:
             raise
         finally:
             theirs.close()
-        self._channel = Channel(ours)
+        self._channel = Channel[In, Out](ours)
         #: Descriptors that came with the message being received.
         self._came: list[int] = []
         #: Queued messages, with our duplicates of their descriptors.
@@ -144,7 +146,7 @@ class HelperProcess:
         except AgentError as error:
             self._ended(str(error))
 
-    def _receive(self, message: Message, fds: list[int]) -> None:
+    def _receive(self, message: In, fds: list[int]) -> None:
         before, self._came = self._came, fds
         try:
             self._received(message)
@@ -194,7 +196,7 @@ class HelperProcess:
         self._came.clear()
         return taken
 
-    def send(self, message: Message, fds: Sequence[int]) -> None:
+    def send(self, message: Out, fds: Sequence[int]) -> None:
         """Send or queue a message. Raises AgentGoneError if the process is gone, or its queue is full."""
         body = encode(message)
         if not self._waiting and self._channel.offer(body, fds):
@@ -217,7 +219,7 @@ class HelperProcess:
         for fd in fds:
             os.close(fd)
 
-    def ask(self, message: Message, expected: type[T], timeout: float, patience: float | None = None) -> T:
+    def ask(self, message: Out, expected: type[T], timeout: float, patience: float | None = None) -> T:
         """Send a message and wait for its answer; messages that come before it are received as usual.
 
         Args:
@@ -265,7 +267,7 @@ class HelperProcess:
     def _writable(self, seconds: float) -> bool | None:
         return writable(self._channel.sock, seconds) or None
 
-    def close(self, last: Callable[[Message], None] | None = None) -> None:
+    def close(self, last: Callable[[In], None] | None = None) -> None:
         """Kill it, wait a while for its end, and close the connection. Idempotent.
 
         It is killed rather than asked to leave: it ignores SIGTERM, which schedulers send to all processes of a job,
@@ -296,7 +298,7 @@ class HelperProcess:
         if self._life is not None:
             self._life.close()
 
-    def _receive_last(self, last: Callable[[Message], None]) -> None:
+    def _receive_last(self, last: Callable[[In], None]) -> None:
         self._received = last
         try:
             while (received := self._channel.poll()) is not None:
@@ -305,3 +307,7 @@ class HelperProcess:
             return  # its end comes after all of its messages
         except AgentError as error:
             _log.error("the final messages of pid %d cannot be decoded: %s", self._process.pid, error)
+
+
+WriterProcess = HelperProcess[WriterToAgent, AgentToWriter]
+ReplicatorProcess = HelperProcess[ReplicatorToAgent, AgentToReplicator]

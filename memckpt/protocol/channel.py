@@ -12,23 +12,38 @@ import socket
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Generic, TypeVar, cast
 
 import msgspec
 
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.protocol.descriptors import readable, writable
-from memckpt.protocol.trainer import Message
+from memckpt.protocol.messages import (
+    AgentToReplicator,
+    AgentToTrainer,
+    AgentToWriter,
+    Message,
+    ReplicatorToAgent,
+    TrainerToAgent,
+    WriterToAgent,
+)
 
 INLINE_BYTES = 64 << 10
 _MAX_FDS = 8
 _INLINE, _IN_FILE = b"i", b"f"
 
+In = TypeVar("In")
+Out = TypeVar("Out")
+
 encode = msgspec.msgpack.Encoder().encode
 _decoder = msgspec.msgpack.Decoder(Message)
 
 
-class Channel:
-    """One end of a connection. Owns the socket; :meth:`close` it. In a forked child it must not be used."""
+class Channel(Generic[In, Out]):
+    """One end of a connection. Owns the socket; :meth:`close` it. In a forked child it must not be used.
+
+    It receives messages of one union of types, and sends those of another.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -36,7 +51,7 @@ class Channel:
     def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message: Message, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
+    def send(self, message: Out, fds: Sequence[int] = (), timeout: float | None = 30.0) -> None:
         """Send one message; descriptors are duplicated into the receiver, the caller keeps its own.
 
         Blocks only while the receiver's buffer is full, at most `timeout` seconds.
@@ -78,7 +93,7 @@ class Channel:
             raise AgentGoneError(f"the connection is closed: {error}") from error
         return True
 
-    def receive(self, timeout: float | None) -> tuple[Message, list[int]]:
+    def receive(self, timeout: float | None) -> tuple[In, list[int]]:
         """Wait for one message; the caller owns the descriptors that came with it.
 
         Raises:
@@ -89,7 +104,7 @@ class Channel:
             raise AgentGoneError(f"no answer within {timeout:.0f} s")
         return received
 
-    def poll(self, timeout: float | None = 0.0) -> tuple[Message, list[int]] | None:
+    def poll(self, timeout: float | None = 0.0) -> tuple[In, list[int]] | None:
         """Like :meth:`receive`, but None when nothing came."""
         if timeout != 0.0 and not readable(self.sock, timeout):
             return None
@@ -115,7 +130,7 @@ class Channel:
         else:
             body = packet[1:]
         try:
-            return _decoder.decode(body), fds
+            return cast("In", _decoder.decode(body)), fds
         except ValueError as error:  # what msgspec raises, and for text that is no UTF-8
             for fd in fds:
                 os.close(fd)
@@ -138,3 +153,11 @@ class Channel:
 
     def close(self) -> None:
         self.sock.close()
+
+
+#: The end of a trainer or visitor, and that of its agent.
+TrainerChannel = Channel[AgentToTrainer, TrainerToAgent]
+AgentChannel = Channel[TrainerToAgent, AgentToTrainer]
+#: The end of a process that works for an agent.
+WriterChannel = Channel[AgentToWriter, WriterToAgent]
+ReplicatorChannel = Channel[AgentToReplicator, ReplicatorToAgent]

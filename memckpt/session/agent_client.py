@@ -12,7 +12,8 @@ from memckpt.errors import AgentError, AgentGoneError, MemoryBudgetError
 from memckpt.memory.phases import PhasesPage
 from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import TrainerChannel
+from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
 from memckpt.protocol.replication import (
     AskPhases,
     Listen,
@@ -24,6 +25,8 @@ from memckpt.protocol.replication import (
     ReplicatorLost,
     WatermarkAdvanced,
 )
+from memckpt.protocol.status import Status, StopRequest
+from memckpt.protocol.storing import Logged, RecordSaved, Saved, SaveFailed, SaveRecord, TakeSnapshot
 from memckpt.protocol.trainer import (
     Advance,
     Advanced,
@@ -37,23 +40,14 @@ from memckpt.protocol.trainer import (
     Hello,
     Inventory,
     Leaving,
-    Logged,
-    Message,
     NeedGeneration,
     NeedSlots,
     Prepare,
     Prepared,
     Protected,
-    RecordSaved,
     Refused,
     Resume,
-    Saved,
-    SaveFailed,
-    SaveRecord,
     SlotsMade,
-    Status,
-    StopRequest,
-    TakeSnapshot,
 )
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.conversation import Conversation, reach_agent
@@ -79,7 +73,7 @@ class AgentClient:
         waits_suspended: whether nobody is to wait for peers, just now.
     """
 
-    def __init__(self, channel: Channel, config: AgentConfig, started: bool = False) -> None:
+    def __init__(self, channel: TrainerChannel, config: AgentConfig, started: bool = False) -> None:
         self._conversation = Conversation(channel, config)
         self.started = started
         self.applied = 0
@@ -100,10 +94,10 @@ class AgentClient:
             AgentError: there is none and none could be started.
         """
         sock, started = reach_agent(address, config)
-        return cls(Channel(sock), config, started)
+        return cls(TrainerChannel(sock), config, started)
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> TrainerChannel:
         """The connection."""
         return self._conversation.channel
 
@@ -112,7 +106,7 @@ class AgentClient:
         """Process id of the agent."""
         return self._conversation.agent_pid
 
-    def send(self, message: Message) -> None:
+    def send(self, message: TrainerToAgent) -> None:
         """Send one of the messages that have no answer.
 
         Raises:
@@ -120,11 +114,11 @@ class AgentClient:
         """
         self._conversation.send(message)
 
-    def _request(self, message: Message, expected: type) -> tuple[Message, list[int]]:
+    def _request(self, message: TrainerToAgent, expected: type) -> tuple[AgentToTrainer, list[int]]:
         self.send(message)
         return self._answer(expected)
 
-    def _answer(self, expected: type) -> tuple[Message, list[int]]:
+    def _answer(self, expected: type) -> tuple[AgentToTrainer, list[int]]:
         while True:
             received = self._conversation.poll(self._config.start_seconds)
             if received is None:
@@ -137,7 +131,7 @@ class AgentClient:
                 return answer, fds
             self._note(answer, fds)
 
-    def _note(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def _note(self, message: AgentToTrainer, fds: Sequence[int] = ()) -> None:
         if isinstance(message, TakeSnapshot):
             self._drop_order()
             self._order = SnapshotOrder(message.record, Region.open(fds[0]))
@@ -242,7 +236,7 @@ class AgentClient:
         assert isinstance(answer, Advanced)
         return answer
 
-    def _regions(self, message: Message) -> PreparedRegions:
+    def _regions(self, message: TrainerToAgent) -> PreparedRegions:
         answer, fds = self._request(message, Prepared)
         assert isinstance(answer, Prepared)
         self.applied = max(self.applied, answer.record)

@@ -14,9 +14,10 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.launch import spawn_agent
-from memckpt.protocol.channel import Channel, encode
+from memckpt.protocol.channel import TrainerChannel, encode
 from memckpt.protocol.descriptors import writable
-from memckpt.protocol.trainer import Message, StatusRequest
+from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
+from memckpt.protocol.status import StatusRequest
 
 _log = logging.getLogger("memckpt")
 _live: weakref.WeakSet[Conversation] = weakref.WeakSet()
@@ -59,7 +60,7 @@ class Conversation:
         agent_pid: process id of the agent.
     """
 
-    def __init__(self, channel: Channel, config: AgentConfig) -> None:
+    def __init__(self, channel: TrainerChannel, config: AgentConfig) -> None:
         self.channel = channel
         self.agent_pid = peer(channel.sock)[0]
         self._config = config
@@ -75,7 +76,7 @@ class Conversation:
         # The redo thread counts, too: the loop may wait for it.
         self._watch = LifeWatch(self._life, self.agent_pid, self._config.liveness_seconds, "all")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: TrainerToAgent) -> None:
         """Send a message.
 
         Raises:
@@ -88,13 +89,13 @@ class Conversation:
         if not self._wait(lambda seconds: writable(self.channel.sock, seconds) and self.channel.offer(body), limit):
             raise AgentGoneError(f"it has taken no message for {limit:.0f} s (overloaded?)")
 
-    def poll(self, limit: float) -> tuple[Message, list[int]] | None:
+    def poll(self, limit: float) -> tuple[AgentToTrainer, list[int]] | None:
         """The next message and its descriptors; None if there is none within `limit` seconds.
 
         Raises:
             AgentGoneError: the agent is gone, or stands still.
         """
-        received: tuple[Message, list[int]] | None = None
+        received: tuple[AgentToTrainer, list[int]] | None = None
 
         def hear(seconds: float) -> bool:
             nonlocal received
@@ -116,7 +117,7 @@ class Conversation:
             if watch is not None and watch.stands_still():
                 raise AgentGoneError(f"it has shown no sign of life for {watch.limit:g} s (stopped?)")
 
-    def hear(self) -> tuple[Message, list[int]]:
+    def hear(self) -> tuple[AgentToTrainer, list[int]]:
         """The next message, however long it takes, as long as the agent's loop runs.
 
         Raises:
@@ -125,7 +126,7 @@ class Conversation:
         half = self._config.start_seconds / 2
         return self.poll(half) or self.sign_of_life(half)
 
-    def sign_of_life(self, limit: float) -> tuple[Message, list[int]]:
+    def sign_of_life(self, limit: float) -> tuple[AgentToTrainer, list[int]]:
         """Ask for the agent's status, which it answers at once. Returns the answer or an earlier message.
 
         Raises:

@@ -13,15 +13,8 @@ import torch
 from memckpt.config import MemckptConfig
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.trainer import (
-    PROTOCOL_VERSION,
-    Configure,
-    Hello,
-    Message,
-    Preempted,
-    Prepare,
-    Resume,
-)
+from memckpt.protocol.messages import TrainerToAgent
+from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Preempted, Prepare, Resume
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
@@ -162,10 +155,10 @@ class AgentLink:
         """The order for a snapshot after `record` or an earlier one; the caller closes it. None if there is none."""
         return self._client.take_order(record) if self._client is not None else None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: TrainerToAgent) -> None:
         self.client.send(message)
 
-    def send_later(self, make: Callable[[], Message]) -> None:
+    def send_later(self, make: Callable[[], TrainerToAgent]) -> None:
         """Make and send a message in a thread, as `make` waits for copies from an accelerator."""
         client = self.client
 

@@ -6,7 +6,8 @@ import logging
 
 from memckpt.capture.slot_writer import SlotWriter
 from memckpt.errors import AgentGoneError, MemckptError, MemoryBudgetError
-from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Logged, Protected, Saved, SaveFailed
+from memckpt.protocol.storing import Logged, Saved, SaveFailed
+from memckpt.protocol.trainer import Alarm, Begin, Drift, Gap, Protected
 from memckpt.session.drift import DriftReports
 from memckpt.session.generation_switch import GenerationSwitch
 from memckpt.session.link import AgentLink

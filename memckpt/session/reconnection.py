@@ -14,8 +14,8 @@ from collections.abc import Callable
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.processes.address import AgentAddress, peer
 from memckpt.processes.backoff import Backoff
-from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import StatusRequest
+from memckpt.protocol.channel import TrainerChannel
+from memckpt.protocol.status import StatusRequest
 
 _log = logging.getLogger("memckpt")
 #: Time that training waits for the answer of a lost agent; later commits poll without waiting.
@@ -48,7 +48,7 @@ class Reconnection:
         self._patience = patience
         self._pauses = pauses
         self._clock = clock
-        self._question: Channel | None = None
+        self._question: TrainerChannel | None = None
         self._not_before = self._began = clock()
         self._failures = Backoff(clock, at_once=0, steady=math.inf)
         self._stumbles = Backoff(clock, steady=math.inf)
@@ -79,7 +79,7 @@ class Reconnection:
         sock = self._address.connect()
         if sock is None:
             return True
-        self._question = Channel(sock)
+        self._question = TrainerChannel(sock)
         self._question.send(StatusRequest(), timeout=self._patience)
         if self._question.poll(self._patience) is not None:
             self.forget()
@@ -92,7 +92,7 @@ class Reconnection:
         )
         return False
 
-    def _answered_late(self, question: Channel) -> bool:
+    def _answered_late(self, question: TrainerChannel) -> bool:
         if question.poll() is None:
             return False
         self.forget()

@@ -12,7 +12,8 @@ import torch
 from memckpt.capture.live_state import SpecRequest
 from memckpt.capture.slot_writer import LayoutChangedError, SlotWriter
 from memckpt.memory.slots import AGREEMENT_RECORDS
-from memckpt.protocol.trainer import Commit, GenerationCommit, SnapshotTaken
+from memckpt.protocol.storing import SnapshotTaken
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
 from memckpt.session.local_training import LocalTraining

@@ -25,8 +25,9 @@ from memckpt.processes import helper_process
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import INLINE_BYTES, Channel
+from memckpt.protocol.messages import Message
 from memckpt.protocol.replication import Halt, Halted, ListPieces, PhasesAre, Pieces
-from memckpt.protocol.trainer import Commit, Credit, Goodbye, Message
+from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout
 from tests.state.test_layout import large_spec

@@ -14,7 +14,8 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.processes.address import AgentAddress, Listener
 from memckpt.processes.control import ask_status
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import Credit, Leaving, StatusRequest
+from memckpt.protocol.status import StatusRequest
+from memckpt.protocol.trainer import Credit, Leaving
 from memckpt.session.agent_client import AgentClient
 from memckpt.session.reconnection import Reconnection
 from tests.storage.test_storage_runs import until

@@ -14,7 +14,9 @@ from memckpt.errors import AgentError, AgentGoneError
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import Commit, Goodbye, Launcher, Leaving, Message, Protected, StatusRequest
+from memckpt.protocol.messages import Message
+from memckpt.protocol.status import StatusRequest
+from memckpt.protocol.trainer import Commit, Goodbye, Launcher, Leaving, Protected
 
 
 @dataclass

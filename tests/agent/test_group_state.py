@@ -17,17 +17,8 @@ from memckpt.config import StorageConfig
 from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import (
-    Commit,
-    Configure,
-    GenerationCommit,
-    Hello,
-    Launcher,
-    Prepare,
-    Resume,
-    Saved,
-    SaveFailed,
-)
+from memckpt.protocol.storing import Saved, SaveFailed
+from memckpt.protocol.trainer import Commit, Configure, GenerationCommit, Hello, Launcher, Prepare, Resume
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta

@@ -12,7 +12,7 @@ from memckpt.config import MemckptConfig
 from memckpt.errors import StorageError
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import RecordSaved, Saved, SaveFailed, SaveRecord
+from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord
 from memckpt.session.agent_client import AgentClient
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks

@@ -31,7 +31,8 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare, SnapshotTaken
+from memckpt.protocol.storing import SnapshotTaken
+from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import DIGEST_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.received import read_spec

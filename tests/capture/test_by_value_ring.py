@@ -25,8 +25,9 @@ from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.generation import Generation
+from memckpt.protocol.messages import Message
 from memckpt.protocol.replication import UnitSource
-from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import Append, LogRecord, OpenLog
 from memckpt.recovery.restore import Restorer
 from memckpt.replication.coding.blob import BlobReader, Extent, Room

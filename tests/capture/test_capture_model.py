@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at

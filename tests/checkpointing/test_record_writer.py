@@ -14,9 +14,7 @@ from memckpt.checkpointing.writer import records
 from memckpt.errors import AgentGoneError, StorageError
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import (
-    Message,
-)
+from memckpt.protocol.messages import Message
 from memckpt.protocol.writer import (
     Append,
     Appended,

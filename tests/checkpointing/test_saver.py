@@ -17,13 +17,8 @@ from memckpt.checkpointing.saver import Saver
 from memckpt.config import StorageConfig
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import (
-    Message,
-    Saved,
-    SaveFailed,
-    SnapshotTaken,
-    TakeSnapshot,
-)
+from memckpt.protocol.messages import Message
+from memckpt.protocol.storing import Saved, SaveFailed, SnapshotTaken, TakeSnapshot
 from memckpt.protocol.writer import (
     Appended,
     Save,

@@ -13,7 +13,8 @@ from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
 from memckpt.checkpointing.writer import records
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Message, SaveFailed
+from memckpt.protocol.messages import Message
+from memckpt.protocol.storing import SaveFailed
 from memckpt.protocol.writer import Appended, LookForRoom, OpenLog, Room, Save
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog

@@ -17,7 +17,7 @@ from memckpt.checkpointing import schedule as schedule_module
 from memckpt.checkpointing.schedule import Schedule
 from memckpt.config import StorageConfig
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Saved
+from memckpt.protocol.storing import Saved
 from memckpt.state.layout import StateSpec
 from tests.support.cluster.storage_node import Clock, Steps, spec_of
 

@@ -13,7 +13,7 @@ from memckpt.checkpointing.writer_jobs import Job, WriterJobs
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
 from memckpt.processes.helper_process import HelperProcess
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage.format import Part

@@ -14,7 +14,7 @@ from memckpt.checkpointing.writer.writer import save
 from memckpt.cli import tidying as commands
 from memckpt.errors import AgentGoneError, DamagedStateError, ForeignStateError, NothingHeldError, UsageError
 from memckpt.memory.region import Region
-from memckpt.protocol.trainer import Status
+from memckpt.protocol.status import Status
 from memckpt.protocol.writer import Save
 from memckpt.state.records import Timeline
 from memckpt.storage import presence

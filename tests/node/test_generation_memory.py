@@ -15,7 +15,8 @@ from memckpt.capture.slot_writer import SlotWriter
 from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
-from memckpt.protocol.trainer import GenerationCommit, Message, NeedSlots
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import GenerationCommit, NeedSlots
 from memckpt.session.agent_client import AgentClient
 from memckpt.session.conversation import Conversation
 from tests.support.trainings.engine_child import Control, config, kill_agent, kill_self

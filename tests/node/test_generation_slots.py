@@ -15,17 +15,8 @@ from memckpt.errors import MemoryBudgetError
 from memckpt.memory.region import Region
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import (
-    Commit,
-    Gap,
-    GenerationCommit,
-    Hello,
-    Launcher,
-    Message,
-    NeedSlots,
-    Prepare,
-    SlotsMade,
-)
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import Commit, Gap, GenerationCommit, Hello, Launcher, NeedSlots, Prepare, SlotsMade
 from memckpt.recovery.plan import common_records
 from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta

@@ -12,7 +12,8 @@ from memckpt.config import AgentConfig
 from memckpt.errors import MemoryBudgetError
 from memckpt.node.pending_generation import Difference, PendingGeneration
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import Begin, GenerationCommit, Message, NeedGeneration, Prepare
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare
 from memckpt.session.agent_client import AgentClient
 from memckpt.state.layout import StateSpec, TensorSpec
 from memckpt.state.records import Timeline

@@ -11,7 +11,8 @@ import torch
 from memckpt.errors import AgentError
 from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec
 from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.optimizer_attributes import attributes

@@ -12,7 +12,7 @@ from memckpt.checkpointing.writer import writer
 from memckpt.config import StorageConfig
 from memckpt.errors import ForeignStateError, NothingHeldError, StorageAwayError
 from memckpt.memory.region import Region
-from memckpt.protocol.trainer import SaveFailed
+from memckpt.protocol.storing import SaveFailed
 from memckpt.protocol.writer import Announce, LookForRoom, Save
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
 from memckpt.session.patient_plan import plan_patiently

@@ -18,7 +18,8 @@ from memckpt.config import StorageConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import Saved, SaveTo, Status, StatusRequest
+from memckpt.protocol.status import Status, StatusRequest
+from memckpt.protocol.storing import Saved, SaveTo
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import read_state
 from memckpt.storage.store import LocalStore

@@ -17,7 +17,7 @@ from fsspec.spec import AbstractFileSystem
 from memckpt.checkpointing.writer.writer import save
 from memckpt.errors import StorageError
 from memckpt.memory.region import Region
-from memckpt.protocol.trainer import Saved
+from memckpt.protocol.storing import Saved
 from memckpt.protocol.writer import Save
 from memckpt.storage import store as store_module
 from memckpt.storage.catalog import read_catalog

@@ -14,7 +14,7 @@ import torch
 from memckpt.checkpointing.writer import writer
 from memckpt.errors import MemoryBudgetError, StorageError, StorageFullError
 from memckpt.memory.region import Region
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Save
 from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import Timeline

@@ -14,7 +14,8 @@ from memckpt.agent.replication.fragment_memory import PieceRooms
 from memckpt.errors import AgentError, AgentGoneError, MemckptError, PeerError
 from memckpt.memory.life import LifePage
 from memckpt.processes.backoff import Backoff
-from memckpt.processes.helper_process import HelperProcess
+from memckpt.processes.helper_process import ReplicatorProcess
+from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
 from memckpt.protocol.replication import (
     Drain,
     Drained,
@@ -28,7 +29,6 @@ from memckpt.protocol.replication import (
     ListPieces,
     Pieces,
 )
-from memckpt.protocol.trainer import Message
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.agent")
@@ -45,7 +45,7 @@ _MOST_STANDING = 2
 class Owner(Protocol):
     """Whoever has a replicator, and is told what becomes of it."""
 
-    def replicator_said(self, message: Message) -> None:
+    def replicator_said(self, message: ReplicatorToAgent) -> None:
         """It has sent a message that is no answer to a question."""
         ...
 
@@ -80,7 +80,7 @@ class OwnReplicator:
     """
 
     def __init__(self, selector: selectors.BaseSelector, owner: Owner, life: LifePage | None) -> None:
-        self.process: HelperProcess | None = None
+        self.process: ReplicatorProcess | None = None
         self.planned = False
         self.fingerprints: dict[int, tuple[str, ...]] = {}
         self.problem = ""
@@ -109,7 +109,7 @@ class OwnReplicator:
 
     # Messages
 
-    def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, message: AgentToReplicator, fds: Sequence[int] = ()) -> None:
         """Send a message, if there is a process; one that cannot be reached is replaced."""
         if self.process is None:
             return
@@ -144,7 +144,7 @@ class OwnReplicator:
         except AgentGoneError as error:
             _log.warning("could not confirm that peers received the final records: %s", error)
 
-    def _received(self, message: Message) -> None:
+    def _received(self, message: ReplicatorToAgent) -> None:
         match message:
             case KeepRoom() | LetGoOfRoom():
                 self._note_room(message, self.process.take_descriptors() if self.process is not None else [])
@@ -246,9 +246,9 @@ class OwnReplicator:
 
     # Life and death
 
-    def _start(self, liveness_seconds: float) -> HelperProcess:
+    def _start(self, liveness_seconds: float) -> ReplicatorProcess:
         """Start a process; it goes on with what the last one kept."""
-        process = HelperProcess(
+        process = ReplicatorProcess(
             "memckpt.replication.process", [], self._selector, self._received, self._die, liveness_seconds, self._life
         )
         try:
@@ -263,7 +263,7 @@ class OwnReplicator:
         """Kill the process, if there is one; what it has said of its memory counts, and nothing else."""
         process, self.process = self.process, None
 
-        def note(message: Message) -> None:
+        def note(message: ReplicatorToAgent) -> None:
             if isinstance(message, KeepRoom | LetGoOfRoom):
                 assert process is not None
                 self._note_room(message, process.take_descriptors())

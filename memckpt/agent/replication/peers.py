@@ -20,6 +20,8 @@ from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
+from memckpt.node.redo_news import RedoNews
+from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.replication import (
     BadSourceSeen,
     Described,
@@ -42,7 +44,6 @@ from memckpt.protocol.replication import (
     WatermarkAdvanced,
 )
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
-from memckpt.protocol.trainer import Message
 from memckpt.state.layout import optimizers_of
 from memckpt.state.records import HeldRecords
 
@@ -282,7 +283,7 @@ class Peers:
 
     # Recovery
 
-    def recover(self, message: Recover, done: Callable[[Message], None]) -> None:
+    def recover(self, message: Recover, done: Callable[[Recovered | RecoveryProgress], None]) -> None:
         """Fetch what this node is to get, hand out what others are to; `done` gets Recovered, and progress before.
 
         Raises:
@@ -322,7 +323,7 @@ class Peers:
 
     # What the replicator says, and what becomes of it
 
-    def replicator_said(self, message: Message) -> None:
+    def replicator_said(self, message: ReplicatorToAgent) -> None:
         """Handle a message of the replicator."""
         match message:
             case WatermarkAdvanced():
@@ -354,7 +355,7 @@ class Peers:
             case _:
                 raise AgentError(f"unexpected {type(message).__name__} from the replicator")
 
-    def standby_said(self, key: StandbyKey, message: Message) -> None:
+    def standby_said(self, key: StandbyKey, message: RedoNews) -> None:
         """Hear the redo thread of a standby replica."""
         news = self._standbys.told(key, message)
         if news is not None:

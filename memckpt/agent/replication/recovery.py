@@ -11,6 +11,7 @@ import msgspec
 from memckpt.agent.group_state import GroupState
 from memckpt.errors import AgentError, MemckptError
 from memckpt.node.generation import Generation
+from memckpt.protocol.messages import AgentToReplicator
 from memckpt.protocol.replication import (
     BadSourceSeen,
     Describe,
@@ -22,7 +23,6 @@ from memckpt.protocol.replication import (
     RecoveryProgress,
     UnitSource,
 )
-from memckpt.protocol.trainer import Message
 from memckpt.state.layout import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
@@ -44,8 +44,8 @@ class Recovery:
         number: int,
         message: Recover,
         group: Callable[[tuple[int, ...]], GroupState | None],
-        send: Callable[[Message, list[int]], None],
-        done: Callable[[Message], None],
+        send: Callable[[AgentToReplicator, list[int]], None],
+        done: Callable[[Recovered | RecoveryProgress], None],
     ) -> None:
         self._number = number
         self._message = message

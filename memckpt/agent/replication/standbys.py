@@ -22,6 +22,7 @@ from memckpt.agent.replication.standby import StandbyReplica, as_standby
 from memckpt.errors import AgentError, MemckptError
 from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
+from memckpt.node.redo_news import RedoNews
 from memckpt.protocol.standby import (
     CloseStandby,
     OpenStandby,
@@ -32,7 +33,7 @@ from memckpt.protocol.standby import (
     StandbyRefused,
     StandbySkip,
 )
-from memckpt.protocol.trainer import Alarm, Credit, Drift, Message
+from memckpt.protocol.trainer import Alarm, Credit, Drift
 from memckpt.state.records import Branch, HeldRecords, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
@@ -56,7 +57,7 @@ class StandbyReplicas:
         optimizers: classes that the node's own ranks use; no other one that a peer names is imported.
     """
 
-    def __init__(self, node: str, notify: Callable[[StandbyKey, Message], None], beside: Callable[[], int]) -> None:
+    def __init__(self, node: str, notify: Callable[[StandbyKey, RedoNews], None], beside: Callable[[], int]) -> None:
         self._node = node
         self._notify = notify
         self._beside = beside
@@ -214,7 +215,7 @@ class StandbyReplicas:
         if key in self._all:
             self._drop(key)
 
-    def told(self, key: StandbyKey, message: Message) -> StandbyApplied | StandbyFailed | None:
+    def told(self, key: StandbyKey, message: RedoNews) -> StandbyApplied | StandbyFailed | None:
         """Handle news of a redo thread; returns what the replicator has to know of it."""
         standby = self._all.get(key)
         if standby is None:

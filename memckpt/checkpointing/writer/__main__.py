@@ -16,7 +16,7 @@ import sys
 
 from memckpt.checkpointing.writer.priority import prefer_to_be_ended
 from memckpt.errors import AgentGoneError
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import WriterChannel
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +40,7 @@ def main() -> int:
         from memckpt.checkpointing.writer.records import serve
     else:  # only this one imports torch
         from memckpt.checkpointing.writer.checkpoints import serve
-    channel = Channel(socket.socket(fileno=arguments.fd))
+    channel = WriterChannel(socket.socket(fileno=arguments.fd))
     try:
         serve(channel)
     except AgentGoneError:

@@ -14,13 +14,13 @@ from memckpt.checkpointing.writer import writer
 from memckpt.checkpointing.writer.priority import step_back
 from memckpt.errors import AgentError
 from memckpt.memory.region import Region
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.descriptors import readable
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Announce, Announced, LookForAnnounced, LookForRoom, Room, Save
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: WriterChannel) -> None:
     """Do the agent's jobs; before the first one, import torch's parts."""
     if not readable(channel, 0):
         writer.warm_up()

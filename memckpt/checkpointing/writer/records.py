@@ -16,7 +16,7 @@ from memckpt.errors import AgentError, DamagedStateError, MemckptError, StorageA
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.processes.backoff import Backoff
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import WriterChannel
 from memckpt.protocol.writer import Append, Appended, LogRecord, OpenLog
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline, decode_meta
@@ -31,7 +31,7 @@ _complaints = Complaints(_log)
 _ROOM_SECONDS = 10.0
 
 
-def serve(channel: Channel) -> None:
+def serve(channel: WriterChannel) -> None:
     """Take records from the agent until it is gone."""
     log: RecordWriter | None = None
     try:

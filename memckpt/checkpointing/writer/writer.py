@@ -21,7 +21,7 @@ from memckpt.errors import (
 )
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.trainer import Saved, SaveFailed
+from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Announce, LookForAnnounced, LookForRoom, Save
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.restore import Restorer

@@ -17,7 +17,7 @@ import sys
 from memckpt.errors import AgentGoneError
 from memckpt.memory.life import LifePage, LifeWatch
 from memckpt.processes.log import logging_to_stderr
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.descriptors import raise_limit
 from memckpt.replication.process.replicator import Replicator
 
@@ -39,7 +39,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent decides: others may need what is kept here
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))  # the agent had held them back
-    channel = Channel(socket.socket(fileno=arguments.fd))
+    channel = ReplicatorChannel(socket.socket(fileno=arguments.fd))
     with logging_to_stderr("replicator"):
         raise_limit()
         life = None if arguments.life is None else LifePage.open(arguments.life)

@@ -10,7 +10,7 @@ from memckpt.errors import MemckptError
 from memckpt.memory.budget import check_budget
 from memckpt.memory.region import Region
 from memckpt.memory.reservation import Reservation
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, Place, Room
@@ -63,7 +63,7 @@ class PieceMemory:
         own_bytes: memory that the agent of this node holds, in bytes.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: ReplicatorChannel) -> None:
         self.budget: int | None = None
         self.own_bytes = 0
         self._channel = channel

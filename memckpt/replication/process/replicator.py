@@ -17,7 +17,8 @@ from memckpt.errors import AgentError
 from memckpt.memory.life import LifePage, LifeWatch, look_seconds
 from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
-from memckpt.protocol.channel import Channel
+from memckpt.protocol.channel import ReplicatorChannel
+from memckpt.protocol.messages import AgentToReplicator
 from memckpt.protocol.replication import (
     Describe,
     Deserted,
@@ -44,7 +45,6 @@ from memckpt.protocol.replication import (
     WatermarkAdvanced,
 )
 from memckpt.protocol.standby import OpenStandby, StandbyApplied, StandbyFailed, StandbyOpened, StandbyRefused
-from memckpt.protocol.trainer import Message
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.process.answering import MOST_QUESTIONS, Answering
@@ -77,7 +77,9 @@ class Replicator:
         agent: who looks at that of its agent.
     """
 
-    def __init__(self, channel: Channel, life: LifePage | None = None, agent: LifeWatch | None = None) -> None:
+    def __init__(
+        self, channel: ReplicatorChannel, life: LifePage | None = None, agent: LifeWatch | None = None
+    ) -> None:
         self._channel = channel
         self._life = life
         self._agent = agent
@@ -187,7 +189,7 @@ class Replicator:
 
     # What the agent says
 
-    def _handle(self, message: Message, fds: list[int]) -> None:
+    def _handle(self, message: AgentToReplicator, fds: list[int]) -> None:
         if isinstance(message, PhasesAre):
             self._close_phases()
             self._phases = PhasesPage.open(fds[0])

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from memckpt.memory.region import Region
+from memckpt.protocol.messages import ReplicatorToAgent
 from memckpt.protocol.standby import (
     CloseStandby,
     OpenStandby,
@@ -19,7 +20,6 @@ from memckpt.protocol.standby import (
     StandbyOpened,
     StandbyRefused,
 )
-from memckpt.protocol.trainer import Message
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.keeping.fragment_store import MOST_WINDOWS, FragmentStore
@@ -48,7 +48,7 @@ class StandbyFeed:
         self,
         fragment_store: FragmentStore,
         ask: Callable[[OpenStandby], tuple[StandbyOpened, list[Region]] | StandbyRefused | None],
-        tell: Callable[[Message], None],
+        tell: Callable[[ReplicatorToAgent], None],
     ) -> None:
         self._fragment_store = fragment_store
         self._ask = ask

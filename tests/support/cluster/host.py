@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from memckpt.protocol.trainer import Message
+from memckpt.protocol.messages import Message
 
 
 class QuietHost:

@@ -22,6 +22,7 @@ from memckpt.memory.generation_regions import Allowance
 from memckpt.memory.region import Region
 from memckpt.node.generation import Generation
 from memckpt.node.replica import Replica
+from memckpt.protocol.messages import Message
 from memckpt.protocol.standby import (
     CloseStandby,
     OpenStandby,
@@ -32,7 +33,7 @@ from memckpt.protocol.standby import (
     StandbyRefused,
     StandbySkip,
 )
-from memckpt.protocol.trainer import Commit, GenerationCommit, Message
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.outgoing import Outgoing

@@ -21,11 +21,8 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
-from memckpt.protocol.trainer import (
-    Commit,
-    GenerationCommit,
-    Message,
-)
+from memckpt.protocol.messages import Message
+from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import (
     Append,
     OpenLog,

@@ -26,7 +26,7 @@ from memckpt.config import MemckptConfig
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.trainer import StatusRequest
+from memckpt.protocol.status import StatusRequest
 from memckpt.session import session as session_module
 from tests.support.cluster.processes import (
     CHILD_SECONDS,
