@@ -21,7 +21,7 @@ from memckpt.agent.inbox import Inbox
 from memckpt.agent.lifetime import Lifetime
 from memckpt.agent.replication.peers import Peers
 from memckpt.agent.replication.standbys import StandbyKey, StandbyReplicas
-from memckpt.agent.status import Figures, add_holdings
+from memckpt.agent.status import Figures, describe
 from memckpt.agent.trainer_messages import TrainerMessages
 from memckpt.errors import AgentError, RunBusyError
 from memckpt.memory.life import LifePage, look_seconds
@@ -385,24 +385,5 @@ class Agent:
 
     def _status(self) -> Status:
         trainers = self._attempt.living() if self._attempt is not None else []
-        status = Status(
-            pid=os.getpid(),
-            run_dir=str(self._connections.address.run_dir),
-            node=self._address.node,
-            mode="",
-            trainers=tuple((trainer.rank, trainer.process.pid) for trainer in trainers),
-            committed=(),
-            applied=None,
-            step=None,
-            held_bytes=0,
-            generation=0,
-            max_drift_ulp=self._figures.max_drift_ulp,
-            redo_seconds_per_record=None,
-            seconds_since_commit=self._figures.seconds_since_commit,
-            uptime_seconds=time.monotonic() - self._lifetime.started,
-            stall_ms=self._figures.stall_ms,
-            by_operator=self._lifetime.by_operator,
-            peers=self._peers.status,
-            check=self._figures.check,
-        )
-        return add_holdings(status, sorted(self._groups, key=lambda one: one.ranks))
+        groups = sorted(self._groups, key=lambda one: one.ranks)
+        return describe(self._connections.address, trainers, groups, self._lifetime, self._figures, self._peers.status)

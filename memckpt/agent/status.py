@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Sequence
 
 import msgspec
 
 from memckpt.agent.group_state import GroupState
+from memckpt.agent.lifetime import Lifetime
+from memckpt.node.attempt import TrainerHandle
+from memckpt.processes.address import AgentAddress
+from memckpt.protocol.replication import PeersStatus
 from memckpt.protocol.status import Status, StorageStatus
 from memckpt.protocol.trainer import Commit, Drift
 
@@ -48,35 +54,56 @@ class Figures:
         return time.monotonic() - self._committed_at if self._committed_at is not None else None
 
 
-def add_holdings(status: Status, groups: list[GroupState]) -> Status:
-    """An agent's status with what it holds; of several sets of shards the least that is true of all.
+def describe(
+    address: AgentAddress,
+    trainers: Sequence[TrainerHandle],
+    groups: Sequence[GroupState],
+    lifetime: Lifetime,
+    figures: Figures,
+    peers: PeersStatus | None,
+) -> Status:
+    """Describe an agent; of several sets of shards the least that is true of all.
 
     Args:
-        status: what the agent knows of itself.
-        groups: in the order of their ranks.
+        address: where it is found.
+        trainers: living ones of the attempt.
+        groups: of the ranks that it holds, in the order of their ranks.
+        lifetime: of the agent.
+        figures: that it has seen.
+        peers: status of replication; None without peers.
     """
     generations = [one.held for one in groups if one.held is not None]
     replicas = [one.replica for one in generations if one.replica is not None]
     steps = [step for one in generations if (step := one.newest_step()) is not None]
     rates = [one.seconds_applying / one.records_applied for one in replicas if one.records_applied]
     first = generations[0] if generations else None
-    return msgspec.structs.replace(
-        status,
+    return Status(
+        pid=os.getpid(),
+        run_dir=str(address.run_dir),
+        node=address.node,
         mode=first.spec.mode if first is not None else "",
         mode_reason=first.reason if first is not None else "",
         every=first.spec.every if first is not None else 1,
+        trainers=tuple((trainer.rank, trainer.process.pid) for trainer in trainers),
         committed=tuple(sorted((rank, record) for one in generations for rank, record in one.ledger.committed.items())),
         applied=min((one.applied for one in replicas), default=None),
         step=min(steps, default=None),
         held_bytes=sum(one.nbytes for one in groups),
         generation=first.number if first is not None else 0,
+        max_drift_ulp=figures.max_drift_ulp,
         redo_seconds_per_record=max(rates, default=None),
+        seconds_since_commit=figures.seconds_since_commit,
+        uptime_seconds=time.monotonic() - lifetime.started,
+        stall_ms=figures.stall_ms,
+        by_operator=lifetime.by_operator,
         storage=_storage([one for one in groups if one.held is not None] or groups),
         records_held=min((one.records_held for one in generations), default=0),
+        peers=peers,
+        check=figures.check,
     )
 
 
-def _storage(groups: list[GroupState]) -> StorageStatus | None:
+def _storage(groups: Sequence[GroupState]) -> StorageStatus | None:
     parts = []
     for one in groups:
         part = one.saver.status(one.held.newest_step() if one.held is not None else None)
