@@ -37,7 +37,7 @@ from memckpt.protocol.trainer import (
     SlotsMade,
 )
 from memckpt.state.layout import StateSpec, first_difference
-from memckpt.state.records import Branch, HeldRecords, timeline_of
+from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -58,7 +58,7 @@ class GroupState:
             that is killed while it writes a generation leaves only what it had before, and all go back to that.
     """
 
-    def __init__(self, node: str, ranks: tuple[int, ...], name: str, host: Host, siblings: Siblings) -> None:
+    def __init__(self, node: str, ranks: RankGroup, name: str, host: Host, siblings: Siblings) -> None:
         self._node = node
         self.ranks = ranks
         self._host = host

@@ -16,7 +16,7 @@ from memckpt.node.attempt import Attempt
 from memckpt.node.generation import Generation
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Configure, Hello
-from memckpt.state.records import HeldRecords
+from memckpt.state.records import HeldRecords, RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -59,17 +59,17 @@ class GroupStates:
     def __init__(self, node: str, host: Host) -> None:
         self._node = node
         self._host = host
-        self._all: dict[tuple[int, ...], GroupState] = {}
+        self._all: dict[RankGroup, GroupState] = {}
         #: Names in storage of the parts that this attempt's units write.
-        self._names: dict[tuple[int, ...], str] = {}
+        self._names: dict[RankGroup, str] = {}
 
     def __iter__(self) -> Iterator[GroupState]:
         return iter(list(self._all.values()))
 
-    def __getitem__(self, ranks: tuple[int, ...]) -> GroupState:
+    def __getitem__(self, ranks: RankGroup) -> GroupState:
         return self._all[ranks]
 
-    def get(self, ranks: tuple[int, ...]) -> GroupState | None:
+    def get(self, ranks: RankGroup) -> GroupState | None:
         return self._all.get(ranks)
 
     def introduce(self, hello: Hello) -> None:
@@ -79,7 +79,7 @@ class GroupStates:
         if hello.unit not in self._all:
             self._add(hello.unit, self._names[hello.unit])
 
-    def adopt(self, ranks: tuple[int, ...]) -> GroupState:
+    def adopt(self, ranks: RankGroup) -> GroupState:
         """A group of ranks of the run's last attempt that were on another node.
 
         What is fetched of them is written from here, for other ranks to go on from, as parts of that attempt. The
@@ -99,14 +99,14 @@ class GroupStates:
             adopted.saver.configure_like(last, self._name_beside_others(ranks))
         return adopted
 
-    def _name_beside_others(self, ranks: tuple[int, ...]) -> str:
+    def _name_beside_others(self, ranks: RankGroup) -> str:
         """No two units of one attempt have the same: they have no rank in common."""
         return f"{self._node}.rank{ranks[0]}"
 
-    def _add(self, ranks: tuple[int, ...], name: str) -> None:
+    def _add(self, ranks: RankGroup, name: str) -> None:
         self._all[ranks] = GroupState(self._node, ranks, name, self._host, self)
 
-    def make_slots(self, attempt: Attempt, now: tuple[int, ...] = ()) -> None:
+    def make_slots(self, attempt: Attempt, now: RankGroup = ()) -> None:
         """Something has been committed, or somebody has gone: let ranks go on that wait for slots.
 
         Args:
@@ -132,7 +132,7 @@ class GroupStates:
 
     # What groups tell each other
 
-    def announce(self, ranks: tuple[int, ...], record: int) -> None:
+    def announce(self, ranks: RankGroup, record: int) -> None:
         """The group of these ranks takes a checkpoint after a record: the others do, too."""
         for group in self:
             if group.ranks != ranks:
@@ -143,11 +143,11 @@ class GroupStates:
         for group in self:
             group.saver.hurry(lead)
 
-    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
+    def bytes_beside(self, ranks: RankGroup) -> int:
         """Memory that the node holds beside the group of these ranks, in bytes."""
         return self._host.bytes_for_peers() + sum(one.nbytes for one in self if one.ranks != ranks)
 
-    def configure(self, ranks: tuple[int, ...], message: Configure, run_dir: Path) -> None:
+    def configure(self, ranks: RankGroup, message: Configure, run_dir: Path) -> None:
         """What the attempt's configuration says for these ranks."""
         if message.timeline is not None:
             self._all[ranks].saver.rename(self._names[ranks])

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from memckpt.node.redo_news import RedoNews
 from memckpt.processes.helper_process import WriterProcess
 from memckpt.protocol.messages import AgentToTrainer, WriterToAgent
+from memckpt.state.records import RankGroup
 
 
 class Host(Protocol):
@@ -28,11 +29,11 @@ class Host(Protocol):
         """
 
     def tell(
-        self, ranks: tuple[int, ...], message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
+        self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
 
-    def notify(self, ranks: tuple[int, ...], message: RedoNews) -> None:
+    def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         """Hand the event loop a message from the redo thread of these ranks' group; called on that thread."""
 
     def checkpoint_failed(self) -> None:
@@ -45,11 +46,11 @@ class Host(Protocol):
 class Siblings(Protocol):
     """The other groups of a node, as one of them knows them."""
 
-    def announce(self, ranks: tuple[int, ...], record: int) -> None:
+    def announce(self, ranks: RankGroup, record: int) -> None:
         """The group of these ranks takes a checkpoint after a record."""
 
     def hurry(self, lead: int) -> None:
         """An order for a snapshot was too late for some ranks: all are told `lead` records ahead from now on."""
 
-    def bytes_beside(self, ranks: tuple[int, ...]) -> int:
+    def bytes_beside(self, ranks: RankGroup) -> int:
         """Memory that the node holds beside the group of these ranks, in bytes."""

@@ -44,6 +44,7 @@ from memckpt.protocol.trainer import (
     Inventory,
     Leaving,
 )
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 #: How many records ahead all ranks are told to copy their state for somebody.
@@ -82,9 +83,7 @@ class Agent:
         self._beat_seconds = 1.0
         self._liveness_seconds = 15.0
         #: Messages of redo threads, with the ranks whose group they are of; of signal handlers without.
-        self._inbox = Inbox[tuple[tuple[int, ...], RedoNews | StopRequest]](
-            self._selector, lambda item: self._hear(*item)
-        )
+        self._inbox = Inbox[tuple[RankGroup, RedoNews | StopRequest]](self._selector, lambda item: self._hear(*item))
         #: Those of standby replicas' redo threads.
         self._standbys_inbox = Inbox[tuple[StandbyKey, RedoNews]](
             self._selector, lambda item: self._peers.standby_said(*item)
@@ -223,7 +222,7 @@ class Agent:
             self._connections.answer(connection, message)
 
     def tell(
-        self, ranks: tuple[int, ...], message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
+        self, ranks: RankGroup, message: AgentToTrainer, *, besides: int | None = None, fd: int | None = None
     ) -> None:
         """Send a message, with a descriptor, to the trainers of these ranks; `besides` names one that is left out."""
         for connection in self._connections.of_attempt(self._attempt.nonce if self._attempt is not None else ""):
@@ -251,11 +250,11 @@ class Agent:
 
     # From redo threads and from signal handlers
 
-    def notify(self, ranks: tuple[int, ...], message: RedoNews) -> None:
+    def notify(self, ranks: RankGroup, message: RedoNews) -> None:
         """Hand the event loop a message of these ranks' group; safe to call from any thread."""
         self._inbox.put((ranks, message))
 
-    def _hear(self, ranks: tuple[int, ...], message: RedoNews | StopRequest) -> None:
+    def _hear(self, ranks: RankGroup, message: RedoNews | StopRequest) -> None:
         if isinstance(message, StopRequest):
             self._stop_answering()
             self._groups.preempt()

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from memckpt.cli.common import count, nbytes_text, seconds_text
 from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
+from memckpt.state.records import RankGroup
 
 #: Seconds of silence from which they are shown.
 _SILENT_SECONDS = 5.0
@@ -59,7 +60,7 @@ def _security_text(security: str) -> str:
     )
 
 
-def _acknowledged_text(acknowledged: Iterable[tuple[tuple[int, ...], int]]) -> str:
+def _acknowledged_text(acknowledged: Iterable[tuple[RankGroup, int]]) -> str:
     """Ranks grouped by their newest acknowledged record: a thousand nodes at the same record share one entry."""
     records: dict[int, list[int]] = {}
     for ranks, record in acknowledged:

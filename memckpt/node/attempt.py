@@ -14,6 +14,7 @@ from memckpt.errors import RunBusyError
 from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.protocol.channel import AgentChannel
 from memckpt.protocol.trainer import Hello, Launcher
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -23,7 +24,7 @@ class TrainerHandle:
     """One trainer rank of the attempt; `unit`: the ranks of the node that hold the same shards."""
 
     rank: int
-    unit: tuple[int, ...]
+    unit: RankGroup
     process: ProcessHandle
     channel: AgentChannel
     launcher: Launcher
@@ -77,7 +78,7 @@ class Attempt:
         return set(self.trainers) == set(self.local_ranks)
 
     @property
-    def units(self) -> set[tuple[int, ...]]:
+    def units(self) -> set[RankGroup]:
         """The units of the trainers that have said hello."""
         return {trainer.unit for trainer in self.trainers.values()}
 

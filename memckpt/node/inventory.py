@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import Branch, HeldRecords
+from memckpt.state.records import Branch, HeldRecords, RankGroup
 
 
 def describe(
     spec: StateSpec,
     node: str,
-    ranks: tuple[int, ...],
+    ranks: RankGroup,
     history: tuple[Branch, ...],
     steps: Mapping[int, int],
     newest: int,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from memckpt.protocol.writer import LogRecord
+from memckpt.state.records import RankGroup
 
 
 class RankStates(NamedTuple):
@@ -26,7 +27,7 @@ class Ledger:
         pinned: a record whose rank states are kept until it is reset, for a snapshot; None: no record.
     """
 
-    def __init__(self, ranks: tuple[int, ...]) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self.committed: dict[int, int] = {}
         self.pinned: int | None = None

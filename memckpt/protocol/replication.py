@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import Branch, HeldPieces
+from memckpt.state.records import Branch, HeldPieces, RankGroup
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -60,7 +60,7 @@ class PeerUnit(msgspec.Struct, frozen=True, array_like=True):
     enough other nodes hold the same shards."""
 
     node: int
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     private: bool
 
 
@@ -120,13 +120,13 @@ class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
 class UnitSource(msgspec.Struct, frozen=True, array_like=True):
     """Where the state of some ranks after a record is fetched from: as in the plan's Fetch."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     record: int
     generation: str
     live: str | None
     pieces: tuple[tuple[str, int], ...]
     private: bool
-    replica: tuple[str, tuple[int, ...]] | None
+    replica: tuple[str, RankGroup] | None
     period: int
     data: int
     before: bool = False
@@ -146,7 +146,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
     """
 
     record: int
-    serve: tuple[tuple[int, ...], ...]
+    serve: tuple[RankGroup, ...]
     fetch: tuple[UnitSource, ...]
     memory_budget_bytes: int | None
     history: tuple[Branch, ...] = ()
@@ -163,7 +163,7 @@ class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
     """
 
     node: str
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     silent: bool = False
 
@@ -199,7 +199,7 @@ class Describe(msgspec.Struct, frozen=True, tag="describe"):
 class Described(msgspec.Struct, frozen=True, tag="described"):
     """Answer to Describe; `problem`: why there is no answer."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     spec: StateSpec | None = None
     problem: str = ""
     bad: tuple[BadSourceSeen, ...] = ()
@@ -227,7 +227,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
         recovery: for which it was read, as in Describe.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     metas: dict[int, bytes] = {}
     step: int = 0
     rank_states: dict[int, bytes] = {}
@@ -252,7 +252,7 @@ class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
         serve: for readers only: send nothing, hand it out.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     number: int
     spec: StateSpec
@@ -267,7 +267,7 @@ class SendGeneration(msgspec.Struct, frozen=True, tag="send generation"):
 class SendRecord(msgspec.Struct, frozen=True, tag="send record"):
     """To the replicator: a record is whole on this node."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     record: int
     step: int
@@ -305,7 +305,7 @@ class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
         history: timelines, oldest first.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     record: int
     generation: str
     spec: StateSpec
@@ -319,14 +319,14 @@ class StateTaken(msgspec.Struct, frozen=True, tag="state taken"):
 class GiveUp(msgspec.Struct, frozen=True, tag="give up"):
     """To the replicator: send no more of what the generation begins with, the replica has to go on. Answer: GivenUp."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
     """Answer to GiveUp."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
 
 
@@ -371,7 +371,7 @@ class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
         unit, slot: as in Place.
     """
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     window: bytes
     unit: int
@@ -381,7 +381,7 @@ class KeepRoom(msgspec.Struct, frozen=True, tag="keep room"):
 class LetGoOfRoom(msgspec.Struct, frozen=True, tag="let go of room"):
     """From the replicator: this memory is not needed any more."""
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     slot: int
 
@@ -465,11 +465,11 @@ class PeersStatus(msgspec.Struct, frozen=True):
     security: str
     ack: str
     watermark: int | None
-    acknowledged: tuple[tuple[tuple[int, ...], int], ...]
+    acknowledged: tuple[tuple[RankGroup, int], ...]
     protected: bool
     problem: str
     held_bytes: int
-    kept: tuple[tuple[str, tuple[int, ...], int], ...]
+    kept: tuple[tuple[str, RankGroup, int], ...]
     links: tuple[PeerLinkStatus, ...]
     bytes_sent: int
     bytes_per_record: float | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import msgspec
 
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import Branch
+from memckpt.state.records import Branch, RankGroup
 
 
 class OpenStandby(msgspec.Struct, frozen=True, tag="mirror?"):
@@ -16,7 +16,7 @@ class OpenStandby(msgspec.Struct, frozen=True, tag="mirror?"):
     Attributes as in SendGeneration; `attempt` is the nonce of the one that writes it.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     attempt: str
     base: int
@@ -30,7 +30,7 @@ class StandbyOpened(msgspec.Struct, frozen=True, tag="mirror"):
     Slots are stamped with `number`; `spec` is the standby replica's own: of its layout.
     """
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     number: int
     spec: StateSpec
@@ -39,7 +39,7 @@ class StandbyOpened(msgspec.Struct, frozen=True, tag="mirror"):
 class StandbyRefused(msgspec.Struct, frozen=True, tag="no mirror"):
     """Answer to OpenStandby: there is none, and why."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     reason: str
 
@@ -47,7 +47,7 @@ class StandbyRefused(msgspec.Struct, frozen=True, tag="no mirror"):
 class StandbyRecord(msgspec.Struct, frozen=True, tag="mirror record"):
     """From the replicator: a record of an owner's is whole, in its slot; a virtual one is in the replica already."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     record: int
     step: int
@@ -58,7 +58,7 @@ class StandbyRecord(msgspec.Struct, frozen=True, tag="mirror record"):
 class StandbySkip(msgspec.Struct, frozen=True, tag="mirror skip"):
     """From the replicator: what is missing up to `record` does not come any more, and its slots are needed."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     record: int
 
@@ -66,7 +66,7 @@ class StandbySkip(msgspec.Struct, frozen=True, tag="mirror skip"):
 class StandbyApplied(msgspec.Struct, frozen=True, tag="mirror applied"):
     """To the replicator: a standby replica's replica has got to record `applied`: the slots up to that one are free."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     applied: int
 
@@ -74,7 +74,7 @@ class StandbyApplied(msgspec.Struct, frozen=True, tag="mirror applied"):
 class StandbyFailed(msgspec.Struct, frozen=True, tag="mirror failed"):
     """To the replicator: a standby replica is gone, as its redo has failed."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str
     reason: str
 
@@ -82,5 +82,5 @@ class StandbyFailed(msgspec.Struct, frozen=True, tag="mirror failed"):
 class CloseStandby(msgspec.Struct, frozen=True, tag="close mirror"):
     """From the replicator: nobody needs this standby replica any more."""
 
-    ranks: tuple[int, ...]
+    ranks: RankGroup
     generation: str

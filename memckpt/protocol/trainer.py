@@ -10,7 +10,7 @@ import msgspec
 
 from memckpt.config import StorageConfig
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import HeldRecords, Timeline
+from memckpt.state.records import HeldRecords, RankGroup, Timeline
 
 #: Bumped whenever a message changes; both sides refuse another one.
 PROTOCOL_VERSION = 19
@@ -40,7 +40,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     rank: int
     world_size: int
     local_ranks: tuple[int, ...]
-    unit: tuple[int, ...]
+    unit: RankGroup
     launcher: Launcher
     fingerprint: tuple[str, ...]
     rejoining: bool = False

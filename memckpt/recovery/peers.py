@@ -10,9 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
-
-Unit = tuple[int, ...]
+from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class BadSource:
     """
 
     node: str
-    ranks: Unit
+    ranks: RankGroup
     generation: str = ""
     damaged: bool = True
 
@@ -54,7 +52,7 @@ class Fetch:
         before: whether the previous state is fetched, too; its step is then repeated.
     """
 
-    ranks: Unit
+    ranks: RankGroup
     node: str
     record: int
     live: str | None = None
@@ -63,11 +61,11 @@ class Fetch:
     data: int = 0
     period: int = 0
     private: bool = False
-    replica: tuple[str, Unit] | None = None
+    replica: tuple[str, RankGroup] | None = None
     before: bool = False
 
 
-def serves(fetches: Iterable[Fetch], node: str) -> tuple[Unit, ...]:
+def serves(fetches: Iterable[Fetch], node: str) -> tuple[RankGroup, ...]:
     """The units that `node` has to serve live at the fetched record, ascending."""
     live = {fetch.ranks for fetch in fetches if fetch.live == node}
     return tuple(sorted(live | {fetch.replica[1] for fetch in fetches if fetch.replica and fetch.replica[0] == node}))
@@ -86,10 +84,10 @@ def newest_history(inventories: Iterable[HeldRecords], pieces: Iterable[HeldPiec
 
 
 #: Key of units with the same shared state: all ranks that hold it (empty: all), sharding digest, world size.
-_Shared = tuple[Unit, str, int]
+_Shared = tuple[RankGroup, str, int]
 
 
-def _shared(replicas: Unit, sharding: str, world_size: int) -> _Shared:
+def _shared(replicas: RankGroup, sharding: str, world_size: int) -> _Shared:
     return () if replicas == tuple(range(world_size)) else replicas, sharding, world_size
 
 
@@ -98,7 +96,7 @@ class _Live:
     """The live state of a unit on a node, as far as it lies on the newest history."""
 
     node: str
-    ranks: Unit
+    ranks: RankGroup
     steps: dict[int, int]
     shared: _Shared
     reachable: bool
@@ -196,13 +194,13 @@ class Sources:
     ) -> None:
         inventories, pieces = list(inventories), list(pieces)
         self.history = newest_history(inventories, pieces)
-        self.units: set[Unit] = set()
-        self.held: set[tuple[Unit, int, str]] = set()
+        self.units: set[RankGroup] = set()
+        self.held: set[tuple[RankGroup, int, str]] = set()
         self.newest = 0
         #: By unit and place: a node may hold the unit itself and standby replicas of it.
-        self._live: dict[Unit, dict[tuple[object, ...], _Live]] = defaultdict(dict)
+        self._live: dict[RankGroup, dict[tuple[object, ...], _Live]] = defaultdict(dict)
         self._alike: dict[_Shared, list[_Live]] = defaultdict(list)
-        self._coded: dict[Unit, list[_Generation]] = {}
+        self._coded: dict[RankGroup, list[_Generation]] = {}
         self._add_live(inventories, without)
         self._add_pieces(pieces, without)
 
@@ -226,7 +224,7 @@ class Sources:
 
     def _add_pieces(self, pieces: Iterable[HeldPieces], without: Collection[BadSource]) -> None:
         bad = {(one.node, one.ranks, one.generation) for one in without if one.generation}
-        found: dict[Unit, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
+        found: dict[RankGroup, dict[tuple[object, ...], _Generation]] = defaultdict(dict)
         for held in pieces:
             steps = self._on_history(held)
             if held.problem or not held.history:
@@ -247,7 +245,7 @@ class Sources:
             known = [one for one in generations.values() if one.steps]
             self._coded[unit] = sorted(known, key=lambda one: one.order, reverse=True)
 
-    def _know(self, unit: Unit, world_size: int, sharding: str, newest: int) -> None:
+    def _know(self, unit: RankGroup, world_size: int, sharding: str, newest: int) -> None:
         self.units.add(unit)
         self.held.add((unit, world_size, sharding))
         self.newest = max(self.newest, newest)
@@ -263,7 +261,7 @@ class Sources:
 
     # What can be produced
 
-    def homes(self, nodes: Sequence[str]) -> dict[Unit, str]:
+    def homes(self, nodes: Sequence[str]) -> dict[RankGroup, str]:
         """A node for each unit of the attempt that left this state: one that holds it live, or the least loaded one.
 
         Empty if not all ranks of that attempt are known.
@@ -273,7 +271,7 @@ class Sources:
         """
         if not self._whole:
             return {}
-        homes: dict[Unit, str] = {}
+        homes: dict[RankGroup, str] = {}
         for unit, by_place in self._live.items():
             own = [live.node for live in by_place.values() if not live.standby]
             if own:
@@ -295,7 +293,7 @@ class Sources:
         """Records, with their steps, that can be produced for all ranks of the attempt that left this, on any nodes."""
         return self.common(dict.fromkeys(self.units)) if self._whole else {}
 
-    def common(self, places: Mapping[Unit, str | None]) -> dict[int, int]:
+    def common(self, places: Mapping[RankGroup, str | None]) -> dict[int, int]:
         """Records, with their steps, whose state all of these units can get.
 
         Args:
@@ -307,7 +305,7 @@ class Sources:
             common = found if common is None else {one: step for one, step in common.items() if one in found}
         return common or {}
 
-    def reachable(self, unit: Unit, node: str | None = None) -> dict[int, int]:
+    def reachable(self, unit: RankGroup, node: str | None = None) -> dict[int, int]:
         """Records, with their steps, whose state a unit can get on `node` (None: on any)."""
         found: dict[int, int] = {}
         for generation in self._coded.get(unit, ()):
@@ -324,7 +322,7 @@ class Sources:
         """Live units with the state that private pieces leave out."""
         return [live for live in self._alike.get(generation.shared, ()) if generation.private and live.serves(node)]
 
-    def fetches(self, record: int, places: Mapping[Unit, str], before: bool = False) -> tuple[Fetch, ...]:
+    def fetches(self, record: int, places: Mapping[RankGroup, str], before: bool = False) -> tuple[Fetch, ...]:
         """The fetches of `record` by units whose own node cannot produce it, ascending by unit.
 
         The load is balanced over nodes that serve live state. All units must be able to get `record`.
@@ -342,12 +340,12 @@ class Sources:
                 return fetches
         raise AssertionError(f"ranks {[unit for unit, _ in lacking]} cannot all get record {record}")
 
-    def _has_itself(self, unit: Unit, node: str, record: int) -> bool:
+    def _has_itself(self, unit: RankGroup, node: str, record: int) -> bool:
         """Whether the node holds the unit's state itself; a standby replica there has to be fetched from."""
         live = self._live.get(unit, {}).values()
         return any(one.node == node and not one.standby and record in one.steps for one in live)
 
-    def _fetch(self, unit: Unit, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
+    def _fetch(self, unit: RankGroup, node: str, wanted: Collection[int], load: Counter[str]) -> Fetch | None:
         """The fetch of these records, the newest and perhaps the one before; None if it is impossible."""
         record, before = max(wanted), len(wanted) > 1
         there = [one for one in self._live.get(unit, {}).values() if one.serves(node) and one.has(wanted)]
@@ -381,7 +379,7 @@ class Sources:
 
     # Reasons for failure
 
-    def why_nothing(self, places: Mapping[Unit, str]) -> str:
+    def why_nothing(self, places: Mapping[RankGroup, str]) -> str:
         """The reason why these units have no record in common."""
         found = {unit: self.reachable(unit, node) for unit, node in sorted(places.items())}
         lacking = [f"ranks {list(unit)}: {self._missing(unit)}" for unit, records in found.items() if not records]
@@ -390,7 +388,7 @@ class Sources:
         spans = "; ".join(f"ranks {list(unit)}: {min(each)} to {max(each)}" for unit, each in found.items())
         return f"the states and pieces that nodes hold have no record in common ({spans})"
 
-    def _missing(self, unit: Unit) -> str:
+    def _missing(self, unit: RankGroup) -> str:
         generations = self._coded.get(unit, ())
         for generation in generations:
             if any(generation.decodes(record) for record in generation.steps):

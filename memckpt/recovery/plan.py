@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from memckpt.config import ResumeChoice
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.recovery.peers import BadSource, Fetch, Sources, Unit, place_of
-from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline, timeline_of
+from memckpt.recovery.peers import BadSource, Fetch, Sources, place_of
+from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
 from memckpt.storage.chain import StoredPoint
 
 
@@ -74,7 +74,7 @@ def make_plan(
     latest_attempt: int = 0,
     shardings: Sequence[str] = (),
     pieces: Sequence[HeldPieces] = (),
-    units: Sequence[tuple[str, Unit]] = (),
+    units: Sequence[tuple[str, RankGroup]] = (),
     without: Collection[BadSource] = (),
     before: bool = False,
     store: str = "storage",
@@ -147,7 +147,7 @@ def must_reshard(
     world_size: int,
     shardings: Sequence[str],
     pieces: Sequence[HeldPieces] = (),
-    units: Sequence[tuple[str, Unit]] = (),
+    units: Sequence[tuple[str, RankGroup]] = (),
 ) -> bool:
     """Whether the held state cannot be restored directly: another number of ranks, or other shards.
 
@@ -277,7 +277,7 @@ class _PeersMemory:
         nodes: Sequence[HeldRecords],
         pieces: Sequence[HeldPieces],
         without: Collection[BadSource],
-        units: Sequence[tuple[str, Unit]],
+        units: Sequence[tuple[str, RankGroup]],
         world_size: int,
         shardings: Sequence[str],
         before: bool = False,
@@ -324,7 +324,7 @@ _OTHER_SHARDS = "with another number of ranks, or other shards"
 _NOTHING = "nothing is held in local memory (no agent of this run was alive, or no step was committed)"
 
 
-def _is_other(held: Iterable[tuple[Unit, int, str]], world_size: int, shardings: Sequence[str]) -> bool:
+def _is_other(held: Iterable[tuple[RankGroup, int, str]], world_size: int, shardings: Sequence[str]) -> bool:
     """Whether any held (ranks, world size, sharding digest) differs from this attempt's."""
     by_rank = dict(enumerate(shardings))
     return any(

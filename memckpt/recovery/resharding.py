@@ -18,6 +18,7 @@ from memckpt.recovery.host_state import HostState
 from memckpt.recovery.stored_unit import StoredUnit, plain_state
 from memckpt.recovery.target import RestoreTarget
 from memckpt.state.layout import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.records import RankGroup
 from memckpt.state.redo import OptimizerFactory
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage import batch as batches
@@ -75,7 +76,7 @@ class Resharding:
         self._records = records
         self._first = StoredUnit(store, point, point.checkpoint.part_serving(0), records)
         self.state = self._first.state
-        self._taken: set[tuple[str, tuple[int, ...]]] = set()
+        self._taken: set[tuple[str, RankGroup]] = set()
         self._filled: Counter[tuple[str, int, str]] = Counter()
 
     def restore(self, target: RestoreTarget, own: Mapping[str, torch.Tensor], build: OptimizerFactory) -> None:

@@ -30,7 +30,7 @@ from memckpt.session.own_address import own_address
 from memckpt.session.peer_recovery import PeerRecovery
 from memckpt.session.ranks import Ranks
 from memckpt.state.layout import StateSpec
-from memckpt.state.records import HeldPieces
+from memckpt.state.records import HeldPieces, RankGroup
 
 _log = logging.getLogger("memckpt")
 
@@ -59,7 +59,7 @@ class Peers:
         self._nodes: tuple[PeerNode, ...] = ()
         self._job: PeerJob | None = None
         self._page: PhasesPage | None = None
-        self.units: list[tuple[str, tuple[int, ...]]] = []
+        self.units: list[tuple[str, RankGroup]] = []
         self._recovery: PeerRecovery | None = None
         if config is not None:
             patience = config.recovery_patience_seconds
@@ -201,7 +201,7 @@ class Peers:
         if self._ranks.rank == 0:
             for warning in placement.warnings:
                 _log.warning("memckpt: %s", warning)
-        units: dict[tuple[int, ...], PeerUnit] = {}
+        units: dict[RankGroup, PeerUnit] = {}
         for node, unit in self.units:
             replicas = next(group for group in self._ranks.groups if unit[0] in group)
             at = {names.index(self.units[rank][0]) for rank in replicas}

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+#: Ranks that hold the same shards, ascending: the unit in which state is held, sent, kept and restored.
+RankGroup = tuple[int, ...]
+
 
 class Timeline(msgspec.Struct, frozen=True, array_like=True, order=True):
     """One attempt's line of records: one more than the highest number seen before, and the attempt's nonce."""
@@ -115,7 +118,7 @@ class HeldRecords(msgspec.Struct, frozen=True, array_like=True):
     node: str
     records: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
+    ranks: RankGroup = ()
     history: tuple[Branch, ...] = ()
     world_size: int = 0
     digest: str = ""
@@ -151,7 +154,7 @@ class HeldPieces(msgspec.Struct, frozen=True, array_like=True):
     """
 
     node: str
-    owner: tuple[int, ...]
+    owner: RankGroup
     piece: int
     data: int
     generation: str

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from memckpt.errors import AgentError
 from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
+from memckpt.state.records import RankGroup
 
-_Key = tuple[tuple[int, ...], str, int]
+_Key = tuple[RankGroup, str, int]
 
 
 class _Kept(NamedTuple):

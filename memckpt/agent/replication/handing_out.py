@@ -11,7 +11,7 @@ from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
 from memckpt.protocol.replication import Recover, SendGeneration, StateTaken
 from memckpt.protocol.standby import CloseStandby
-from memckpt.state.records import Branch
+from memckpt.state.records import Branch, RankGroup
 
 
 def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
@@ -58,7 +58,7 @@ class Standing(NamedTuple):
 
 
 def stand_still(
-    ranks: tuple[int, ...], message: Recover, standbys: StandbyReplicas, group: GroupState | None
+    ranks: RankGroup, message: Recover, standbys: StandbyReplicas, group: GroupState | None
 ) -> Standing | str:
     """Have the state of some ranks stand still, their own or that of their standby replica.
 
@@ -92,7 +92,7 @@ def stand_still(
 
 
 def hand_out(
-    ranks: tuple[int, ...], held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
+    ranks: RankGroup, held: Generation, record: int, history: tuple[Branch, ...], behind: int = 0
 ) -> SendGeneration:
     """Description of a state that stands still, for readers only.
 

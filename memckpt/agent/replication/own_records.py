@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from memckpt.agent.group_state import GroupState
 from memckpt.agent.replication.handing_out import announce
 from memckpt.protocol.replication import PeerJob, SendGeneration, SendRecord
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
-Ranks = tuple[int, ...]
 
 
 class OwnRecords:
@@ -21,17 +21,17 @@ class OwnRecords:
         # An agent that replaces another one in its attempt counts from 1 again, so numbers are not unique.
         self._token = secrets.token_hex(4)
         #: By unit: the name of the generation that is sent, and the newest record of it that the replicator has.
-        self._sent: dict[Ranks, tuple[str, int]] = {}
+        self._sent: dict[RankGroup, tuple[str, int]] = {}
 
     def forget(self) -> None:
         """Note that the replicator has nothing."""
         self._sent.clear()
 
-    def name(self, job: PeerJob, ranks: Ranks, what: object) -> str:
+    def name(self, job: PeerJob, ranks: RankGroup, what: object) -> str:
         """A name that no other generation or state has."""
         return f"{job.attempt}/{self._token}/{'-'.join(map(str, ranks))}/{what}"
 
-    def sent_name(self, ranks: Ranks) -> str:
+    def sent_name(self, ranks: RankGroup) -> str:
         """Name of the generation that is sent of a unit; empty if none is."""
         return self._sent.get(ranks, ("", 0))[0]
 

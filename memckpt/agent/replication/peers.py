@@ -45,7 +45,7 @@ from memckpt.protocol.replication import (
 )
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
 from memckpt.state.layout import optimizers_of
-from memckpt.state.records import HeldRecords
+from memckpt.state.records import HeldRecords, RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds without a report after which the replicator stands still; it reports every second.
@@ -71,8 +71,8 @@ class Peers:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        group: Callable[[tuple[int, ...]], GroupState | None],
-        adopt: Callable[[tuple[int, ...]], GroupState],
+        group: Callable[[RankGroup], GroupState | None],
+        adopt: Callable[[RankGroup], GroupState],
         watermark_advanced: Callable[[WatermarkAdvanced], None],
         lost: Callable[[str], None],
         standbys: StandbyReplicas,
@@ -220,7 +220,7 @@ class Peers:
         """What standby replicas on this node can produce of others' ranks."""
         fingerprints = self._replicator.fingerprints
 
-        def fingerprint_of(ranks: tuple[int, ...]) -> tuple[str, ...] | None:
+        def fingerprint_of(ranks: RankGroup) -> tuple[str, ...] | None:
             return next((fingerprints[rank] for rank in ranks if rank in fingerprints), None)
 
         return self._standbys.inventory(fingerprint_of)

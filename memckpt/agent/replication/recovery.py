@@ -24,6 +24,7 @@ from memckpt.protocol.replication import (
     UnitSource,
 )
 from memckpt.state.layout import StateSpec
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")
 
@@ -43,7 +44,7 @@ class Recovery:
         self,
         number: int,
         message: Recover,
-        group: Callable[[tuple[int, ...]], GroupState | None],
+        group: Callable[[RankGroup], GroupState | None],
         send: Callable[[AgentToReplicator, list[int]], None],
         done: Callable[[Recovered | RecoveryProgress], None],
     ) -> None:
@@ -53,8 +54,8 @@ class Recovery:
         self._send = send
         self._done = done
         self._started = time.monotonic()
-        self._sources: dict[tuple[int, ...], UnitSource] = {source.ranks: source for source in message.fetch}
-        self._generations: dict[tuple[int, ...], Generation] = {}
+        self._sources: dict[RankGroup, UnitSource] = {source.ranks: source for source in message.fetch}
+        self._generations: dict[RankGroup, Generation] = {}
         self._nbytes = 0
         self._bad: list[BadSourceSeen] = []
         self.over = False
@@ -136,7 +137,7 @@ class Recovery:
         self._done(Recovered(problem, bad, self._nbytes, time.monotonic() - self._started))
 
 
-def _to_be_filled(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
+def _to_be_filled(spec: StateSpec, ranks: RankGroup) -> StateSpec:
     """What is fetched is the window of records of a state, to be redone when it is restored; or one captured."""
     mode = "lazy" if spec.mode == "eager" else spec.mode
     return msgspec.structs.replace(spec, mode=mode, local_ranks=ranks, by_value_slots=0)

@@ -12,7 +12,7 @@ from memckpt.node.inventory import describe
 from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state.layout import StateSpec, first_difference
-from memckpt.state.records import HeldRecords, RecordMeta, decode_meta
+from memckpt.state.records import HeldRecords, RankGroup, RecordMeta, decode_meta
 
 #: Slots beside those that an owner has: so many records are stored and not yet applied when one is acknowledged. One
 #: more is there where the replica stays a record behind.
@@ -162,7 +162,7 @@ class StandbyReplica:
         return describe(spec, node, opened.ranks, opened.history, steps, records[-1], standby=True)
 
 
-def as_standby(spec: StateSpec, ranks: tuple[int, ...]) -> StateSpec:
+def as_standby(spec: StateSpec, ranks: RankGroup) -> StateSpec:
     """The spec of an owner's state as a standby replica holds it: eager, with slots of its own."""
     slots = spec.slots + EXTRA_SLOTS + spec.trails
     return msgspec.structs.replace(spec, mode="eager", local_ranks=ranks, slots=slots, by_value_slots=0)

@@ -34,11 +34,11 @@ from memckpt.protocol.standby import (
     StandbySkip,
 )
 from memckpt.protocol.trainer import Alarm, Credit, Drift
-from memckpt.state.records import Branch, HeldRecords, timeline_of
+from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
 
 _log = logging.getLogger("memckpt.agent")
 #: The owner's ranks, and the name of their generation.
-StandbyKey = tuple[tuple[int, ...], str]
+StandbyKey = tuple[RankGroup, str]
 
 
 class StandbyReplicas:
@@ -239,7 +239,7 @@ class StandbyReplicas:
 
     # Recovery
 
-    def inventory(self, fingerprint_of: Callable[[tuple[int, ...]], Sequence[str] | None]) -> tuple[HeldRecords, ...]:
+    def inventory(self, fingerprint_of: Callable[[RankGroup], Sequence[str] | None]) -> tuple[HeldRecords, ...]:
         """What can be produced, for the plan.
 
         Args:
@@ -255,9 +255,7 @@ class StandbyReplicas:
             found[key] = held if key not in found else _merged(found[key], held)
         return tuple(found.values())
 
-    def find(
-        self, ranks: tuple[int, ...], record: int, history: Sequence[Branch], behind: int = 0
-    ) -> StandbyReplica | None:
+    def find(self, ranks: RankGroup, record: int, history: Sequence[Branch], behind: int = 0) -> StandbyReplica | None:
         """One that can produce the state of these ranks after a record that is of this history, and `behind` before."""
         wanted = set(range(record - behind, record + 1))
         for standby in reversed(self._all.values()):

@@ -19,6 +19,7 @@ import xxhash
 
 from memckpt.errors import DamagedPiecesError
 from memckpt.replication.coding.code import STRIPE_BYTES, Code, Piece
+from memckpt.state.records import RankGroup
 
 #: How many choices of k candidates are tried to find those that do not lie.
 _MOST_CHOICES = 4_096
@@ -40,7 +41,7 @@ class Fragment(msgspec.Struct, frozen=True, array_like=True):
     """
 
     generation: str
-    owner: tuple[int, ...]
+    owner: RankGroup
     record: int
     stripe: int
     stripes: int
@@ -75,7 +76,7 @@ def seal_stripe(
     data: bytes | memoryview,
     *,
     generation: str,
-    owner: tuple[int, ...],
+    owner: RankGroup,
     record: int,
     stripe: int,
     stripes: int,
@@ -114,7 +115,7 @@ def decode_stripe(
     candidates: Sequence[Candidate | tuple[str, Fragment, Piece]],
     *,
     generation: str,
-    owner: tuple[int, ...],
+    owner: RankGroup,
     record: int,
     stripe: int,
     stripes: int,

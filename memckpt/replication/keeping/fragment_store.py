@@ -10,7 +10,7 @@ from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
-from memckpt.state.records import HeldPieces
+from memckpt.state.records import HeldPieces, RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 #: Number of generations of one owner that are kept while the watermark stands still.
@@ -37,7 +37,7 @@ class FragmentStore:
         #: Whether the attempt needs what was kept of earlier ones, until it is protected itself.
         self._goes_on = True
         self._code: Code | None = None
-        self._windows: dict[tuple[tuple[int, ...], str], KeptWindow] = {}
+        self._windows: dict[tuple[RankGroup, str], KeptWindow] = {}
         self.watermark = 0
 
     @property
@@ -48,7 +48,7 @@ class FragmentStore:
     def windows(self) -> list[KeptWindow]:
         return list(self._windows.values())
 
-    def window(self, owner: tuple[int, ...], generation: str) -> KeptWindow | None:
+    def window(self, owner: RankGroup, generation: str) -> KeptWindow | None:
         return self._windows.get((owner, generation))
 
     # Attempts
@@ -161,7 +161,7 @@ class FragmentStore:
         """Whether a window is of this node's own ranks."""
         return window.window.node == self._node
 
-    def let_go_of(self, owner: tuple[int, ...], generation: str) -> None:
+    def let_go_of(self, owner: RankGroup, generation: str) -> None:
         """Drop a generation that is not needed any more."""
         window = self._windows.get((owner, generation))
         if window is not None:
@@ -183,7 +183,7 @@ class FragmentStore:
         except MemckptError as error:
             return NotStored(*key, fragment.record, str(error))
 
-    def abandon(self, owner: tuple[int, ...], generation: str, record: int) -> None:
+    def abandon(self, owner: RankGroup, generation: str, record: int) -> None:
         window = self._windows.get((owner, generation))
         if window is None:
             return
@@ -214,7 +214,7 @@ class FragmentStore:
                 # One more than a state takes, for who repeats a step: where a slot is needed, the oldest goes first.
                 window.drop_up_to(self.watermark - told.period * told.every - (not window.captures))
 
-    def forget_before(self, owner: tuple[int, ...], base: int) -> None:
+    def forget_before(self, owner: RankGroup, base: int) -> None:
         """Drop an owner's generations of this attempt that begin before `base`."""
         for window in self.windows():
             told = window.window

@@ -17,6 +17,7 @@ from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.keeping.stream import MOST_WORDS, OPEN, Stream
 from memckpt.replication.keeping.stripe_writer import StripeWriter
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 #: Records that wait for a holder, in windows.
@@ -46,7 +47,7 @@ class Sender:
 
     def __init__(
         self,
-        ranks: tuple[int, ...],
+        ranks: RankGroup,
         code: Code,
         holders: Sequence[str],
         send: Callable[[str, WireMessage, memoryview | bytes], None],

@@ -12,6 +12,7 @@ from memckpt.replication.coding.code import Code, Piece
 from memckpt.replication.coding.fragments import Fragment, seal_stripe
 from memckpt.replication.keeping.outgoing import Outgoing, Stripes
 from memckpt.replication.transport.wire import Abandon, Open, Put, WireMessage
+from memckpt.state.records import RankGroup
 
 #: Encoded stripes that are kept for streams that are a little behind the first.
 _CACHED_STRIPES = 32
@@ -37,7 +38,7 @@ class StripeWriter:
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], code: Code, send: Callable[[str, WireMessage, memoryview | bytes], None]
+        self, ranks: RankGroup, code: Code, send: Callable[[str, WireMessage, memoryview | bytes], None]
     ) -> None:
         self._ranks = ranks
         self._code = code

@@ -9,6 +9,7 @@ from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.transport.wire import Manifest
+from memckpt.state.records import RankGroup
 
 
 class Stripe:
@@ -47,7 +48,7 @@ class Part:
 
     def __init__(
         self,
-        owner: tuple[int, ...],
+        owner: RankGroup,
         generation: str,
         record: int,
         sources: Sequence[tuple[str, int | None]],

@@ -27,7 +27,7 @@ from memckpt.replication.process.node_plan import NodePlan
 from memckpt.replication.process.source import replica_parts
 from memckpt.replication.transport.wire import Window
 from memckpt.state.layout import Layout
-from memckpt.state.records import RecordMeta, encode_meta
+from memckpt.state.records import RankGroup, RecordMeta, encode_meta
 
 _log = logging.getLogger("memckpt.replicator")
 #: Bytes that are copied before the loop looks at what has arrived.
@@ -135,7 +135,7 @@ class Cuts:
         plan: NodePlan,
         code: Code,
         fragment_store: FragmentStore,
-        senders: Mapping[tuple[int, ...], Sender],
+        senders: Mapping[RankGroup, Sender],
         ask: Callable[[TakeState], None],
     ) -> None:
         self._plan = plan
@@ -147,7 +147,7 @@ class Cuts:
         self.problem = ""
         self._watermark = 0
         #: By unit, the own copies: their records and the names under which they are kept.
-        self._kept: dict[tuple[int, ...], dict[int, str]] = {ranks: {} for ranks in senders}
+        self._kept: dict[RankGroup, dict[int, str]] = {ranks: {} for ranks in senders}
         #: Copies for which memory is yet to be had, and those that are being kept.
         self._arrived: list[_Taken] = []
         self._copying: deque[tuple[_Taken, Iterator[int]]] = deque()
@@ -174,7 +174,7 @@ class Cuts:
         """The newest record whose state this node and all its holders have."""
         return min((sender.acknowledged for sender in self._senders.values()), default=0)
 
-    def acknowledged_of(self, ranks: tuple[int, ...]) -> int:
+    def acknowledged_of(self, ranks: RankGroup) -> int:
         """The newest record whose state all holders of a unit have."""
         return self._senders[ranks].acknowledged
 
@@ -200,7 +200,7 @@ class Cuts:
             self._let_go(ranks, [one for one in self._kept[ranks] if one > self._watermark])
         self._ask(TakeState(record))
 
-    def _let_go(self, ranks: tuple[int, ...], records: Sequence[int]) -> None:
+    def _let_go(self, ranks: RankGroup, records: Sequence[int]) -> None:
         for record in records:
             self._fragment_store.let_go_of(ranks, self._kept[ranks].pop(record))
 

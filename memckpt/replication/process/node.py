@@ -35,6 +35,7 @@ from memckpt.replication.transport.wire import (
     Watermark,
     WireMessage,
 )
+from memckpt.state.records import RankGroup
 
 #: The longest reason from a peer that is logged, in characters.
 _MOST_WORDS = 500
@@ -117,7 +118,7 @@ class ReplicationNode:
         if self.leader is not None:
             self._lead(self._told)
 
-    def _make_sender(self, ranks: tuple[int, ...], record: int, proceeds: bool = False) -> Sender:
+    def _make_sender(self, ranks: RankGroup, record: int, proceeds: bool = False) -> Sender:
         mail = self.mail
         return Sender(ranks, self._code, self.plan.holders, mail.send, mail.room, record, proceeds)
 
@@ -257,7 +258,7 @@ class ReplicationNode:
             self._held_up.forget()
             self.cuts.order(watermark.cut)
 
-    def _may_space(self, ranks: tuple[int, ...]) -> bool:
+    def _may_space(self, ranks: RankGroup) -> bool:
         """Whether states may be sent in place of a unit's records."""
         return self.cuts is not None and self._generations.can_be_cut(ranks)
 
@@ -364,7 +365,7 @@ class ReplicationNode:
         self._leaving = True
         self.work(now)
 
-    def is_late(self, ranks: tuple[int, ...]) -> bool:
+    def is_late(self, ranks: RankGroup) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have."""
         sender, watermark = self._senders[ranks], self.watermark.record
         if self.cuts is not None and self.cuts.hold(watermark):

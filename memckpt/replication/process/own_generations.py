@@ -7,6 +7,7 @@ from memckpt.protocol.replication import SendGeneration, SendRecord
 from memckpt.replication.keeping.outgoing import Outgoing
 from memckpt.replication.process.node_plan import NodePlan
 from memckpt.replication.process.source import PartSource, RegionSource
+from memckpt.state.records import RankGroup
 
 
 class OwnGenerations:
@@ -18,7 +19,7 @@ class OwnGenerations:
 
     def __init__(self, plan: NodePlan) -> None:
         self._plan = plan
-        self._sources: dict[tuple[int, ...], RegionSource] = {}
+        self._sources: dict[RankGroup, RegionSource] = {}
 
     def open(self, message: SendGeneration, regions: list[Region]) -> Outgoing:
         """A generation that is complete on this node, to be sent."""
@@ -39,12 +40,12 @@ class OwnGenerations:
         source.note(message.record, message.step, message.meta, message.rank_states)
         return True
 
-    def can_be_cut(self, ranks: tuple[int, ...]) -> bool:
+    def can_be_cut(self, ranks: RankGroup) -> bool:
         """Whether the unit's state can be copied and cut into virtual records."""
         source = self._sources.get(ranks)
         return source is not None and source.spec.mode != "capture"
 
-    def begins_in_replica(self, ranks: tuple[int, ...]) -> bool:
+    def begins_in_replica(self, ranks: RankGroup) -> bool:
         """Whether the virtual records with which the unit's generation begins are cut from its replica."""
         source = self._sources.get(ranks)
         return source is not None and source.spec.mode == "eager" and ranks not in self._plan.private

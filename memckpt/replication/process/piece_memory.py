@@ -15,6 +15,7 @@ from memckpt.protocol.replication import KeepRoom, LetGoOfRoom
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import BeingReservedError, Place, Room
 from memckpt.replication.transport.wire import Window
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 #: The largest memory that is reserved while the loop waits, in bytes; it takes some milliseconds.
@@ -71,7 +72,7 @@ class PieceMemory:
         self._rooms: list[_RegionRoom] = []
         self._reserving: list[Reservation] = []
         #: Rooms of the replicator before this one, by window and slot, until this node's name is known.
-        self._inherited: dict[tuple[tuple[int, ...], str], dict[int, tuple[KeepRoom, _RegionRoom]]] = {}
+        self._inherited: dict[tuple[RankGroup, str], dict[int, tuple[KeepRoom, _RegionRoom]]] = {}
 
     def reserve(self, nbytes: int) -> Room:
         """Make memory, if the node has some beside its own. A thread makes much of it while the loop goes on.

@@ -19,6 +19,7 @@ from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.source import rooms_for
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest
 from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 #: Number of stripes that are asked for ahead of the one that is needed next.
@@ -104,9 +105,7 @@ class Reader:
         return [*shared, *(Part(source.ranks, source.generation, one, pieces, source.data) for one in numbers)]
 
     @staticmethod
-    def _live_parts(
-        node: str, ranks: tuple[int, ...], generation: str, window: Sequence[int], static: bool
-    ) -> list[Part]:
+    def _live_parts(node: str, ranks: RankGroup, generation: str, window: Sequence[int], static: bool) -> list[Part]:
         return [Part(ranks, generation, record, [(node, None)], 1) for record in [STATIC] * static + list(window)]
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-Ranks = tuple[int, ...]
+from memckpt.state.records import RankGroup
 
 
 class RunAhead:
@@ -22,11 +22,11 @@ class RunAhead:
         self.beyond = beyond
         self._waits = waits
         #: By unit: how many records training may be ahead, and how many steps these are.
-        self._records: dict[Ranks, int] = {}
-        self._reach: dict[Ranks, int] = {}
+        self._records: dict[RankGroup, int] = {}
+        self._reach: dict[RankGroup, int] = {}
         self._waiting_since: float | None = None
 
-    def begin(self, ranks: Ranks, records: int, every: int) -> None:
+    def begin(self, ranks: RankGroup, records: int, every: int) -> None:
         """Note a unit's new generation.
 
         Args:
@@ -42,7 +42,7 @@ class RunAhead:
         """Number of records that any unit may be ahead; 0 before the first generation."""
         return min(self._records.values(), default=0)
 
-    def is_late(self, ranks: Ranks, newest: int | None, acknowledged: int, watermark: int) -> bool:
+    def is_late(self, ranks: RankGroup, newest: int | None, acknowledged: int, watermark: int) -> bool:
         """Whether training has gone on without peers so far that this node cannot go back to what they have.
 
         Args:
@@ -55,7 +55,7 @@ class RunAhead:
             return False
         return newest - (watermark if self._waits else acknowledged) >= self._reach[ranks]
 
-    def look(self, newest: Mapping[Ranks, int | None], watermark: int, suspended: bool, now: float) -> float | None:
+    def look(self, newest: Mapping[RankGroup, int | None], watermark: int, suspended: bool, now: float) -> float | None:
         """Look whether training waits for the watermark.
 
         Args:

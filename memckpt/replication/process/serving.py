@@ -23,6 +23,7 @@ from memckpt.replication.transport.wire import (
     WindowIs,
     WireMessage,
 )
+from memckpt.state.records import RankGroup
 
 Question = AskManifest | Get | AskWindow
 _log = logging.getLogger("memckpt.replicator")
@@ -32,8 +33,8 @@ class Serving:
     """Generations that stand still on this node, to be read by peers. Closes their regions."""
 
     def __init__(self) -> None:
-        self._sources: dict[tuple[int, ...], RegionSource] = {}
-        self._blobs: dict[tuple[tuple[int, ...], str, int], Blob] = {}
+        self._sources: dict[RankGroup, RegionSource] = {}
+        self._blobs: dict[tuple[RankGroup, str, int], Blob] = {}
 
     def add(self, message: SendGeneration, regions: list[Region]) -> None:
         """Hand out this state from now on, and no other one of these ranks."""

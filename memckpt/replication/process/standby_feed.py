@@ -28,6 +28,7 @@ from memckpt.replication.keeping.windows import differing, sizes_of
 from memckpt.replication.process.standby_window import Key, StandbyWindow
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
 from memckpt.state.received import read_spec
+from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.replicator")
 _BEING_MADE = "memory for its replica is being reserved"
@@ -75,7 +76,7 @@ class StandbyFeed:
         """Reason for plain copies in place of replicas, in words; empty if there are none."""
         return next((f"ranks {list(key[0])}: {reason}" for key, reason in self._refused.items()), "")
 
-    def kept(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
+    def kept(self) -> tuple[tuple[str, RankGroup, int], ...]:
         """Node, ranks and newest record of all that is kept."""
         others = [one for one in self.windows() if not self._fragment_store.keeps_for_itself(one)]
         pieces = [(one.window, max(records)) for one in others if (records := one.records())]
@@ -181,7 +182,7 @@ class StandbyFeed:
             return self._fragment_store.put(fragment, step, payload)
         return standby.put(fragment, payload)
 
-    def abandon(self, owner: tuple[int, ...], generation: str, record: int) -> None:
+    def abandon(self, owner: RankGroup, generation: str, record: int) -> None:
         standby = self._standbys.get((owner, generation))
         if standby is not None:
             standby.abandon(record)
@@ -193,7 +194,7 @@ class StandbyFeed:
         self._fragment_store.watermark_advanced(watermark, whole)
         for standby in self._standbys.values():
             standby.watermark = self.watermark
-        newest: dict[tuple[int, ...], int] = {}
+        newest: dict[RankGroup, int] = {}
         begun = [one.window for one in self._standbys.values()] + [one.window for one in self.windows()]
         for window in begun:
             if window.attempt == self._attempt and window.base < watermark and not window.cut:  # as holders do

@@ -15,10 +15,10 @@ from memckpt.replication.process.source import replica_parts, rooms_for
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.layout import Layout
 from memckpt.state.received import read_spec
-from memckpt.state.records import decode_meta
+from memckpt.state.records import RankGroup, decode_meta
 
 #: The owner's ranks, and the name of their generation.
-Key = tuple[tuple[int, ...], str]
+Key = tuple[RankGroup, str]
 
 
 class _AllLostError(DamagedStateError):

@@ -9,7 +9,7 @@ from typing import Union
 import msgspec
 
 from memckpt.replication.coding.fragments import Fragment
-from memckpt.state.records import Branch
+from memckpt.state.records import Branch, RankGroup
 
 
 class Window(msgspec.Struct, frozen=True, array_like=True):
@@ -36,7 +36,7 @@ class Window(msgspec.Struct, frozen=True, array_like=True):
         cut: it is the state after `base` alone, cut into T virtual records, and no record follows.
     """
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     node: str
     generation: str
     attempt: str
@@ -73,7 +73,7 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
     """Sender to holder: of this record no more can come."""
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     record: int
 
@@ -81,7 +81,7 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
     """Holder to owner: all fragments of its piece of a record are here."""
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     record: int
 
@@ -89,7 +89,7 @@ class Stored(msgspec.Struct, frozen=True, tag="stored"):
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):
     """Holder to owner: this record is not kept; `nothing`: none of its generation is, whatever was said before."""
 
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     record: int
     reason: str
@@ -136,7 +136,7 @@ class AskManifest(msgspec.Struct, frozen=True, tag="manifest?"):
     """Reader to holder or owner: what does a record consist of? Answer: Manifest or GotNone."""
 
     request: int
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     record: int
 
@@ -159,7 +159,7 @@ class Get(msgspec.Struct, frozen=True, tag="get"):
     """Reader to holder or owner: the fragment of a stripe; `piece` None: an owner's own bytes, the whole stripe."""
 
     request: int
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
     record: int
     piece: int | None
@@ -180,7 +180,7 @@ class AskWindow(msgspec.Struct, frozen=True, tag="window?"):
     """Reader to holder or owner: of which layout is what you have? Answer: WindowIs or GotNone."""
 
     request: int
-    owner: tuple[int, ...]
+    owner: RankGroup
     generation: str
 
 
@@ -188,7 +188,7 @@ class WindowIs(msgspec.Struct, frozen=True, tag="window"):
     """Answer to AskWindow: its StateSpec, encoded."""
 
     request: int
-    owner: tuple[int, ...]
+    owner: RankGroup
     spec: bytes
 
 
