@@ -91,7 +91,7 @@ def test_registering(lab: Lab) -> None:
         ):
             ckpt.register("two", 2)
         plain = SimpleNamespace(level=3, kept=[1, 2], handle=object())
-        with pytest.raises(ConfigurationError, match=r"expected 'plain\.nothing' to be there"):
+        with pytest.raises(ConfigurationError, match=r"expected 'plain\.nothing' to exist when training starts"):
             ckpt.register("plain", plain, ["nothing"])
         with pytest.raises(UnsupportedStateError, match=r"attribute plain.handle is of type builtins.object"):
             ckpt.register("plain", plain, ["handle"])

@@ -320,7 +320,7 @@ def test_an_attribute_that_would_not_come_back_as_it_is(
 @pytest.mark.parametrize("name", ["module.nothing", "datamodule.level", "callbacks.Other.level", "module.layer.no.way"])
 def test_an_attribute_that_is_not_there(name: str, tmp_path: Path, sessions: Sessions) -> None:
     protected = MemCheckpoint(tmp_path / "run", attributes=[name])
-    with pytest.raises(ConfigurationError, match=f"expected '{name}' to be there"):
+    with pytest.raises(ConfigurationError, match=f"expected '{name}' to exist when training starts"):
         trainer(tmp_path, protected, Level(1)).fit(Small(), loader())
 
 

@@ -122,7 +122,7 @@ def test_a_fence_says_whom_it_waits_for_and_for_how_long(victim: Victim, selecto
     assert fence.deadline == 60.0
     assert not fence.done
     clock.now = 60.0
-    with pytest.raises(RunBusyError, match=f"not ended within 60 s: pid {victim.pid} .rank 0., state S"):
+    with pytest.raises(RunBusyError, match=f"not ended within 60 s: pid {victim.pid} .rank 0., state [SR]"):
         fence.report()
     fence.close()
     assert not selector.get_map()

@@ -8,6 +8,7 @@ import selectors
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -28,7 +29,7 @@ def page() -> Iterator[LifePage]:
 
 @contextlib.contextmanager
 def child(body: Callable[[], None]) -> Iterator[int]:
-    """A process that does something and then nothing."""
+    """A process that does something and then nothing; one that does nothing sleeps already."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -37,10 +38,16 @@ def child(body: Callable[[], None]) -> Iterator[int]:
         finally:
             os._exit(0)
     try:
+        if body is nothing:
+            wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S", "it sleeps")
         yield pid
     finally:
         kill_and_wait(pid)
         os.waitpid(pid, 0)
+
+
+def nothing() -> None:
+    pass
 
 
 def compute() -> None:
@@ -59,7 +66,7 @@ def looks_quiet(watch: LifeWatch) -> None:
     wait_for(watch.stands_still, "it stands still")
 
 
-@pytest.mark.parametrize("body", [lambda: None, wait_for_a_lock_that_is_taken], ids=["sleeps", "dead-locked"])
+@pytest.mark.parametrize("body", [nothing, wait_for_a_lock_that_is_taken], ids=["sleeps", "dead-locked"])
 def test_a_process_that_does_nothing_stands_still(page: LifePage, body: Callable[[], None]) -> None:
     with child(body) as pid:
         looks_quiet(LifeWatch(page, pid, 0.2, "main"))
@@ -78,7 +85,7 @@ def test_a_process_that_computes_lives_until_it_is_stopped(page: LifePage) -> No
 
 
 def test_a_loop_that_comes_round_lives(page: LifePage) -> None:
-    with child(lambda: None) as pid:
+    with child(nothing) as pid:
         now = 0.0
         watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
         watch.look()
@@ -95,7 +102,7 @@ def test_a_loop_that_comes_round_lives(page: LifePage) -> None:
 
 
 def test_who_was_stopped_itself_has_seen_nothing(page: LifePage) -> None:
-    with child(lambda: None) as pid:
+    with child(nothing) as pid:
         now = 0.0
         watch = LifeWatch(page, pid, 15.0, "main", clock=lambda: now)
         watch.look()

@@ -267,13 +267,13 @@ def test_ranks_that_are_grouped_in_another_way_are_resumed_from_storage() -> Non
     assert isinstance(found, RestoreStored)
     assert found.reason == "memory holds a run whose ranks were distributed over nodes in another way"
     for stored in ([], [checkpoint(7)]):
-        with pytest.raises(ForeignStateError, match=r"grouped .* the same ranks together on a node as before"):
+        with pytest.raises(ForeignStateError, match=r"distributed .* the same ranks together on a node as before"):
             plan(together, stored=stored)
     # What only pieces have cannot be saved first: what storage has is taken, if there is anything.
     coded = [pieces(node, 0, piece, owner=(0, 1)) for piece, node in enumerate("ab")]
     assert must_reshard(together[1:], WORLD, [], coded, PLACES)
     assert isinstance(plan(together[1:], coded, stored=[checkpoint(7)]), RestoreStored)
-    with pytest.raises(ForeignStateError, match="grouped"):
+    with pytest.raises(ForeignStateError, match="distributed over nodes in another way"):
         plan(together[1:], coded)
 
 
