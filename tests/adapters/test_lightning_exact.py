@@ -288,6 +288,7 @@ def test_nothing_fails_and_nothing_changes(
     assert_exact(reference(case), found, Run(case, tmp_path))
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "case",
     [case if case.name in IN_EVERY_RUN else pytest.param(case, marks=pytest.mark.slow) for case in CASES],

@@ -96,6 +96,7 @@ def test_ddp_of_three_ranks(lab: Lab) -> None:
     ddp.survives(lab, replace(ddp.job_of(lab, world_size=3), config=unchecked()), [Dies(1, 5, "backward")], [4])
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "setup",
     [Setup(), pytest.param(Setup(accumulate=2), marks=pytest.mark.slow), Setup(offload=True)],

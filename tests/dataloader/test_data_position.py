@@ -66,6 +66,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(("name", "workers"), CHAINS, ids=str)
 def test_a_chain_of_killed_runs_sees_what_one_ungrafted_run_sees(name: str, workers: Workers, tmp_path: Path) -> None:
     job = Job(lambda: make(name, workers), tmp_path, epochs=2 if workers == TWO else EPOCHS)

@@ -35,6 +35,7 @@ def point_of(case: Case) -> list[tuple[str, int]]:
     return kills_of(case, BEFORE)
 
 
+@pytest.mark.thinned(2)
 def test_a_killed_training_resumes_at_its_bits(gpu_lab: Lab, case: Case) -> None:
     if case.name == "inductor":
         importlib.import_module("torch._dynamo")  # takes seconds, which children then need not spend

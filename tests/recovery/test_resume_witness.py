@@ -337,6 +337,7 @@ def test_another_ranks_batch_is_found(lab: Lab, monkeypatch: pytest.MonkeyPatch)
     assert re.search(r"DIFFERENT: in backward's order first that of \S+ on rank [01]: .* \((\d+) of \1 differ\)", said)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize(
     "setup", [Setup(), Setup(offload=True), pytest.param(Setup("tp"), marks=pytest.mark.slow)], ids=str
 )

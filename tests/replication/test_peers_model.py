@@ -67,6 +67,7 @@ def _short_stripes() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @given(data=st.data())
 @settings(max_examples=12, deadline=None)
@@ -134,6 +135,7 @@ def play(setting: Setting, choose: Choose, say: Say) -> None:
         job.close()
 
 
+@pytest.mark.thinned(40)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_each_choice_of_nodes_may_be_lost_at_each_point(setting: Setting, seed: int) -> None:

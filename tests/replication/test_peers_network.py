@@ -33,6 +33,7 @@ def node_on(network: Network, number: int, keys: Keys | None) -> Node:
         return Node("ab"[number], keys, host=network.addresses[number], window_bytes=WINDOW)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("way", ["cut", "unplug"])
 def test_a_network_that_was_away_loses_nothing(network: Network, keys: Keys | None, way: str) -> None:
     lose, find = (network.cut, network.mend) if way == "cut" else (network.unplug, network.plug)

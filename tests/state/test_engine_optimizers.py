@@ -42,7 +42,7 @@ def cases(first: set[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", cases(LAZY_FIRST))
 def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     attempts = lab.survives(case, config("lazy"), KILLS)

@@ -98,6 +98,7 @@ def newest(lab: Lab) -> int | None:
     return complete[0].step if complete else None
 
 
+@pytest.mark.thinned(2)
 @REDO
 def test_agent_and_trainer_die_together_and_training_resumes_from_storage(lab: Lab, redo: str) -> None:
     settings = stored(redo)
@@ -136,6 +137,7 @@ def optimizer_state_dropped(control: Control) -> None:
         optimizer.state.clear()
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("change", [average_swapped_in, average_put_through_data, optimizer_state_dropped])
 def test_what_is_changed_after_the_last_step_is_not_in_storage(lab: Lab, change: Action) -> None:
     settings = stored("lazy", every_steps=None)

@@ -85,6 +85,7 @@ def test_protection_changes_no_bit(lab: Lab, world_size: int) -> None:
     assert results(job) == expected
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("nodes", [False, True], ids=["one-agent", "two-agents"])
 @pytest.mark.parametrize("who", [0, 1, "all"])
 def test_resumes_exactly_after_the_death_of_ranks(lab: Lab, who: int | str, nodes: bool) -> None:

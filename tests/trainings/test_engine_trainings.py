@@ -57,7 +57,7 @@ def kills_of(case: Case, kills: list[tuple[str, int]]) -> list[tuple[str, int]]:
     return kills
 
 
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 @pytest.mark.parametrize("case", cases({case.name for case in SHAPE_CASES} - LAZY_LATER))
 def test_lazy_redo_is_exact(lab: Lab, case: Case) -> None:
     lab.survives(case, config("lazy"), kills_of(case, KILLS))

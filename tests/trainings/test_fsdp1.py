@@ -75,6 +75,7 @@ def test_protection_changes_no_bit(lab: Lab) -> None:
     assert "outside the optimizer" not in logs(lab)
 
 
+@pytest.mark.thinned(2)
 @pytest.mark.parametrize("redo", ["lazy", "eager"])
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["original", "flat"])
 def test_resumes_exactly(lab: Lab, redo: str, use_orig_params: bool) -> None:
