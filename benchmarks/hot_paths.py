@@ -73,7 +73,7 @@ def add_calls(report: Report, trainee: Trainee, session: Session, repetitions: i
     """Parts other than copies: rank state, records, checks."""
 
     def rank_state() -> bytes:
-        return session._rank_state.encode(None)
+        return session._rank_state.capture(None, session._recorder.pending.capture()).encode()
 
     state: Any = codec.decode(rank_state())
     encoded = codec.encode(state)

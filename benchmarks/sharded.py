@@ -26,6 +26,7 @@ from benchmarks.workloads import BATCH, OPTIMIZERS, redo_config
 from examples.gpt import GPT, SIZES, Corpus
 from memckpt import AgentConfig, Session
 from memckpt.errors import MemoryBudgetError
+from memckpt.state.codec import Packed
 from memckpt.state.layout import HEADER_BYTES
 
 RANKS = 2
@@ -204,7 +205,7 @@ class Memckpt:
         first = torch.frombuffer(writer._slots.map, dtype=torch.uint8).data_ptr()
         copier: Any = self.session._copier
         rank_state: Any = self.session._rank_state
-        copy, encode = copier.copy, rank_state.encode
+        copy, capture = copier.copy, rank_state.capture
 
         def counting_copy(destination: Tensor, source: Tensor) -> None:
             copy(destination, source)
@@ -216,16 +217,16 @@ class Memckpt:
             kind = "gradients" if within < layout.gradient_bytes else "anchors"
             sizes["by value" if offset >= layout.slot_bytes * layout.ring else kind] += destination.nbytes
 
-        def counting_encode(reduction: Any) -> bytes:
-            encoded: bytes = encode(reduction)
-            sizes["rank state"] += len(encoded)
-            return encoded
+        def counting_capture(reduction: Any, pending: Any) -> Packed:
+            packed: Packed = capture(reduction, pending)
+            sizes["rank state"] += len(packed.encode())
+            return packed
 
-        copier.copy, rank_state.encode = counting_copy, counting_encode
+        copier.copy, rank_state.capture = counting_copy, counting_capture
         try:
             yield sizes
         finally:
-            del copier.copy, rank_state.encode
+            del copier.copy, rank_state.capture
         if elsewhere[0]:
             raise RuntimeError(
                 f"expected copies into the slots only, found {elsewhere[0]} bytes of others: a generation was begun; "

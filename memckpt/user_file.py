@@ -12,7 +12,7 @@ from memckpt.user_messages import Messages
 
 class _Held(Protocol):
     @property
-    def step(self) -> int: ...
+    def newest_step(self) -> int: ...
 
 
 class _Session(Protocol):
@@ -59,16 +59,17 @@ def connect(
     session = attach(resume)
     if session.held is None or file is None:
         return session
-    if resume == "auto" and file.step > session.held.step:
+    held = session.held.newest_step
+    if resume == "auto" and file.step > held:
         messages.warn(
             f"training starts from {file.path} at step {file.step}: the state held in {run_dir!r} is older "
-            f"(step {session.held.step})"
+            f"(step {held})"
         )
         # The engine has to drop its held state, too: training continues from another one.
         session.close(finished=False)
         return attach("never")
     messages.warn(
-        f"training continues from held step {session.held.step}, and not from {file.path} at step {file.step}, which "
+        f"training continues from held step {held}, and not from {file.path} at step {file.step}, which "
         f'was passed as {file.argument}; resume="never" starts from the file'
     )
     return session

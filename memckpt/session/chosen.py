@@ -44,7 +44,8 @@ class ChosenInMemory:
     def repeat_from(self, record: int, step: int, rank_state: bytes, world_size: int) -> None:
         """Restore the state before the record, from which its step is repeated."""
         self.state = codec.decode(rank_state)
-        self.held = HeldState(step, record, self.plan.tier, self.state["provided"], world_size)
+        newest = self.point.step
+        self.held = HeldState(step, record, self.plan.tier, self.state["provided"], world_size, newest)
 
     def take_regions(self) -> PreparedRegions:
         """The regions, once; the caller closes them."""
@@ -85,8 +86,10 @@ class ChosenInStorage:
         """Restore the state before the chosen one, from which its step is repeated."""
         self.repeated, self.stored = self.stored, before
         self.state = dict(state)
-        point = before.point
-        self.held = HeldState(point.step, point.record, self.held.tier, self.state["provided"], point.world_size)
+        point, newest = before.point, self.held.newest_step
+        self.held = HeldState(
+            point.step, point.record, self.held.tier, self.state["provided"], point.world_size, newest
+        )
 
     def close(self) -> None:
         """No-op: no file stays open between two reads."""

@@ -24,6 +24,8 @@ class HeldState:
         rank_state: values that this rank's captures returned at that step, by the names given to ``provide``. Where the
             number of ranks has changed, those of one of the former ranks.
         world_size: number of ranks of the run that wrote the state.
+        newest_step: step that training continues behind. It is `step`, or the one after it where that one is repeated
+            first, as a proof.
     """
 
     step: int
@@ -31,6 +33,7 @@ class HeldState:
     tier: str
     rank_state: Mapping[str, Any]
     world_size: int
+    newest_step: int
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ class Resumption:
             packed = codec.Packed(state, fetch=lambda tensor: tensor, token=lambda: lambda: None)
             self.chosen = ChosenInMemory(
                 plan,
-                HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size),
+                HeldState(plan.step, plan.record, plan.tier, state["provided"], self._ranks.world_size, plan.step),
                 state,
                 RestorePoint(plan.record, plan.step, packed),
                 regions,
@@ -214,7 +214,7 @@ class Resumption:
                 point.step,
             )
         state = codec.decode(stored.rank_state)
-        held = HeldState(point.step, point.record, plan.tier, state["provided"], point.world_size)
+        held = HeldState(point.step, point.record, plan.tier, state["provided"], point.world_size, point.step)
         self.chosen = chosen = ChosenInStorage(held, state, stored, plan.newest)
         if not all(self._ranks.gather(stored.exact)):
             chosen.diverges = self._draws_as_another(state["rng"])

@@ -125,8 +125,10 @@ def test_governor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_transport(tmp_path: Path) -> None:
-    """Both sides deliver everything, encrypted and not."""
-    (table,) = _quick_run("transport", tmp_path)["tables"]
+    """Both sides deliver everything, encrypted and not; I/O threads and bare encryption are measured beside it."""
+    table, threads, bare = _quick_run("transport", tmp_path)["tables"]
+    assert threads["rows"]
+    assert bare["rows"]
     assert [row["security"] for row in table["rows"]] == ["plain", "curve"]
     assert all(row["ratio"] > 0 for row in table["rows"])
 

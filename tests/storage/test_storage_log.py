@@ -195,10 +195,10 @@ def test_whatever_is_trained_is_redone_from_the_log(lab: Lab, redo: str, case: C
     lab.check_same(case, first, final)
 
 
-@pytest.mark.usefixtures("full_batches")
 @pytest.mark.slow
 @REDO
-def test_the_same_with_an_object_store(bucket: Bucket, lab: Lab, redo: str) -> None:
+def test_the_same_with_an_object_store(bucket: Bucket, request: pytest.FixtureRequest, lab: Lab, redo: str) -> None:
+    request.getfixturevalue("full_batches")  # the agent is started once the environment names the bucket
     settings = logged(redo, url=bucket.url)
     first = lab.train(PLAIN, settings, actions={**paced(2, 11, based_at=based(settings)), ("backward", 12): kill_both})
     final = lab.train(PLAIN, settings, seed=2)

@@ -32,6 +32,11 @@ class FakeHeld:
     rank_state: dict[str, Any]
     world_size: int
 
+    @property
+    def newest_step(self) -> int:
+        """No step is repeated."""
+        return self.step
+
 
 @dataclass(frozen=True)
 class FakeReport:
