@@ -266,10 +266,10 @@ class Generation:
             return True
         return all(self._is_sealed(number) for number in range(record - self.spec.period + 1, record + 1))
 
-    def sendable(self) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
+    def sendable(self, with_base: bool = True) -> dict[int, tuple[int, bytes, dict[int, bytes]]]:
         """Records whose bytes are here for peers, with their steps, scalars and rank states.
 
-        Virtual ones of a replica are among them as long as it stands at the base.
+        Virtual ones of a replica are among them as long as it stands at the base, and stays there: `with_base`.
         """
         assert self.base is not None
         ledger = self.ledger
@@ -277,7 +277,7 @@ class Generation:
             return {number: ledger.sendable(number) for number in self._captured() if self._is_whole(number)}
         found: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
         virtual = range(self.base - self.spec.period + 1, self.base + 1)
-        if self.replica is not None and self.replica.stands_at(self.base):
+        if with_base and self.replica is not None and self.replica.stands_at(self.base):
             found |= {number: (0, b"", {}) for number in virtual[:-1]}
             step, _, rank_states = ledger.sendable(self.base)
             found[self.base] = (step, b"", rank_states)

@@ -14,12 +14,16 @@ from memckpt.protocol.standby import CloseStandby
 from memckpt.state.records import Branch, RankGroup
 
 
-def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
-    """Description of a generation that is complete, all of which goes to peers."""
+def announce(group: GroupState, held: Generation, name: str, watermark: int) -> SendGeneration:
+    """Description of a generation that is complete, all of which goes to peers.
+
+    A replica whose base is acknowledged may go on at any time: its base is not read from it any more.
+    """
     assert held.base is not None
     missing: tuple[tuple[int, int, str], ...] = ()
     plain = b""
-    if held.replica is not None and held.replica.stands_at(held.base):
+    stays = watermark < held.base
+    if stays and held.replica is not None and held.replica.stands_at(held.base):
         missing, plain = held.replica.describe_state()
     return SendGeneration(
         ranks=group.ranks,
@@ -27,7 +31,7 @@ def announce(group: GroupState, held: Generation, name: str) -> SendGeneration:
         number=held.number,
         spec=held.spec,
         base=held.base,
-        records=held.sendable(),
+        records=held.sendable(with_base=stays),
         missing=missing,
         plain=plain,
         history=group.history,

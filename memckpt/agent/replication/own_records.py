@@ -35,7 +35,9 @@ class OwnRecords:
         """Name of the generation that is sent of a unit; empty if none is."""
         return self._sent.get(ranks, ("", 0))[0]
 
-    def due(self, group: GroupState, job: PeerJob) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
+    def due(
+        self, group: GroupState, job: PeerJob, watermark: int
+    ) -> Iterator[tuple[SendGeneration | SendRecord, list[int]]]:
         """Messages with what is whole of a group and was not given to the replicator, each with descriptors.
 
         They count as given once all were taken.
@@ -49,7 +51,7 @@ class OwnRecords:
         sent_name, sent = self._sent.get(group.ranks, ("", 0))
         whole = held.common
         if sent_name != name:
-            yield announce(group, held, name), [region.fd for region in held.regions]
+            yield announce(group, held, name, watermark), [region.fd for region in held.regions]
             sent = whole
         while sent < whole:
             sent += 1

@@ -232,7 +232,7 @@ class Peers:
         process = self._replicator.process
         if self._job is None or process is None:
             return
-        for message, fds in self._records.due(group, self._job):
+        for message, fds in self._records.due(group, self._job, self.watermark or 0):
             self._replicator.send(message, fds)
             if self._replicator.process is not process:
                 return  # it died meanwhile, and one that took its place has been given all of it

@@ -145,10 +145,11 @@ class Generation:
             if all(self.slots.intact(one) for one in range(record - period + 1, record + 1))
         ]
 
-    def sendable(self) -> list[int]:
+    def sendable(self, watermark: int) -> list[int]:
         first = self.base - self.setting.period + 1
         there = [record for record in range(first, self.newest + 1) if self.intact(record)]
-        if self.setting.eager and not self.applied == self.limit == self.base:
+        stays = self.applied == self.limit == self.base and watermark < self.base
+        if self.setting.eager and not stays:
             there = [record for record in there if record > self.base]
         return [one for one in there if one >= self.base] if self.setting.private else there
 

@@ -410,7 +410,7 @@ class Job:
         member._generations._sources[unit] = generation
         member._run_ahead.begin(unit, sizes.kept - sizes.period - setting.standing, sizes.every)
         self._owner(node, unit).spaces = setting.cadence
-        self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable()))
+        self._owner(node, unit).begin(Outgoing(window, generation, generation.sendable(self.seen[node.name])))
 
     def begin_anew(self, unit: Unit) -> None:
         """Begin a generation with the next record: its layout has changed."""
