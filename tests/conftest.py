@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from tests.support.faults.s3_server import S3Server
     from tests.support.trainings.engine_harness import Lab
 
+#: Limit on a slow test, in seconds: many cases in one, on machines that do something else, too.
+_SLOW_SECONDS = 1500
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where the trainings of tests/gpu run: cpu (a few), or cuda (all)")
@@ -36,6 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, rare in zip(items, shares.thinned([(item.nodeid, _every(item)) for item in items]), strict=True):
         if rare:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
     try:
         share, of = shares.parse(config.getoption("--share"))
     except ValueError as error:

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 def _quick_run(name: str, results: Path) -> dict[str, Any]:
     """What a quick run of a benchmark reports."""
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--results", str(results)]
-    subprocess.run(command, cwd=_ROOT, check=True, timeout=280)
+    subprocess.run(command, cwd=_ROOT, check=True, timeout=1200)
     report: dict[str, Any] = json.loads((results / f"{name}.json").read_text())
     return report
 

@@ -302,7 +302,9 @@ class Job:
         redo_limit, slots = self.seen[name], self.setting.slots
         if not self.setting.wait or self.waits_suspended.get(name, False):
             needed = generation.newest - (slots - 2 - self.setting.trails)
-            if redo_limit < generation.base < needed and not generation.given_up:
+            # A replicator that is just starting has not been given it yet, so that there is nothing to give up.
+            sent = name in self.members
+            if redo_limit < generation.base < needed and not generation.given_up and sent:
                 generation.given_up = True
                 self.members[name].give_up(GiveUp(unit, generation.name))
             redo_limit = max(redo_limit, needed)
