@@ -59,7 +59,7 @@ class Desk:
         self.make: Callable[[Desk, Callable[[str], None]], FakeReplicator] = FakeReplicator
         self.lost: list[str] = []
         self.places = {(0,): Place(), (1,): Place()}
-        monkeypatch.setattr(own_replicator, "HelperProcess", self._start)
+        monkeypatch.setattr(own_replicator, "ReplicatorProcess", self._start)
         standbys = StandbyReplicas("a", lambda key, message: None, lambda: 0)
         find: Any = self.places.get
         nothing: Any = None
@@ -161,7 +161,7 @@ def eager_holding(base: int, newest: int, slots: int) -> Any:
     """Stands for a group with a generation that is complete."""
     held = SimpleNamespace(
         complete=True, base=base, ledger=SimpleNamespace(committed={0: newest}), newest=newest, common=newest,
-        number=1, replica=None, regions=(), sendable=dict,
+        number=1, replica=None, regions=(), sendable=lambda with_base: {base: (0, b"", {})} if with_base else {},
         spec=SimpleNamespace(mode="eager", slots=slots, every=1, trails=False),
         log_record=lambda record: SimpleNamespace(record=record, step=0, meta=b"", rank_states={}),
     )  # fmt: skip
@@ -315,6 +315,21 @@ def test_what_is_given_to_a_replicator_as_it_dies_does_not_count_as_sent(desk: D
     assert [type(one) for one in desk.started[-1].sent[:2]] == [Join, SendGeneration]
     assert desk.peers.redo_limit(group) == 0
     assert isinstance(desk.started[-1].sent[-1], GiveUp)
+
+
+@pytest.mark.parametrize(("acknowledged", "read"), [(3, [4]), (4, []), (7, [])])
+def test_a_replicator_that_takes_over_does_not_read_a_base_that_was_acknowledged(
+    desk: Desk, acknowledged: int, read: list[int]
+) -> None:
+    """The replica may go on from it at any time."""
+    group = eager_holding(base=4, newest=9, slots=8)
+    desk.peers.listen(LISTEN)
+    desk.join(wait=False)
+    desk.peers.replicator_said(WatermarkAdvanced(acknowledged, True))
+    desk.started[0].ended("killed")
+    desk.peers.sync(group)
+    (sent,) = [one for one in desk.started[-1].sent if isinstance(one, SendGeneration)]
+    assert list(sent.records) == read
 
 
 def test_redo_goes_on_when_the_replicator_dies_of_what_it_is_asked(desk: Desk) -> None:

@@ -55,8 +55,11 @@ def test_a_node_holds_what_its_units_ask_for(
 
 @pytest.mark.parametrize("redo", ["lazy", pytest.param("eager", marks=slow)])
 def test_each_of_two_nodes_holds_about_half_of_what_one_would(lab: Lab, redo: str) -> None:
-    """Not exactly: beside the shards there are headers of slots, and smaller pieces are better balanced."""
+    """Not exactly: beside the shards there are headers of slots, and smaller pieces are better balanced.
+
+    Where a step is to be repeated, an eager replica has one slot more with several ranks.
+    """
     whole, _ = held(lab, replace(job_of(lab, Setup("plain", 1), config(redo)), run_dir=lab.directory / "whole"))
     halves, _ = held(lab, job_of(lab, Setup(world_size=4), config(redo), nodes=2))
     for half in halves.values():
-        assert 0.4 < half / whole["node0"] < 0.6
+        assert 0.4 < half / whole["node0"] < (0.6 if redo == "lazy" else 0.75)
