@@ -98,7 +98,7 @@ class RecordLog:
         self._branched: tuple[int, Timeline] | None = None
         self._generation: Generation | None = None
         #: The timeline and generation last opened in the process, and the newest record given to it.
-        self._opened: tuple[Timeline, int] | None = None
+        self._opened: tuple[Timeline, int, bool] | None = None
         self._given = 0
         self._pending: deque[_Waiting] = deque()
         self._busy_since: float | None = None
@@ -269,7 +269,8 @@ class RecordLog:
         if self._writer is None:
             self._opened = None
             self._writer = self._open_writer()
-        if self._opened == (first.timeline, generation.number):
+        opened_for = first.timeline, generation.number, self.based
+        if self._opened == opened_for:
             return
         opened = OpenLog(
             url=first.url,
@@ -282,11 +283,12 @@ class RecordLog:
             batch_bytes=BATCH_BYTES,
             batch_seconds=_BATCH_SECONDS,
             run=self._run,
-            reserve=snapshot_bytes(generation.layout),
+            # For the checkpoint that ends the log, and for the one on which it is redone, if that is yet to be written.
+            reserve=snapshot_bytes(generation.layout) * (1 if self.based else 2),
             witness=self._witness,
         )
         self._writer.send(opened, [generation.regions.slots.fd])
-        self._opened = first.timeline, generation.number
+        self._opened = opened_for
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from memckpt.checkpointing import record_log, run_storage, schedule, writer_jobs
 from memckpt.checkpointing import saver as saver_module
+from memckpt.checkpointing.record_log import snapshot_bytes
 from memckpt.checkpointing.writer import records
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.messages import Message
@@ -233,3 +234,27 @@ def test_no_more_waits_than_a_batch_may_take(disk: LimitedDisk, clock: Clock, ca
         assert writer.batches[-1][1] > 400
     finally:
         writer.close()
+
+
+def test_until_there_is_a_checkpoint_the_log_leaves_room_for_two(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One to redo the records on, and one to end the log: else the first takes what was left for the second."""
+    reserves: list[int] = []
+    send = RecordsProcess.send
+
+    def note(process: RecordsProcess, message: Message, fds: Sequence[int]) -> None:
+        if isinstance(message, OpenLog):
+            reserves.append(message.reserve)
+        send(process, message, fds)
+
+    monkeypatch.setattr(RecordsProcess, "send", note)
+    node = make(mode="log", min_seconds=3600, batch_steps=2)
+    node.train(3)
+    whole = snapshot_bytes(node.held.layout)
+    assert reserves == [2 * whole]
+    node.train(max(0, node.orders[-1].record - node.attempt.at))
+    node.copy(node.orders[-1].record)
+    node.saved()
+    node.train(3)
+    assert reserves == [2 * whole, whole]
