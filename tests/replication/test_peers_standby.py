@@ -132,9 +132,18 @@ def carry_out(one: Pair, operation: str) -> None:
 WEIGHTED = (*OPERATIONS, *["train"] * 4, *["send", "deliver", "agent", "redo", "watermark"] * 2)
 
 
-def play(mode: str, optimizer: str, wait: bool, trails: bool, operations: Sequence[str], end_settled: bool) -> None:
+def play(
+    mode: str,
+    optimizer: str,
+    wait: bool,
+    trails: bool,
+    begin_settled: bool,
+    operations: Sequence[str],
+    end_settled: bool,
+) -> None:
     with pair(mode, OPTIMIZERS[optimizer], 1, wait, trails) as one:
-        one.settle()
+        if begin_settled:
+            one.settle()
         for operation in operations:
             carry_out(one, operation)
         if end_settled:
@@ -194,14 +203,15 @@ def test_one_that_trails_has_the_record_before_what_is_acknowledged(mode: str) -
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     wait=st.booleans(),
     trails=st.booleans(),
+    begin_settled=st.booleans(),
     operations=st.lists(st.sampled_from(WEIGHTED), max_size=60),
     end_settled=st.booleans(),
 )
 @settings(max_examples=40, deadline=None)
 def test_whatever_happens_what_it_offers_is_right(
-    mode: str, optimizer: str, wait: bool, trails: bool, operations: list[str], end_settled: bool
+    mode: str, optimizer: str, wait: bool, trails: bool, begin_settled: bool, operations: list[str], end_settled: bool
 ) -> None:
-    play(mode, optimizer, wait, trails, operations, end_settled)
+    play(mode, optimizer, wait, trails, begin_settled, operations, end_settled)
 
 
 @pytest.mark.slow
@@ -210,14 +220,15 @@ def test_whatever_happens_what_it_offers_is_right(
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     wait=st.booleans(),
     trails=st.booleans(),
+    begin_settled=st.booleans(),
     operations=st.lists(st.sampled_from((*WEIGHTED, "generation")), max_size=150),
     end_settled=st.booleans(),
 )
 @settings(max_examples=400, deadline=None)
 def test_long_histories(
-    mode: str, optimizer: str, wait: bool, trails: bool, operations: list[str], end_settled: bool
+    mode: str, optimizer: str, wait: bool, trails: bool, begin_settled: bool, operations: list[str], end_settled: bool
 ) -> None:
-    play(mode, optimizer, wait, trails, operations, end_settled)
+    play(mode, optimizer, wait, trails, begin_settled, operations, end_settled)
 
 
 # What there is no replica for

@@ -99,6 +99,7 @@ def test_what_waits_is_let_go_of_when_what_follows_is_lost(count: int) -> None:
     """All slots hold records that are yet to be redone, and the owner has gone on far beyond them."""
     with pair("eager", OPTIMIZERS["adam"], 1, wait=False) as one:
         one.settle()
+        one.answers.clear()
         for _ in range(SLOTS + EXTRA_SLOTS):
             assert one.train()
             one.send()
@@ -170,3 +171,19 @@ def test_a_skip_while_a_record_is_redone(monkeypatch: pytest.MonkeyPatch) -> Non
         go_on.set()
         wait_idle(replica)
         assert replica.applied == 7
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("late", range(PERIOD + 1))
+def test_what_is_on_its_way_when_it_is_made_is_not_taken(mode: str, late: int) -> None:
+    """The owner sends it once more, from the first: what comes before it was refused."""
+    with pair(mode, OPTIMIZERS["adam"], PERIOD) as one:
+        one.send()
+        one.deliver(2 + late)  # behind what opens it and what is sent once
+        one.agent()
+        one.deliver()
+        assert not stored(one)
+        assert one.train()
+        one.settle()
+        assert one.owner.whole
+        assert check_all(one, one.end())[-1] == one.training.record == one.owner.acknowledged

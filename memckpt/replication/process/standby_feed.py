@@ -41,14 +41,14 @@ class StandbyFeed:
 
     Args:
         fragment_store: keeps pieces and plain copies.
-        ask: has the agent make a standby replica; None: the answer follows, by :meth:`answered`.
+        ask: has the agent make a standby replica; the answer follows, by :meth:`answered`.
         tell: gives the agent a message.
     """
 
     def __init__(
         self,
         fragment_store: FragmentStore,
-        ask: Callable[[OpenStandby], tuple[StandbyOpened, list[Region]] | StandbyRefused | None],
+        ask: Callable[[OpenStandby], None],
         tell: Callable[[ReplicatorToAgent], None],
     ) -> None:
         self._fragment_store = fragment_store
@@ -126,7 +126,7 @@ class StandbyFeed:
             return self._fragment_store.open(window)
         known = self._standbys.get(key)
         if known is not None and known.window == window:
-            known.reopened()
+            known.opened_by_owner()
             return None
         if known is not None:
             self._drop(known)
@@ -142,23 +142,9 @@ class StandbyFeed:
                 raise ValueError(problem)
         except ValueError as error:
             return NotStored(*key, window.base, str(error), nothing=True)
-        answer = self._ask(OpenStandby(*key, window.attempt, window.base, spec, window.history))
-        if answer is None:
-            self._asked[key] = window
-            return NotStored(*key, window.base, _BEING_MADE, nothing=True)
-        if isinstance(answer, StandbyRefused):
-            self._note_refused(key, answer)
-            return self._fragment_store.open(window)
-        self._note_opened(window, *answer)
-        return None
-
-    def _note_refused(self, key: Key, answer: StandbyRefused) -> None:
-        _log.warning("plain copies are kept of the records of ranks %s: %s", list(key[0]), answer.reason)
-        self._refused[key] = answer.reason
-
-    def _note_opened(self, window: Window, answer: StandbyOpened, regions: list[Region]) -> None:
-        self._standbys[window.owner, window.generation] = standby = StandbyWindow(window, answer, regions, self._tell)
-        standby.watermark = self.watermark
+        self._asked[key] = window
+        self._ask(OpenStandby(*key, window.attempt, window.base, spec, window.history))
+        return NotStored(*key, window.base, _BEING_MADE, nothing=True)
 
     def answered(self, answer: StandbyOpened | StandbyRefused, regions: list[Region]) -> None:
         """The agent has made a standby replica, or cannot; its owner finds that when it tries again."""
@@ -166,9 +152,11 @@ class StandbyFeed:
         window = self._asked.pop(key, None)
         if isinstance(answer, StandbyRefused):
             if window is not None:
-                self._note_refused(key, answer)
+                _log.warning("plain copies are kept of the records of ranks %s: %s", list(key[0]), answer.reason)
+                self._refused[key] = answer.reason
         elif window is not None:
-            self._note_opened(window, answer, regions)
+            self._standbys[key] = standby = StandbyWindow(window, answer, regions, self._tell)
+            standby.watermark = self.watermark
         else:
             # The attempt has ended meanwhile.
             for region in regions:
@@ -177,7 +165,10 @@ class StandbyFeed:
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
         """Take a fragment; the answer that its owner is to get, if any."""
-        standby = self._standbys.get((fragment.owner, fragment.generation))
+        key = fragment.owner, fragment.generation
+        if key in self._asked:
+            return None  # on its way when the owner was told to begin anew
+        standby = self._standbys.get(key)
         if standby is None:
             return self._fragment_store.put(fragment, step, payload)
         return standby.put(fragment, payload)

@@ -28,6 +28,8 @@ class _AllLostError(DamagedStateError):
 class StandbyWindow:
     """One generation of an owner's records on their way into the slots of its standby replica. Closes the regions.
 
+    Takes nothing before it is :meth:`opened_by_owner`.
+
     Args:
         window: what the owner has said of it.
         opened: what the agent has made for it.
@@ -69,8 +71,9 @@ class StandbyWindow:
         self._unacknowledged: list[int] = []
         self._into: BlobReader | None = None
         self._next = (0, 0)
-        #: Something was refused: all is ignored until the owner begins anew.
-        self._deaf = False
+        #: All is ignored until the owner begins anew: it was refused before this was made, and what was on its way then
+        #: lacks what comes first. So it is after each refusal.
+        self._deaf = True
 
     def close(self) -> None:
         """Close the regions."""
@@ -78,8 +81,8 @@ class StandbyWindow:
         for region in self._regions:
             region.close()
 
-    def reopened(self) -> None:
-        """Take records again from the first: the owner has lost sight of what is here, and sends it once more."""
+    def opened_by_owner(self) -> None:
+        """Take records from the first: the owner sends all that it has, be it here or not."""
         self._into, self._deaf = None, False
 
     def abandon(self, record: int) -> None:

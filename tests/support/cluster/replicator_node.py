@@ -15,7 +15,7 @@ from memckpt.protocol.replication import (
     PeerUnit,
     SendGeneration,
 )
-from memckpt.protocol.standby import OpenStandby, StandbyRefused
+from memckpt.protocol.standby import OpenStandby
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import seal_stripe
@@ -106,7 +106,7 @@ class Wire:
             os.close(end)
 
 
-def refuse_standby(message: OpenStandby) -> StandbyRefused:
+def refuse_standby(message: OpenStandby) -> None:
     raise AssertionError("no standby replica was planned")
 
 

@@ -31,7 +31,9 @@ def pair(*arguments: Any, **others: Any) -> Iterator[Pair]:
 
 
 def refusals(one: Pair) -> list[str]:
-    return [answer.reason for answer in one.answers if isinstance(answer, NotStored)]
+    """Reasons for refusing records, but for those that came before the standby replica was made."""
+    reasons = [answer.reason for answer in one.answers if isinstance(answer, NotStored)]
+    return [reason for reason in reasons if "being reserved" not in reason]
 
 
 def stored(one: Pair) -> list[int]:

@@ -28,9 +28,7 @@ from memckpt.protocol.standby import (
     OpenStandby,
     StandbyApplied,
     StandbyFailed,
-    StandbyOpened,
     StandbyRecord,
-    StandbyRefused,
     StandbySkip,
 )
 from memckpt.protocol.trainer import Commit, GenerationCommit
@@ -328,7 +326,7 @@ class Pair:
         kind = type(self.training.optimizer)
         standbys.optimizers = frozenset([f"{kind.__module__}.{kind.__qualname__}"])
         standbys.begin("a", record, None, 1)
-        standby_feed = StandbyFeed(FragmentStore("m", _Room), self._ask, self._told_agent.append)
+        standby_feed = StandbyFeed(FragmentStore("m", _Room), self._told_agent.append, self._told_agent.append)
         standby_feed.begin("a", record, self._code)
         return standbys, standby_feed
 
@@ -375,17 +373,17 @@ class Pair:
         self.now += 10.0
         self.owner.retry(self.now)
 
-    def _ask(self, message: OpenStandby) -> tuple[StandbyOpened, list[Region]] | StandbyRefused:
+    def _make_standby(self, message: OpenStandby) -> None:
         answer, fds = self.standbys.open(message)
-        if isinstance(answer, StandbyRefused):
-            return answer
-        return answer, [Region.open(os.dup(fd)) for fd in fds]
+        self.standby_feed.answered(answer, [Region.open(os.dup(fd)) for fd in fds])
 
     def agent(self, count: int = 1 << 30) -> None:
         """Let the standby replica's agent handle so many messages of its replicator."""
         while self._told_agent and count:
             count -= 1
             match self._told_agent.popleft():
+                case OpenStandby() as opened:
+                    self._make_standby(opened)
                 case StandbyRecord() as record:
                     self._hear(self.standbys.record(record))
                 case StandbySkip() as skipped:
