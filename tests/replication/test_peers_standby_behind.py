@@ -187,3 +187,26 @@ def test_what_is_on_its_way_when_it_is_made_is_not_taken(mode: str, late: int) -
         one.settle()
         assert one.owner.whole
         assert check_all(one, one.end())[-1] == one.training.record == one.owner.acknowledged
+
+
+@pytest.mark.parametrize("count", [1, PERIOD - 1, PERIOD])
+def test_an_owner_that_begins_anew_hears_what_came_too_late(count: int) -> None:
+    """Records that were left out are in its slots yet, and of no use where later ones are: not all is whole."""
+    with pair("lazy", OPTIMIZERS["adam"], 1, wait=False) as one:
+        for _ in range(PERIOD + SLOTS):
+            one.settle()
+            assert one.train()
+        one.settle()
+        newest = one.training.record
+        assert one.train()
+        assert one.train()
+        one.owner._leave_out(one.owner._streams[0], one.owner._generations[-1], newest + 1)
+        for _ in range(count - 1):
+            assert one.train()
+        one.settle()
+        one.replace_owner()
+        one.settle()
+        assert one.owner.acknowledged == one.training.record == newest + 1 + count
+        assert one.owner.whole == (count == PERIOD)
+        records = check_all(one, one.end())
+        assert (one.training.record in records) == (count == PERIOD)

@@ -51,6 +51,8 @@ class StandbyWindow:
         self.window = window
         self.newest: int | None = None
         self.watermark = 0
+        #: The first of the records that have come without a gap up to the newest.
+        self._first = 0
         owners = read_spec(window.spec)
         self._sizes = sizes_of(owners, private=False)
         self._layout = Layout(opened.spec)
@@ -102,7 +104,9 @@ class StandbyWindow:
             return self._refuse(record, f"a fragment of it came damaged: {problem}")
         if self._has(record):
             last = fragment.stripe == fragment.stripes - 1
-            return self._stored(record) if last and record not in self._unacknowledged else None
+            if not last or record in self._unacknowledged:
+                return None
+            return Stored(*self.key, record, too_late=STATIC < record < self._first)
         try:
             if fragment.stripe == 0:
                 self._begin(record)
@@ -180,7 +184,7 @@ class StandbyWindow:
         if self.newest is None or record == self.newest + 1:
             raise DamagedStateError(problem)
         # What it has got is of no use without what is lost between: it need not be redone.
-        self.newest = record - 1
+        self.newest, self._first = record - 1, record
         self._tell(StandbySkip(*self.key, record - 1))
         raise _AllLostError(problem)
 
@@ -211,6 +215,8 @@ class StandbyWindow:
             self._applied = base
         if record > base:
             self._to_redo.append(record)
+        if self.newest is None or record != self.newest + 1:
+            self._first = record
         self.newest = record
         self._tell(StandbyRecord(*self.key, record, tail.step, tail.meta, tail.rank_states))
 

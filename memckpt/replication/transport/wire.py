@@ -79,11 +79,15 @@ class Abandon(msgspec.Struct, frozen=True, tag="abandon"):
 
 
 class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Holder to owner: all fragments of its piece of a record are here."""
+    """Holder to owner: all fragments of its piece of a record are here.
+
+    `too_late`: they are not, and what has come since cannot do without them: nothing is to wait for this record.
+    """
 
     owner: RankGroup
     generation: str
     record: int
+    too_late: bool = False
 
 
 class NotStored(msgspec.Struct, frozen=True, tag="not stored"):

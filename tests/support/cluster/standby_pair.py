@@ -340,6 +340,15 @@ class Pair:
         self.standbys, self.standby_feed = self._make_node(None)
         self.lose()
 
+    def replace_owner(self) -> None:
+        """Kill the owner's replicator; the next one knows what lies in the slots, and nothing of what was sent."""
+        self.owner.close()
+        self._wire.clear()
+        held = self.training.held
+        self.owner = Sender(RANKS, self._code, ["m"], self._sent, lambda node: 1 << 30, held.base or 0)
+        self.send_generation()
+        self.owner.met("m")
+
     def deliver(self, count: int = 1 << 30) -> int:
         """Deliver so many messages; returns the number delivered."""
         brought = 0
