@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -68,8 +69,20 @@ _ALLOWED = {
 }
 
 
+def _member(of: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """The member of the one enumeration that metadata have, in place of `getattr`.
+
+    Python 3.11.0 to 3.11.3 pickle members as `getattr(class, name)`.
+    """
+    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise DamagedStateError(f"expected the metadata of a checkpoint, found attribute {name!r} of {of!r} in it")
+    return _MEM_FORMAT_ENCODING.__members__[name]
+
+
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name not in _ALLOWED.get(module, ()):
             raise DamagedStateError(f"expected the metadata of a checkpoint, found {module}.{name} in it")
         return super().find_class(module, name)

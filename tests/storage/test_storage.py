@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import errno
 import gc
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -364,6 +366,38 @@ def test_a_planted_pickle_is_refused_and_nothing_of_it_runs(store: Store, tmp_pa
         store.write(path, pickle.dumps(Harmful(planted)))
     assert read_catalog(store).complete == ()
     assert not planted.exists()
+
+
+class _AsGetattr(pickle.Pickler):
+    """Pickles enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, found: Any) -> Any:
+        return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+
+
+class Attribute:
+    """Unpickles to an attribute, whatever it is of."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_metadata_of_any_python_can_be_read(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    part = write(store, part_of(1))
+    path = f"{part.base_directory}/.metadata"
+    expected = our_dcp.read_metadata(store.read(path))
+    with io.BytesIO() as file:
+        _AsGetattr(file).dump(expected)
+        written = file.getvalue()
+    assert b"getattr" in written
+    assert our_dcp.read_metadata(written) == expected
+    for of, name in ((torch.Size, "__init__"), (expected, "planner_data")):
+        with pytest.raises(DamagedStateError, match=r"found attribute"):
+            our_dcp.read_metadata(pickle.dumps(Attribute(of, name)))
 
 
 # Reading it with stock tools
