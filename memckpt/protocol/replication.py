@@ -117,18 +117,38 @@ class PhasesAre(msgspec.Struct, frozen=True, tag="phases"):
     position: int = 0
 
 
-class UnitSource(msgspec.Struct, frozen=True, array_like=True):
-    """Where the state of some ranks after a record is fetched from: as in the plan's Fetch."""
+class FromNode(msgspec.Struct, frozen=True, tag="node"):
+    """Source of a state: all of it from a node that holds it, its own or as a standby replica."""
+
+    node: str
+
+
+class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
+    """Source of a state: decoded from fragments, and what these leave out from a replica.
+
+    Attributes:
+        generation: generation of the fragments.
+        pieces: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
+            that damaged ones can be skipped.
+        data: k, the number of different fragments needed.
+        period: T, the number of records that make a state; 1 where there is a replica.
+        replica: node and ranks of a replica with the state that is shared with it: only what is private to the ranks is
+            decoded then. None: all is decoded.
+    """
+
+    generation: str
+    pieces: tuple[tuple[str, int], ...]
+    data: int
+    period: int
+    replica: tuple[str, RankGroup] | None = None
+
+
+class WantedState(msgspec.Struct, frozen=True):
+    """State of some ranks after a record, to be fetched. `before`: the state before that record is wanted, too."""
 
     ranks: RankGroup
     record: int
-    generation: str
-    live: str | None
-    pieces: tuple[tuple[str, int], ...]
-    private: bool
-    replica: tuple[str, RankGroup] | None
-    period: int
-    data: int
+    source: FromNode | FromFragments
     before: bool = False
 
 
@@ -147,7 +167,7 @@ class Recover(msgspec.Struct, frozen=True, tag="recover"):
 
     record: int
     serve: tuple[RankGroup, ...]
-    fetch: tuple[UnitSource, ...]
+    fetch: tuple[WantedState, ...]
     memory_budget_bytes: int | None
     history: tuple[Branch, ...] = ()
     before: bool = False
@@ -187,12 +207,12 @@ class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """To the replicator: of which layout is that source? Answer: Described.
+    """To the replicator: of which layout is that state? Answer: Described.
 
     `recovery` numbers those of an agent: once a new one has begun, what the replicator reads for others is given up.
     """
 
-    source: UnitSource
+    wanted: WantedState
     recovery: int = 0
 
 
@@ -209,7 +229,7 @@ class Described(msgspec.Struct, frozen=True, tag="described"):
 class Fill(msgspec.Struct, frozen=True, tag="fill"):
     """To the replicator: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
 
-    source: UnitSource
+    wanted: WantedState
     spec: StateSpec
     recovery: int = 0
 

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
 
 
@@ -34,41 +35,34 @@ class BadSource:
 class Fetch:
     """The fetch of a record by a unit whose node cannot produce it.
 
-    A node that holds the unit live sends all of it. Without one, pieces are decoded; what these leave out, because
-    other ranks hold the same (`private`), comes from a replica.
-
     Attributes:
         ranks: the unit.
         node: its node in this attempt.
         record: the record to fetch.
-        live: a node that holds the unit itself at that record; then nothing is decoded.
-        generation: generation of the pieces.
-        pieces: (node, piece index) of all that hold some of what is needed, ascending; more than are needed, so that
-            damaged ones can be skipped.
-        data: k, the number of different pieces needed.
-        period: T, the number of records decoded: those up to `record`.
-        private: whether only state private to these ranks is decoded.
-        replica: node and ranks of the unit whose live state has the rest.
+        source: where the state comes from: a node that holds the unit live, else fragments.
         before: whether the previous state is fetched, too; its step is then repeated.
     """
 
     ranks: RankGroup
     node: str
     record: int
-    live: str | None = None
-    generation: str = ""
-    pieces: tuple[tuple[str, int], ...] = ()
-    data: int = 0
-    period: int = 0
-    private: bool = False
-    replica: tuple[str, RankGroup] | None = None
+    source: FromNode | FromFragments
     before: bool = False
+
+    @property
+    def server(self) -> tuple[str, RankGroup] | None:
+        """The node that serves live state for it, and of which ranks; None: all is decoded from fragments."""
+        match self.source:
+            case FromNode(node):
+                return node, self.ranks
+            case FromFragments(replica=replica):
+                return replica
 
 
 def serves(fetches: Iterable[Fetch], node: str) -> tuple[RankGroup, ...]:
     """The units that `node` has to serve live at the fetched record, ascending."""
-    live = {fetch.ranks for fetch in fetches if fetch.live == node}
-    return tuple(sorted(live | {fetch.replica[1] for fetch in fetches if fetch.replica and fetch.replica[0] == node}))
+    servers = {fetch.server for fetch in fetches if fetch.server is not None}
+    return tuple(sorted(ranks for server, ranks in servers if server == node))
 
 
 def place_of(held: HeldRecords) -> tuple[object, ...]:
@@ -352,7 +346,7 @@ class Sources:
         if there:
             chosen = min(there, key=lambda one: (one.node != node, load[one.node], one.node))
             load[chosen.node] += 1
-            return Fetch(unit, node, record, live=chosen.node, before=before)
+            return Fetch(unit, node, record, FromNode(chosen.node), before)
         for generation in self._coded.get(unit, ()):
             replicas = [one for one in self._replicas(generation, node) if one.has(wanted)]
             if not all(map(generation.decodes, wanted)) or (generation.private and not replicas):
@@ -363,18 +357,14 @@ class Sources:
                 best = min(replicas, key=lambda one: (one.node != node, load[one.node], one.node, one.ranks))
                 load[best.node] += 1
                 replica = best.node, best.ranks
-            return Fetch(
-                unit,
-                node,
-                record,
+            source = FromFragments(
                 generation=generation.name,
                 pieces=tuple(sorted({one for number in wanted for one in generation.sources(number)})),
                 data=generation.data,
                 period=generation.period,
-                private=generation.private,
                 replica=replica,
-                before=before,
             )
+            return Fetch(unit, node, record, source, before)
         return None
 
     # Reasons for failure

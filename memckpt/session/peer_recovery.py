@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from memckpt.errors import AgentError
-from memckpt.protocol.replication import Recover, Recovered, UnitSource
+from memckpt.protocol.replication import FromNode, Recover, Recovered, WantedState
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored
 from memckpt.recovery.target import progress
@@ -135,7 +135,7 @@ class PeerRecovery:
         message = Recover(
             record=plan.record,
             serve=serves(plan.fetches, self._ranks.node),
-            fetch=tuple(_source(fetch) for fetch in own),
+            fetch=tuple(WantedState(one.ranks, one.record, one.source, one.before) for one in own),
             memory_budget_bytes=self._budget_bytes,
             history=plan.history,
             before=any(fetch.before for fetch in plan.fetches),
@@ -146,7 +146,7 @@ class PeerRecovery:
             _log.info("memckpt: the state of ranks %s after step %d comes from peers", lost, plan.step)
         # All nodes serve before any fetches.
         phases = [msgspec.structs.replace(message, fetch=()), msgspec.structs.replace(message, serve=())]
-        for phase in phases if any(fetch.live or fetch.replica for fetch in plan.fetches) else phases[1:]:
+        for phase in phases if any(fetch.server for fetch in plan.fetches) else phases[1:]:
             answers = ranks.together(partial(self._ask, phase) if leads else Recovered)
             problems = [answer for answer in answers if answer.problem]
             for answer in problems:
@@ -158,21 +158,6 @@ class PeerRecovery:
     def _ask(self, message: Recover) -> Recovered:
         with progress("fetching from peers", self._window_bytes * len(message.fetch)) as advance:
             return self._link.client.recover(message, lambda news: advance(news.nbytes))
-
-
-def _source(fetch: Fetch) -> UnitSource:
-    return UnitSource(
-        ranks=fetch.ranks,
-        record=fetch.record,
-        generation=fetch.generation,
-        live=fetch.live,
-        pieces=fetch.pieces,
-        private=fetch.private,
-        replica=fetch.replica,
-        period=fetch.period,
-        data=fetch.data,
-        before=fetch.before,
-    )
 
 
 def _blamed(problems: Iterable[Recovered]) -> tuple[set[BadSource], set[BadSource]]:
@@ -199,6 +184,7 @@ def _instead(plan: Plan) -> str:
 
 
 def _sources_of(fetch: Fetch) -> set[BadSource]:
-    if fetch.live is not None:
-        return {BadSource(fetch.live, fetch.ranks, damaged=False)}
-    return {BadSource(node, fetch.ranks, fetch.generation) for node, _ in fetch.pieces}
+    source = fetch.source
+    if isinstance(source, FromNode):
+        return {BadSource(source.node, fetch.ranks, damaged=False)}
+    return {BadSource(node, fetch.ranks, source.generation) for node, _ in source.pieces}

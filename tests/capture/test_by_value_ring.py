@@ -26,7 +26,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
-from memckpt.protocol.replication import UnitSource
+from memckpt.protocol.replication import FromNode, WantedState
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import Append, LogRecord, OpenLog
 from memckpt.recovery.restore import Restorer
@@ -329,8 +329,8 @@ def test_a_state_is_handed_out_with_the_by_value_tensors_of_its_record() -> None
     code, records, node = Code(1, 1), records_of(), Node("live")
     with closing(code), closing(records), closing(node):
         node.serving.add(records.serve(12), records.duplicates())
-        source = UnitSource(RANKS, 12, "", "live", (), False, None, 0, 0)
-        result, regions = Network([node]).read(source, records.spec, code)
+        wanted = WantedState(RANKS, 12, FromNode("live"))
+        result, regions = Network([node]).read(wanted, records.spec, code)
         with closing_all(regions):
             assert result.problem == ""
             check_right(records, result, regions, record=12)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memckpt.errors import ForeignStateError, NothingHeldError
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline
@@ -63,6 +64,16 @@ SURVIVORS = [live("a", 0), live("b", 1), HeldRecords(node="c"), live("d", 3)]
 ITS_PIECES = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2)]
 
 
+def node_of(fetch: Fetch) -> str | None:
+    """The node that sends all; None: it is decoded."""
+    return fetch.source.node if isinstance(fetch.source, FromNode) else None
+
+
+def generation_of(fetch: Fetch) -> str | None:
+    """The generation that is decoded; None: a node sends all."""
+    return fetch.source.generation if isinstance(fetch.source, FromFragments) else None
+
+
 def test_nothing_is_fetched_where_every_node_holds_its_own() -> None:
     found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], ITS_PIECES)
     assert found == RestoreRecord(Timeline(2, "n"), 8, 80, "local memory", 0, (), FIRST)
@@ -72,14 +83,14 @@ def test_a_lost_unit_is_decoded_from_all_pieces_that_are_left() -> None:
     found = plan(SURVIVORS, ITS_PIECES)
     assert (found.record, found.step, found.tier, found.lost) == (8, 80, "peers", 0)
     left = (("a", 0), ("b", 1), ("d", 2))
-    assert found.fetches == (Fetch((2,), "c", 8, generation="g", pieces=left, data=2, period=2),)
+    assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", left, 2, 2)),)
     assert all(serves(found.fetches, node) == () for node in "abcd")
 
 
 def test_a_unit_that_another_node_holds_live_is_not_decoded() -> None:
     moved = [("b", (0,)), ("a", (1,)), ("c", (2,)), ("d", (3,))]
     found = plan([live("a", 0), live("b", 1), live("c", 2), live("d", 3)], [pieces("d", 0, 0)], units=moved)
-    assert found.fetches == (Fetch((0,), "b", 8, live="a"), Fetch((1,), "a", 8, live="b"))
+    assert found.fetches == (Fetch((0,), "b", 8, FromNode("a")), Fetch((1,), "a", 8, FromNode("b")))
     assert [serves(found.fetches, node) for node in "abcd"] == [((0,),), ((1,),), (), ()]
 
 
@@ -125,7 +136,7 @@ def checkpoint(record: int, number: int = 1) -> Any:
 
 def test_a_node_that_has_only_what_is_static_is_read_too() -> None:
     kept = [pieces("a", 2, 0), pieces("b", 2, 1, static=False), pieces("d", 2, 2, range(0))]
-    assert plan(SURVIVORS, kept).fetches[0].pieces == (("a", 0), ("b", 1), ("d", 2))
+    assert plan(SURVIVORS, kept).fetches[0].source.pieces == (("a", 0), ("b", 1), ("d", 2))
 
 
 def test_what_has_no_history_counts_for_nothing() -> None:
@@ -144,8 +155,8 @@ def test_the_newest_generation_is_preferred_and_an_older_one_will_do() -> None:
         pieces("a", 2, 0, range(4, 9), generation="f", base=5),
         pieces("b", 2, 1, range(4, 9), generation="f", base=5),
     ]
-    assert plan(SURVIVORS, ITS_PIECES + newer).fetches[0].generation == "f"
-    assert plan(SURVIVORS, ITS_PIECES + newer[:1]).fetches[0].generation == "g"
+    assert generation_of(plan(SURVIVORS, ITS_PIECES + newer).fetches[0]) == "f"
+    assert generation_of(plan(SURVIVORS, ITS_PIECES + newer[:1]).fetches[0]) == "g"
 
 
 # Replicated shards: pieces have only what is a rank's own
@@ -157,9 +168,7 @@ PRIVATE = [pieces(node, 2, index, private=True, replicas=(), period=8, data=1) f
 def test_private_pieces_need_a_replica_and_one_record_only() -> None:
     kept = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     found = plan(SURVIVORS, kept)
-    assert found.fetches == (
-        Fetch((2,), "c", 8, generation="g", pieces=(("a", 0),), data=1, period=1, private=True, replica=("a", (0,))),
-    )
+    assert found.fetches == (Fetch((2,), "c", 8, FromFragments("g", (("a", 0),), 1, 1, ("a", (0,)))),)
     assert serves(found.fetches, "a") == ((0,),)
 
 
@@ -189,24 +198,24 @@ def test_the_record_before_decides_who_hands_out() -> None:
     """A replica that has gone past it is done without."""
     past, behind = live("b", 0, range(8, 9), standby=True), live("d", 0, range(7, 9), standby=True)
     found = plan([past, behind, *SURVIVORS[1:]], ITS_PIECES, before=True)
-    assert [(one.ranks, one.live, one.before) for one in found.fetches] == [((0,), "d", True), ((2,), None, True)]
+    assert [(one.ranks, node_of(one), one.before) for one in found.fetches] == [((0,), "d", True), ((2,), None, True)]
     found = plan([past, *SURVIVORS[1:]], [*ITS_PIECES, pieces("b", 0, 0), pieces("d", 0, 1)], before=True)
-    assert [(one.ranks, one.live, one.before) for one in found.fetches] == [((0,), None, True), ((2,), None, True)]
+    assert [(one.ranks, node_of(one), one.before) for one in found.fetches] == [((0,), None, True), ((2,), None, True)]
 
 
 def test_the_record_before_of_private_pieces_comes_with_a_replica_that_has_it() -> None:
     both = [pieces("a", 2, 0, range(7, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, both) == [True]
     [found] = plan([live("a", 0, range(8, 9)), *SURVIVORS[1:], live("d", 0, standby=True)], both, before=True).fetches
-    assert (found.before, found.replica) == (False, ("a", (0,)))  # rank 0 itself has none
+    assert (found.before, found.server) == (False, ("a", (0,)))  # rank 0 itself has none
     newest = [pieces("a", 2, 0, range(8, 9), private=True, replicas=(0, 1, 2, 3), period=8, data=1)]
     assert fetched_before(SURVIVORS, newest) == [False]
 
 
 def test_all_that_have_a_part_of_the_record_before_are_asked() -> None:
     kept = [pieces("a", 2, 0), pieces("b", 2, 1), pieces("d", 2, 2, range(6, 7), static=False)]
-    assert [one.pieces for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
-    assert [one.pieces for one in plan(SURVIVORS, kept, before=True).fetches] == [(("a", 0), ("b", 1), ("d", 2))]
+    assert [one.source.pieces for one in plan(SURVIVORS, kept).fetches] == [(("a", 0), ("b", 1))]
+    assert [one.source.pieces for one in plan(SURVIVORS, kept, before=True).fetches] == [(("a", 0), ("b", 1), ("d", 2))]
 
 
 def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
@@ -216,11 +225,15 @@ def test_replicas_take_turns_and_a_nodes_own_comes_first() -> None:
     ]
     survivors = [live("a", 0), live("b", 1)]
     found = plan(survivors, kept, units=units)
-    assert [one.replica for one in found.fetches] == [("a", (0,)), ("b", (1,))]
+    assert [one.server for one in found.fetches] == [("a", (0,)), ("b", (1,))]
     # Rank 2 is on b now, which has the shared part in what it held of rank 1.
     units = [("a", (0,)), ("y", (1,)), ("b", (2,)), ("x", (3,))]
     found = plan(survivors, kept, units=units)
-    assert [(one.live, one.replica) for one in found.fetches] == [("b", None), (None, ("b", (1,))), (None, ("a", (0,)))]
+    assert [(node_of(one), one.server) for one in found.fetches] == [
+        ("b", ("b", (1,))),
+        (None, ("b", (1,))),
+        (None, ("a", (0,))),
+    ]
 
 
 def test_private_pieces_without_a_replica_are_of_no_use() -> None:
@@ -234,7 +247,7 @@ def test_private_pieces_without_a_replica_are_of_no_use() -> None:
 
 def test_a_bad_source_is_left_out() -> None:
     without = [BadSource("a", (2,), "g")]
-    assert plan(SURVIVORS, ITS_PIECES, without=without).fetches[0].pieces == (("b", 1), ("d", 2))
+    assert plan(SURVIVORS, ITS_PIECES, without=without).fetches[0].source.pieces == (("b", 1), ("d", 2))
     found = plan(SURVIVORS, ITS_PIECES, without=[*without, BadSource("d", (2,), "g")], resume="auto")
     assert isinstance(found, StartOver)
     assert "ranks [2]: 1 of 2 pieces needed are left" in found.reason
@@ -244,16 +257,19 @@ def test_what_a_node_itself_holds_is_decoded_if_it_is_damaged() -> None:
     everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
     assert plan(everybody, ITS_PIECES, without=[BadSource("c", (2,), damaged=False)]).tier == "local memory"
     found = plan(everybody, ITS_PIECES, without=[BadSource("c", (2,))])
-    assert [(one.node, one.live, one.generation) for one in found.fetches] == [("c", None, "g")]
+    assert [(one.node, generation_of(one)) for one in found.fetches] == [("c", "g")]
 
 
 def test_what_others_cannot_get_at_is_decoded() -> None:
     moved = [("a", (0,)), ("b", (1,)), ("d", (2,)), ("c", (3,))]
     everybody = [live("a", 0), live("b", 1), live("c", 2), live("d", 3)]
     found = plan(everybody, ITS_PIECES, units=moved, without=[BadSource("c", (2,), damaged=False)])
-    assert [(one.ranks, one.live, one.generation) for one in found.fetches] == [((2,), None, "g"), ((3,), "d", "")]
+    assert [(one.ranks, node_of(one), generation_of(one)) for one in found.fetches] == [
+        ((2,), None, "g"),
+        ((3,), "d", None),
+    ]
     found = plan(SURVIVORS, PRIVATE, without=[BadSource("a", (0,), damaged=False)])
-    assert [one.replica for one in found.fetches] == [("b", (1,))]
+    assert [one.server for one in found.fetches] == [("b", (1,))]
     assert found.fetches[0].node == "c"
 
 

@@ -11,6 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from memckpt.node.generation import branch_off
+from memckpt.protocol.replication import FromFragments, FromNode
 from memckpt.recovery.peers import serves
 from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline
@@ -223,7 +224,7 @@ def test_the_plan_is_the_newest_record_that_every_unit_can_get(data: st.DataObje
             assert (again.record, again.step) == (found.record, found.step)
             event("also the record before" if check_before(job, again, places, right) else "not the record before")
             history = branch_off(found.history, found.record, found.timeline)
-            event("decodes" if any(one.generation for one in found.fetches) else found.tier)
+            event("decodes" if any(isinstance(one.source, FromFragments) for one in found.fetches) else found.tier)
         else:
             assert isinstance(found, StartOver)
             history = (Branch(found.timeline, None),)
@@ -241,12 +242,13 @@ def check_before(job: Job, found: RestoreRecord, places: dict[Unit, Node], right
     record, fetching = found.record - 1, {fetch.ranks for fetch in found.fetches}
     assert all(job.holds(node, unit, record, right) for unit, node in places.items() if unit not in fetching)
     for fetch in found.fetches:
-        if fetch.live is not None:
-            assert job.holds(nodes[fetch.live], fetch.ranks, record, right)
-            continue
-        kept = [(name, nodes[name].kept.get((fetch.ranks, fetch.generation))) for name, _ in fetch.pieces]
-        assert job.can_decode(kept, record, right)
-        assert fetch.replica is None or job.holds(nodes[fetch.replica[0]], fetch.replica[1], record, right)
+        if fetch.server is not None:
+            name, ranks = fetch.server
+            assert job.holds(nodes[name], ranks, record, right)
+        if isinstance(fetch.source, FromFragments):
+            source = fetch.source
+            kept = [(name, nodes[name].kept.get((fetch.ranks, source.generation))) for name, _ in source.pieces]
+            assert job.can_decode(kept, record, right)
     return True
 
 
@@ -259,16 +261,18 @@ def check_fetches(job: Job, found: RestoreRecord, places: dict[Unit, Node], righ
         assert (fetch.node, fetch.record) == (places[unit].name, found.record)
         holders = {name for name, node in nodes.items() if job.holds(node, unit, found.record, right)}
         # A node that has the record itself is done without only for the sake of the one before.
-        assert fetch.live in holders if holders and not fetch.before else fetch.live in {None, *holders}
-        if fetch.live is not None:
+        source = fetch.source
+        if isinstance(source, FromNode):
+            assert source.node in holders
             continue
-        kept = [(name, nodes[name].kept.get((unit, fetch.generation))) for name, _ in fetch.pieces]
+        assert not holders or fetch.before
+        kept = [(name, nodes[name].kept.get((unit, source.generation))) for name, _ in source.pieces]
         assert all(
-            one is not None and one.piece == piece for (_, one), (_, piece) in zip(kept, fetch.pieces, strict=True)
+            one is not None and one.piece == piece for (_, one), (_, piece) in zip(kept, source.pieces, strict=True)
         )
         assert job.can_decode(kept, found.record, right)
-        assert fetch.private == job.private
-        if fetch.replica is not None:
-            assert job.holds(nodes[fetch.replica[0]], fetch.replica[1], found.record, right)
-            assert fetch.replica[1] in serves(found.fetches, fetch.replica[0])
-        assert (fetch.replica is not None) == job.private
+        if source.replica is not None:
+            name, ranks = source.replica
+            assert job.holds(nodes[name], ranks, found.record, right)
+            assert ranks in serves(found.fetches, name)
+        assert (source.replica is not None) == job.private

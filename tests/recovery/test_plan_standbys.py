@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from memckpt.protocol.replication import FromNode
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.state.records import HeldRecords
@@ -36,14 +37,15 @@ def test_a_lost_nodes_state_comes_from_its_standby() -> None:
     assert isinstance(found, RestoreRecord)
     assert found.record == 6
     [fetch] = found.fetches
-    assert (fetch.ranks, fetch.node, fetch.live) == ((1,), "b", "a")
+    assert (fetch.ranks, fetch.node, fetch.source) == ((1,), "b", FromNode("a"))
 
 
 def test_a_standby_on_the_ranks_own_node_is_fetched_from_too() -> None:
     """Ranks have moved to where they were kept as standby replicas: their agent does not hold them as its own."""
     moved = [("a", (1,)), ("b", (0,))]
     found = plan(live("a", 0, range(5, 8)), live("a", 1, range(4, 7), standby=True), units=moved)
-    assert [(fetch.ranks, fetch.node, fetch.live) for fetch in found.fetches] == [((0,), "b", "a"), ((1,), "a", "a")]
+    fetches = [(fetch.ranks, fetch.node, fetch.source) for fetch in found.fetches]
+    assert fetches == [((0,), "b", FromNode("a")), ((1,), "a", FromNode("a"))]
 
 
 def test_what_a_node_has_itself_and_on_a_standby() -> None:

@@ -10,7 +10,9 @@ import pytest
 from memckpt.protocol.replication import (
     BadSourceSeen,
     Described,
-    UnitSource,
+    FromFragments,
+    FromNode,
+    WantedState,
 )
 from memckpt.replication.process.asking import Asking
 from memckpt.replication.process.questions import Questions
@@ -21,18 +23,23 @@ from memckpt.replication.transport.wire import (
     WindowIs,
     WireMessage,
 )
+from memckpt.state.records import RankGroup
 from tests.support.cluster.peers_records import layout_spec
 
 
 class Question:
     """Of a state of which two nodes have pieces, or with another's for what all replicas have."""
 
-    def __init__(self, **other: Any) -> None:
-        source = UnitSource((0,), 5, "g", None, (("a", 0), ("b", 1), ("c", 2)), False, None, 2, 2)
-        self.source = msgspec.structs.replace(source, **other)
+    def __init__(self, node: str = "", replica: tuple[str, RankGroup] | None = None) -> None:
+        source: FromNode | FromFragments = FromNode(node)
+        if not node:
+            period = 2 if replica is None else 1
+            source = FromFragments("g", (("a", 0), ("b", 1), ("c", 2)), 2, period, replica)
         self.asked: list[tuple[str, WireMessage]] = []
         numbers = iter(range(1, 9))
-        self.asking = Asking(self.source, Questions(lambda *one: self.asked.append(one), lambda: next(numbers)), 0.0)
+        self.asking = Asking(
+            WantedState((0,), 5, source), Questions(lambda *one: self.asked.append(one), lambda: next(numbers)), 0.0
+        )
 
     def says(self, peer: str, spec: Any, generation: str = "g", **other: Any) -> None:
         question = next(one for _, one in self.asked if isinstance(one, AskWindow) and (one.generation == generation))
@@ -107,7 +114,7 @@ def test_those_that_are_silent_do_not_hold_it_up_for_ever() -> None:
 @pytest.mark.parametrize("first", ["pieces", "replica"])
 def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
     for said, fits in ((SPEC, True), (OTHER, False), (None, False), (b"x", False)):
-        question = Question(private=True, replica=("a", (2,)))
+        question = Question(replica=("a", (2,)))
         if first == "replica":
             question.says("a", said, LIVE_SHARED)
         for peer in "abc":
@@ -120,10 +127,10 @@ def test_a_replica_has_to_be_of_the_same_layout(first: str) -> None:
 
 
 def test_a_live_state_has_one_source() -> None:
-    question = Question(live="b", pieces=(), generation="")
+    question = Question(node="b")
     assert [(peer, type(one)) for peer, one in question.asked] == [("b", AskWindow)]
     question.says("b", SPEC, LIVE_ALL)
     assert question.result == Described((0,), SPEC)
-    question = Question(live="b", pieces=(), generation="")
+    question = Question(node="b")
     question.says("b", None, LIVE_ALL)
     assert question.result.bad == bad("b", generation="")

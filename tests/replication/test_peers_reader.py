@@ -41,7 +41,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Job]:
 
 def test_a_whole_state_is_right(job: Job) -> None:
     network = Network(job.nodes)
-    result, regions = network.read(job.source(), job.records.spec, job.code)
+    result, regions = network.read(job.wanted(), job.records.spec, job.code)
     with closing_all(regions):
         assert result.problem == ""
         check_right(job.records, result, regions)
@@ -57,7 +57,7 @@ def test_a_whole_state_is_right(job: Job) -> None:
 def test_progress_is_reported_within_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memckpt.replication.process.reader.PROGRESS_BYTES", STRIPE_BYTES)
     network = Network(job.nodes)
-    result, regions = network.read(job.source(), job.records.spec, job.code)
+    result, regions = network.read(job.wanted(), job.records.spec, job.code)
     with closing_all(regions):
         assert result.problem == ""
     assert max(network.steps) == STRIPE_BYTES
@@ -158,7 +158,7 @@ def test_a_spare_that_is_asked_late_has_time_to_answer() -> None:
     with closing(Job(1, 3)) as job:
         network = Network(job.nodes)
         regions = [Region.create("test", region.nbytes) for region in job.records.regions]
-        reader = Reader(job.source(), job.records.spec, regions, job.code, Questions(network.send, network.number), 0.0)
+        reader = Reader(job.wanted(), job.records.spec, regions, job.code, Questions(network.send, network.number), 0.0)
         for peer, answer, payload in network.answers():
             deliver(reader, peer, answer, bytes(payload), 0.0)
         # Long after, those that were asked are given up; others are asked now, and are not late.

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import xxhash
 
-from memckpt.protocol.replication import BadSourceSeen, Filled, UnitSource
+from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.code import Code
 from memckpt.replication.transport.wire import GotNone, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread
@@ -37,7 +37,7 @@ class Live:
         self.records = Records(layout_spec(), seed=3)
         self.node = Node("live")
         self.node.serving.add(self.records.serve(NEWEST), self.records.duplicates())
-        self.source = UnitSource(RANKS, NEWEST, "", "live", (), False, None, 0, 0)
+        self.wanted = WantedState(RANKS, NEWEST, FromNode("live"))
 
     def close(self) -> None:
         self.node.close()
@@ -52,7 +52,7 @@ def live() -> Iterator[Live]:
 
 
 def test_a_live_state_is_right(live: Live) -> None:
-    result, regions = Network([live.node], order=random.Random(1)).read(live.source, live.records.spec, live.code)
+    result, regions = Network([live.node], order=random.Random(1)).read(live.wanted, live.records.spec, live.code)
     with closing_all(regions):
         assert (result.problem, result.bad) == ("", ())
         check_right(live.records, result, regions)
@@ -60,10 +60,10 @@ def test_a_live_state_is_right(live: Live) -> None:
 
 def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) -> None:
     network = Network([live.node])
-    _, regions = network.read(live.source, live.records.spec, live.code)
+    _, regions = network.read(live.wanted, live.records.spec, live.code)
     with closing_all(regions):
         live.node.serving.add(live.records.serve(4), live.records.duplicates())
-    earlier = msgspec.structs.replace(live.source, record=4)
+    earlier = msgspec.structs.replace(live.wanted, record=4)
     result, regions = network.read(earlier, live.records.spec, live.code)
     with closing_all(regions):
         assert result.problem == ""
@@ -72,8 +72,8 @@ def test_another_state_is_handed_out_where_the_plan_is_made_again(live: Live) ->
 
 def test_the_state_before_is_read_as_well(live: Live) -> None:
     live.node.serving.add(live.records.serve(NEWEST, before=True), live.records.duplicates())
-    source = msgspec.structs.replace(live.source, before=True)
-    result, regions = Network([live.node], order=random.Random(1)).read(source, live.records.spec, live.code)
+    wanted = msgspec.structs.replace(live.wanted, before=True)
+    result, regions = Network([live.node], order=random.Random(1)).read(wanted, live.records.spec, live.code)
     with closing_all(regions):
         assert (result.problem, result.bad) == ("", ())
         check_right(live.records, result, regions, before=True)
@@ -116,7 +116,7 @@ SAYS_NOTHING = {"silent", "lost in the middle"}
 @pytest.mark.parametrize("damage", LIVE_DAMAGES)
 def test_a_live_state_that_is_not_right_is_given_up(live: Live, damage: str) -> None:
     network = Network([live.node], LIVE_DAMAGES[damage])
-    result, regions = network.read(live.source, live.records.spec, live.code)
+    result, regions = network.read(live.wanted, live.records.spec, live.code)
     with closing_all(regions):
         assert "of ranks [0, 1] cannot be had" in result.problem
         assert result.bad == (BadSourceSeen("live", RANKS, "", damage in SAYS_NOTHING),)
@@ -139,7 +139,7 @@ class Private:
         spread(self.records, self.code, self.nodes, private=True)
         self.nodes[1].serving.add(self.replica.serve(NEWEST), self.replica.duplicates())
         pieces = tuple((node.name, index) for index, node in enumerate(self.nodes))
-        self.source = UnitSource(RANKS, NEWEST, "g", None, pieces, True, ("n1", (2,)), 1, 2)
+        self.wanted = WantedState(RANKS, NEWEST, FromFragments("g", pieces, 2, 1, ("n1", (2,))))
 
     def _copy(self, record: int) -> None:
         ours, theirs = self.records.layout, self.replica.layout
@@ -149,8 +149,8 @@ class Private:
 
     def read(self, bend: Bend, before: bool = False) -> Filled:
         network = Network(self.nodes, bend, random.Random(2))
-        source = msgspec.structs.replace(self.source, before=before)
-        result, regions = network.read(source, self.records.spec, self.code)
+        wanted = msgspec.structs.replace(self.wanted, before=before)
+        result, regions = network.read(wanted, self.records.spec, self.code)
         with closing_all(regions):
             if not result.problem:
                 check_right(self.records, result, regions, before=before)

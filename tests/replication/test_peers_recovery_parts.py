@@ -22,6 +22,7 @@ from memckpt.protocol.replication import (
     Described,
     Fill,
     Filled,
+    FromFragments,
     Join,
     PeerNode,
     Recover,
@@ -35,7 +36,7 @@ from memckpt.session import peers as session_peers
 from memckpt.session.agent_client import AgentClient
 from memckpt.state.records import Timeline
 from tests.support.cluster.replicator_node import Node
-from tests.support.trainings.recovery_lab import SPEC, Place, source
+from tests.support.trainings.recovery_lab import SPEC, Place, wanted
 
 
 class Fetching:
@@ -45,7 +46,7 @@ class Fetching:
         self.places = {(0,): Place(), (1,): Place()}
         self.sent: list[Any] = []
         self.done: list[Any] = []
-        message = Recover(5, (), (source(0), source(1)), None)
+        message = Recover(5, (), (wanted(0), wanted(1)), None)
         places: Any = self.places.get
         self.recovery = Recovery(
             number, message, places, lambda message, fds: self.sent.append(message), self.done.append
@@ -58,7 +59,7 @@ class Fetching:
 
 def test_what_a_replicator_answers_to_a_recovery_that_was_given_up_is_ignored() -> None:
     now = Fetching(2)
-    assert [(one.source.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
+    assert [(one.wanted.ranks, one.recovery) for one in now.sent] == [((0,), 2), ((1,), 2)]
     now.recovery.answered(Described((0,), SPEC, recovery=1))
     now.recovery.answered(Described((0,), None, "nobody says", recovery=1))
     assert not now.places[(0,)].rooms
@@ -95,7 +96,7 @@ def test_a_replicator_that_dies_as_it_is_asked_fails_the_recovery_once() -> None
     def send(message: object, fds: object) -> None:
         recovery.fail("the replicator is gone")
 
-    recovery = Recovery(1, Recover(5, (), (source(0), source(1)), None), lambda ranks: None, send, done.append)
+    recovery = Recovery(1, Recover(5, (), (wanted(0), wanted(1)), None), lambda ranks: None, send, done.append)
     recovery.start()
     assert [one.problem for one in done] == ["the replicator is gone"]
 
@@ -139,7 +140,7 @@ class Answering:
         return self.answers.pop(0)
 
 
-FETCH = Fetch((0,), "a", 5, generation="g", pieces=(("c", 0),), data=1, period=2)
+FETCH = Fetch((0,), "a", 5, FromFragments("g", (("c", 0),), 1, 2))
 RESTORE = RestoreRecord(Timeline(2, "n"), 5, 50, "peers", 0, (FETCH,), ())
 NO_ROOM, BAD = Recovered("no room"), Recovered("too few", (BadSourceSeen("c", (0,), "g"),))
 
@@ -257,8 +258,8 @@ def node() -> Iterator[Node]:
 def read_two(node: Node, recovery: int) -> list[Any]:
     """Have the replicator ask of one unit, and fill another; the regions that it fills."""
     regions = node.records[0].duplicates()
-    node.replicator._handle(Describe(source(2), recovery), [])
-    node.replicator._fill(Fill(source(0), node.records[0].spec, recovery), regions)
+    node.replicator._handle(Describe(wanted(2), recovery), [])
+    node.replicator._fill(Fill(wanted(0), node.records[0].spec, recovery), regions)
     return regions
 
 

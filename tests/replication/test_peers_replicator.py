@@ -17,9 +17,10 @@ from memckpt.protocol.replication import (
     Describe,
     Fill,
     Filled,
+    FromFragments,
     Holds,
     Join,
-    UnitSource,
+    WantedState,
     WatermarkAdvanced,
 )
 from memckpt.replication.coding.blob import STATIC
@@ -213,10 +214,10 @@ def test_answers_wait_for_room_and_questions_are_bounded(node: Node, monkeypatch
 
 
 def test_a_recovery_that_is_cut_off_leaves_no_memory_behind(node: Node) -> None:
-    source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
     regions = node.records[0].duplicates()
-    node.replicator._handle(Describe(source), [])
-    node.replicator._fill(Fill(source, node.records[0].spec), regions)
+    node.replicator._handle(Describe(wanted), [])
+    node.replicator._fill(Fill(wanted, node.records[0].spec), regions)
     serving = node.records[1].duplicates()
     again = node.records[1].duplicates()
     node.replicator._send_generation(node.records[1].serve(5), serving)
@@ -281,9 +282,9 @@ def test_whatever_a_broken_peer_says_the_others_do_not_notice(messages: list[Any
         node.keep("a", 3)
         node.send_own()
         node.replicator._send_generation(node.records[1].serve(5), node.records[1].duplicates())
-        source = UnitSource((0,), 5, "ga", None, (("a", 0),), False, None, 2, 2)
-        node.replicator._handle(Describe(source), [])
-        node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+        wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0),), 2, 2))
+        node.replicator._handle(Describe(wanted), [])
+        node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
         for message in messages:
             if isinstance(message, dict):
                 if isinstance(message.get("owner"), int):
@@ -339,8 +340,8 @@ def test_records_of_every_tenth_step_need_a_tenth(node: Node) -> None:
 
 
 def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
-    source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
-    node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+    node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
     [reader] = node.replicator._fetching._readers
     reader.taken_bytes = reader.expected_bytes // 4
     megabytes = f"{reader.expected_bytes / 1e6:.1f} MB"
@@ -348,8 +349,8 @@ def test_status_says_what_is_fetched_and_how_far_that_is(node: Node) -> None:
 
 
 def test_an_answer_says_what_became_of_a_state(node: Node) -> None:
-    source = UnitSource((0,), 5, "ga", None, (("a", 0), ("c", 1)), False, None, 2, 2)
-    node.replicator._fill(Fill(source, node.records[0].spec), node.records[0].duplicates())
+    wanted = WantedState((0,), 5, FromFragments("ga", (("a", 0), ("c", 1)), 2, 2))
+    node.replicator._fill(Fill(wanted, node.records[0].spec), node.records[0].duplicates())
     asked = [one for one in node.line.sent["a"] if isinstance(one, AskManifest)]
     assert len(asked) == 3
     node.says("a", *(GotNone(one.request, "gone") for one in asked))

@@ -43,7 +43,7 @@ from memckpt.protocol.replication import (
     SendGeneration,
     WatermarkAdvanced,
 )
-from tests.support.trainings.recovery_lab import SPEC, Place, source
+from tests.support.trainings.recovery_lab import SPEC, Place, wanted
 
 
 class Desk:
@@ -131,7 +131,7 @@ def test_a_recovery_that_is_cut_off_lets_go_of_what_it_has(desk: Desk, end: Call
     answers: list[Any] = []
     desk.peers.listen(LISTEN)
     desk.join()
-    desk.peers.recover(Recover(5, (), (source(0), source(1)), None), answers.append)
+    desk.peers.recover(Recover(5, (), (wanted(0), wanted(1)), None), answers.append)
     desk.peers.replicator_said(Described((0,), SPEC, recovery=1))
     [room] = desk.places[(0,)].rooms
     assert not room.closed
@@ -393,7 +393,7 @@ def test_without_a_replicator_where_peers_look_for_it_the_start_ends(desk: Desk)
     desk.started[0].ended("killed")
     assert all(one.closed for one in desk.started)
     assert len(desk.lost) == 1
-    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (source(0),), None), desk.lost.append)):
+    for ask in (desk.join, lambda: desk.peers.recover(Recover(5, (), (wanted(0),), None), desk.lost.append)):
         with pytest.raises(PeerError, match=r"killed.*the port is taken"):
             ask()
     desk.peers.join(Join(JOB, rejoin=True))

@@ -21,7 +21,7 @@ from memckpt.protocol.replication import (
     Recover,
     Recovered,
     RecoveryProgress,
-    UnitSource,
+    WantedState,
 )
 from memckpt.state.layout import StateSpec
 from memckpt.state.records import RankGroup
@@ -54,7 +54,7 @@ class Recovery:
         self._send = send
         self._done = done
         self._started = time.monotonic()
-        self._sources: dict[RankGroup, UnitSource] = {source.ranks: source for source in message.fetch}
+        self._wanted: dict[RankGroup, WantedState] = {wanted.ranks: wanted for wanted in message.fetch}
         self._generations: dict[RankGroup, Generation] = {}
         self._nbytes = 0
         self._bad: list[BadSourceSeen] = []
@@ -62,18 +62,18 @@ class Recovery:
 
     def start(self) -> None:
         """Ask for all of them. The replicator may turn out to be dead at that, which fails the recovery."""
-        if not self._sources:
+        if not self._wanted:
             self._finish()
-        for source in list(self._sources.values()):
+        for wanted in list(self._wanted.values()):
             if not self.over:
-                self._send(Describe(source, self._number), [])
+                self._send(Describe(wanted, self._number), [])
 
     def answered(self, message: Described | Filled | RecoveryProgress) -> None:
         """Handle the replicator's news of one recovery."""
         if isinstance(message, RecoveryProgress):
             self._done(message)
             return
-        known = message.ranks in self._sources
+        known = message.ranks in self._wanted
         expected = known and (message.ranks in self._generations) == isinstance(message, Filled)
         if message.recovery != self._number or not expected:
             _log.info(
@@ -103,7 +103,7 @@ class Recovery:
             return
         self._generations[message.ranks] = generation
         fds = [region.fd for region in generation.regions]
-        self._send(Fill(self._sources[message.ranks], spec, self._number), fds)
+        self._send(Fill(self._wanted[message.ranks], spec, self._number), fds)
 
     def _take(self, message: Filled) -> None:
         generation = self._generations.pop(message.ranks)
@@ -117,8 +117,8 @@ class Recovery:
             return
         group.take_over(generation, self._message.history)
         self._nbytes += message.nbytes
-        del self._sources[message.ranks]
-        if not self._sources:
+        del self._wanted[message.ranks]
+        if not self._wanted:
             self._finish()
 
     def _finish(self) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memckpt.protocol.replication import BadSourceSeen, Described, UnitSource
+from memckpt.protocol.replication import BadSourceSeen, Described, FromNode, WantedState
 from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs
 from memckpt.state.layout import StateSpec
 from memckpt.state.received import read_spec
+from memckpt.state.records import RankGroup
 
 
 class Asking:
     """One question to all nodes that have the state: the answer of most counts.
 
     Args:
-        source: where the state is.
+        wanted: which state, and where it is.
         questions: how peers are asked.
         now: seconds of a clock that only goes forward.
 
@@ -25,14 +26,20 @@ class Asking:
         result: None until it is there.
     """
 
-    def __init__(self, source: UnitSource, questions: Questions, now: float) -> None:
-        self._source = source
+    def __init__(self, wanted: WantedState, questions: Questions, now: float) -> None:
+        self._ranks = wanted.ranks
         self._started = now
         self._said: dict[str, bytes | None] = {}
-        generation = LIVE_ALL if source.live is not None else source.generation
-        self._nodes = {source.live} if source.live is not None else {node for node, _ in source.pieces}
-        #: Node and ranks that have the rest, where pieces hold only what is private to these ranks.
-        self._replica = source.replica if source.live is None and source.private else None
+        source = wanted.source
+        #: Node and ranks that have the rest, where fragments hold only what is private to these ranks.
+        self._replica: tuple[str, RankGroup] | None = None
+        #: Generation of the fragments; empty where a node sends all.
+        self._generation = ""
+        if isinstance(source, FromNode):
+            self._nodes = {source.node}
+        else:
+            self._nodes = {node for node, _ in source.pieces}
+            self._generation, self._replica = source.generation, source.replica
         self._replica_said: list[bytes | None] = []
         self._request, self._replica_request = questions.number(), questions.number()
         self.requests = {self._request, self._replica_request}
@@ -41,7 +48,7 @@ class Asking:
             node, ranks = self._replica
             questions.send(node, AskWindow(self._replica_request, ranks, LIVE_SHARED))
         for node in sorted(self._nodes):
-            questions.send(node, AskWindow(self._request, source.ranks, generation))
+            questions.send(node, AskWindow(self._request, wanted.ranks, self._generation or LIVE_ALL))
 
     def answered(self, peer: str, message: Manifest | Got | WindowIs | GotNone, now: float) -> None:
         """Take a source's answer. Answers of other nodes, and second answers, do not count."""
@@ -61,7 +68,7 @@ class Asking:
             self._count()
 
     def _count(self) -> None:
-        ranks = self._source.ranks
+        ranks = self._ranks
         votes = Counter(one for one in self._said.values() if one is not None).most_common(2)
         silent = {node for node in self._nodes if self._said.get(node) is None}
         if not votes:
@@ -106,6 +113,5 @@ class Asking:
         return "" if ours == theirs else f"ranks {list(ranks)} on {node} are protected with another layout"
 
     def _bad(self, nodes: set[str]) -> tuple[BadSourceSeen, ...]:
-        generation = "" if self._source.live is not None else self._source.generation
-        ranks, said = self._source.ranks, self._said
-        return tuple(BadSourceSeen(node, ranks, generation, node not in said) for node in sorted(nodes))
+        said = self._said
+        return tuple(BadSourceSeen(node, self._ranks, self._generation, node not in said) for node in sorted(nodes))

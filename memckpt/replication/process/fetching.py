@@ -39,13 +39,13 @@ class Fetching:
     def describe(self, message: Describe, mail: Mail, now: float) -> None:
         """Ask peers which layout a state has."""
         self._begin(message.recovery)
-        self._asking.append(Asking(message.source, Questions(mail.send, self._number), now))
+        self._asking.append(Asking(message.wanted, Questions(mail.send, self._number), now))
 
     def fill(self, message: Fill, regions: list[Region], code: Code, mail: Mail, now: float) -> None:
         """Read a state from peers into regions."""
         self._begin(message.recovery)
         questions = Questions(mail.send, self._number)
-        self._readers.append(Reader(message.source, message.spec, regions, code, questions, now))
+        self._readers.append(Reader(message.wanted, message.spec, regions, code, questions, now))
 
     def _begin(self, recovery: int) -> None:
         if recovery != self._recovery:
@@ -103,8 +103,8 @@ class Fetching:
             return ""
         taken = sum(reader.taken_bytes for reader in self._readers)
         expected = sum(reader.expected_bytes for reader in self._readers)
-        ranks = ", ".join(str(rank) for rank in sorted({rank for one in self._readers for rank in one.source.ranks}))
-        record = self._readers[0].source.record
+        ranks = ", ".join(str(rank) for rank in sorted({rank for one in self._readers for rank in one.wanted.ranks}))
+        record = self._readers[0].wanted.record
         return (
             f"ranks {ranks} from peers after record {record}, {taken / max(1, expected):.0%} of {expected / 1e6:.1f} MB"
         )

@@ -10,7 +10,7 @@ import xxhash
 
 from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import BadSourceSeen, Filled, UnitSource
+from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import decode_stripe
@@ -36,7 +36,7 @@ class Reader:
     """A state that is read from peers into regions; closes them.
 
     Args:
-        source: where it is, as the plan says.
+        wanted: which it is, and where, as the plan says.
         spec: layout of the generation that is filled.
         regions: its slots, then its static tensors where present.
         code: the code of the pieces.
@@ -50,14 +50,14 @@ class Reader:
 
     def __init__(
         self,
-        source: UnitSource,
+        wanted: WantedState,
         spec: StateSpec,
         regions: list[Region],
         code: Code,
         questions: Questions,
         now: float,
     ) -> None:
-        self.source = source
+        self.wanted = wanted
         self._layout = Layout(spec)
         self._regions = regions
         self._slots, self._static = regions[0], regions[1] if len(regions) > 1 else None
@@ -69,7 +69,7 @@ class Reader:
         #: Steps of the record, and of the one before it where that is wanted.
         self._steps: dict[int, int] = {}
         self._rank_states: dict[int, dict[int, bytes]] = {
-            number: {} for number in range(source.record - source.before, source.record + 1)
+            number: {} for number in range(wanted.record - wanted.before, wanted.record + 1)
         }
         self._nbytes = 0
         #: Bytes that are here and were not reported, and whether they are to be.
@@ -90,19 +90,20 @@ class Reader:
         self._go_on(now)
 
     def _plan_parts(self, static: bool) -> list[Part]:
-        source = self.source
-        oldest = source.record - source.before
-        window = range(oldest - self._layout.spec.period + 1, source.record + 1)
-        if source.live is not None:
-            return self._live_parts(source.live, source.ranks, LIVE_ALL, window, static)
-        pieces: list[tuple[str, int | None]] = [*source.pieces]
-        shared: list[Part] = []
-        numbers = [STATIC] * static + list(range(oldest - source.period + 1, source.record + 1))
-        if source.private:
-            assert source.replica is not None
-            shared = self._live_parts(*source.replica, LIVE_SHARED, window, static)
-            numbers = list(range(oldest, source.record + 1))
-        return [*shared, *(Part(source.ranks, source.generation, one, pieces, source.data) for one in numbers)]
+        wanted = self.wanted
+        oldest = wanted.record - wanted.before
+        window = range(oldest - self._layout.spec.period + 1, wanted.record + 1)
+        match wanted.source:
+            case FromNode(node):
+                return self._live_parts(node, wanted.ranks, LIVE_ALL, window, static)
+            case FromFragments(generation, found, data, period, replica):
+                shared: list[Part] = []
+                numbers = [STATIC] * static + list(range(oldest - period + 1, wanted.record + 1))
+                if replica is not None:
+                    shared = self._live_parts(*replica, LIVE_SHARED, window, static)
+                    numbers = list(range(oldest, wanted.record + 1))
+                pieces: list[tuple[str, int | None]] = [*found]
+                return [*shared, *(Part(wanted.ranks, generation, one, pieces, data) for one in numbers)]
 
     @staticmethod
     def _live_parts(node: str, ranks: RankGroup, generation: str, window: Sequence[int], static: bool) -> list[Part]:
@@ -379,15 +380,15 @@ class Reader:
             self._rank_states[part.record] |= tail.rank_states
 
     def _finish(self) -> None:
-        record, states = self.source.record, self._rank_states
+        record, states = self.wanted.record, self._rank_states
         self.result = Filled(
-            ranks=self.source.ranks,
+            ranks=self.wanted.ranks,
             metas=self._metas,
             step=self._steps[record],
             rank_states=states[record],
             nbytes=self._nbytes,
             bad=tuple(self._bad),
-            before=(self._steps[record - 1], states[record - 1]) if self.source.before else None,
+            before=(self._steps[record - 1], states[record - 1]) if self.wanted.before else None,
         )
 
     def _fail(self, part: Part, problem: str, bad: Iterable[str]) -> None:
@@ -395,4 +396,4 @@ class Reader:
         for peer in bad:
             self._note_bad(part, peer, problem)
         problem = f"{part} cannot be had: {problem}"
-        self.result = Filled(ranks=self.source.ranks, nbytes=self._nbytes, problem=problem, bad=tuple(self._bad))
+        self.result = Filled(ranks=self.wanted.ranks, nbytes=self._nbytes, problem=problem, bad=tuple(self._bad))

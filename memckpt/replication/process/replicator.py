@@ -25,6 +25,7 @@ from memckpt.protocol.replication import (
     Drain,
     Drained,
     Fill,
+    FromFragments,
     GivenUp,
     GiveUp,
     Halt,
@@ -332,8 +333,9 @@ class Replicator:
 
     def _fill(self, message: Fill, regions: list[Region]) -> None:
         assert self._member is not None
-        # What is handed out live is not encoded: any code does.
-        code = self._member.code_for(message.source.data or self._member.job.data)
+        source = message.wanted.source
+        # What a node hands out live is not encoded: any code does.
+        code = self._member.code_for(source.data if isinstance(source, FromFragments) else self._member.job.data)
         self._fetching.fill(message, regions, code, self._member.mail, time.monotonic())
 
     # What peers say

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from memckpt.node.generation import branch_off
-from memckpt.protocol.replication import GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
+from memckpt.protocol.replication import FromFragments, GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
 from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import RestoreRecord, make_plan
 from memckpt.replication.coding.blob import BlobReader, Room
@@ -128,14 +128,12 @@ class Job:
                     live = node.live[unit]
                     assert live.repeats(found.record) or live.begins_with(found.record), (unit, found)
         for fetch in found.fetches:
-            if fetch.live is not None:
-                self._check_live(nodes[fetch.live], fetch.ranks, found.record, right, before)
-                continue
-            if fetch.replica is not None:
-                name, ranks = fetch.replica
+            if fetch.server is not None:
+                name, ranks = fetch.server
                 self._check_live(nodes[name], ranks, found.record, right, before)
-            assert (fetch.replica is not None) == self.setting.private
-            self._check_decoded(fetch, nodes, right)
+            if isinstance(fetch.source, FromFragments):
+                assert (fetch.server is not None) == self.setting.private
+                self._check_decoded(fetch, fetch.source, nodes, right)
 
     @staticmethod
     def _check_live(node: Node, unit: Unit, record: int, right: Chain, before: bool) -> None:
@@ -143,12 +141,12 @@ class Job:
         assert reach[record] == right
         assert not before or reach[record - 1] == right[:-1]
 
-    def _check_decoded(self, fetch: Fetch, nodes: dict[str, Node], right: Chain) -> None:
-        base = self.bases[fetch.generation]
-        for record in range(fetch.record - fetch.before - fetch.period + 1, fetch.record + 1):
+    def _check_decoded(self, fetch: Fetch, source: FromFragments, nodes: dict[str, Node], right: Chain) -> None:
+        base = self.bases[source.generation]
+        for record in range(fetch.record - fetch.before - source.period + 1, fetch.record + 1):
             virtual = record <= base
             expected = bytes_of(fetch.ranks, record, right[: max(record, base) + 1], virtual)
-            assert self._decode(fetch, record, nodes) == expected, (fetch, record)
+            assert self._decode(fetch.ranks, source, record, nodes) == expected, (fetch, record)
 
     def repeats(self, found: RestoreRecord, places: dict[Unit, Node]) -> bool:
         """Whether all units have the previous state as well, so that the step is repeated."""
@@ -156,16 +154,18 @@ class Job:
         nodes = {node.name: node for node in places.values()}
 
         def hands_out(fetch: Fetch) -> bool:
-            name, ranks = fetch.replica or (fetch.live, fetch.ranks)
-            return fetch.before and (name is None or nodes[name].live[ranks].repeats(found.record))
+            if fetch.server is None:
+                return fetch.before
+            name, ranks = fetch.server
+            return fetch.before and nodes[name].live[ranks].repeats(found.record)
 
         return self.setting.repeat and all(
             hands_out(fetches[unit]) if unit in fetches else node.live[unit].repeats(found.record)
             for unit, node in places.items()
         )
 
-    def _decode(self, fetch: Fetch, record: int, nodes: dict[str, Node]) -> bytes:
-        windows = {name: nodes[name].fragment_store.window(fetch.ranks, fetch.generation) for name, _ in fetch.pieces}
+    def _decode(self, ranks: Unit, source: FromFragments, record: int, nodes: dict[str, Node]) -> bytes:
+        windows = {name: nodes[name].fragment_store.window(ranks, source.generation) for name, _ in source.pieces}
         manifests = {name: one.manifest(record) for name, one in windows.items() if one is not None}
         [manifest] = {one for one in manifests.values() if one is not None}
         nbytes, digests = manifest
@@ -175,10 +175,10 @@ class Job:
         for stripe in range(stripes):
             there = [(name, one.fragment(record, stripe)) for name, one in windows.items() if one is not None]
             data, bad = decode_stripe(
-                self.code if fetch.data == self.setting.data else self.plain_code,
+                self.code if source.data == self.setting.data else self.plain_code,
                 [(name, found[0], bytes(found[1])) for name, found in there if found is not None],
-                generation=fetch.generation,
-                owner=fetch.ranks,
+                generation=source.generation,
+                owner=ranks,
                 record=record,
                 stripe=stripe,
                 stripes=stripes,

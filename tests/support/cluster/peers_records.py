@@ -13,7 +13,7 @@ import msgspec
 
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.replication import Filled, SendGeneration, UnitSource
+from memckpt.protocol.replication import Filled, SendGeneration, WantedState
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore
@@ -301,14 +301,14 @@ class Network:
             self._order.shuffle(said)
         return [(peer, decode(encode(answer)), bytes(payload)) for peer, answer, payload in said]
 
-    def read(self, source: UnitSource, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
+    def read(self, wanted: WantedState, spec: StateSpec, code: Code) -> tuple[Filled, list[Region]]:
         """Read a state; the caller owns the regions with it."""
         layout = Layout(spec)
         sizes = [layout.slots_bytes, *([layout.static_bytes] if spec.static else [])]
         regions = [Region.create("test", nbytes) for nbytes in sizes]
 
         own = [Region.open(os.dup(region.fd)) for region in regions]
-        reader = Reader(source, spec, own, code, Questions(self.send, self.number), self.now)
+        reader = Reader(wanted, spec, own, code, Questions(self.send, self.number), self.now)
         for _ in range(200):
             while reader.result is None and (answers := self.answers()):
                 for peer, answer, payload in answers:

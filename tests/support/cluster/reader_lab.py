@@ -10,7 +10,7 @@ import msgspec
 import xxhash
 
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import Filled, UnitSource
+from memckpt.protocol.replication import Filled, FromFragments, WantedState
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import _checksum
@@ -34,13 +34,13 @@ class Job:
     def names(self) -> list[str]:
         return [node.name for node in self.nodes]
 
-    def source(self, record: int = NEWEST, nodes: Sequence[Node] | None = None) -> UnitSource:
+    def wanted(self, record: int = NEWEST, nodes: Sequence[Node] | None = None) -> WantedState:
         pieces = tuple((node.name, index) for index, node in enumerate(self.nodes) if nodes is None or node in nodes)
-        return UnitSource(RANKS, record, "g", None, pieces, False, None, 2, self.code.data)
+        return WantedState(RANKS, record, FromFragments("g", pieces, self.code.data, 2))
 
     def read(self, bend: Bend, order: random.Random | None = None) -> Filled:
         """Read the state, and return the result; one that claims success is checked."""
-        result, regions = Network(self.nodes, bend, order).read(self.source(), self.records.spec, self.code)
+        result, regions = Network(self.nodes, bend, order).read(self.wanted(), self.records.spec, self.code)
         with closing_all(regions):
             if not result.problem:
                 check_right(self.records, result, regions)

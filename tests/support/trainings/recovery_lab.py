@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from memckpt.protocol.replication import (
-    UnitSource,
+    FromFragments,
+    WantedState,
 )
 from tests.support.cluster.peers_records import layout_spec
 
 SPEC = layout_spec((0,), elements=64)
 
 
-def source(*ranks: int) -> UnitSource:
-    return UnitSource(ranks, 5, "g", None, (("a", 0), ("c", 1)), False, None, 2, 2)
+def wanted(*ranks: int) -> WantedState:
+    return WantedState(ranks, 5, FromFragments("g", (("a", 0), ("c", 1)), 2, 2))
 
 
 class Room:
