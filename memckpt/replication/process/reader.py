@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 from memckpt.errors import DamagedPiecesError, DamagedStateError
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
@@ -59,11 +60,10 @@ class Reader:
     ) -> None:
         self.wanted = wanted
         self._layout = Layout(spec)
-        self._regions = regions
-        self._slots, self._static = regions[0], regions[1] if len(regions) > 1 else None
+        self._regions = GenerationRegions.of(self._layout, regions)
         self._code = code
         self._send = questions.send
-        self._parts = self._plan_parts(self._static is not None)
+        self._parts = self._plan_parts(self._regions.static is not None)
         self._bad: dict[BadSourceSeen, None] = {}
         self._metas: dict[int, bytes] = {}
         #: Steps of the record, and of the one before it where that is wanted.
@@ -112,8 +112,7 @@ class Reader:
     def close(self) -> None:
         """Close the regions, whether all is there or not."""
         self._into = None
-        for region in self._regions:
-            region.close()
+        self._regions.close()
 
     @property
     def requests(self) -> set[int]:
@@ -267,9 +266,9 @@ class Reader:
 
     def _rooms(self, record: int) -> list[Room]:
         if record == STATIC:
-            assert self._static is not None
-            return [Room(0, memoryview(self._static.map))]
-        return rooms_for(self._layout, self._slots.map, record)
+            assert self._regions.static is not None
+            return [Room(0, memoryview(self._regions.static.map))]
+        return rooms_for(self._layout, self._regions.slots.map, record)
 
     def _room_bytes(self, record: int) -> int:
         return sum(room.view.nbytes for room in self._rooms(record))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from memckpt.errors import DamagedStateError
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
@@ -45,12 +46,8 @@ class RegionSource:
         self.layout = Layout(spec)
         self._base = base
         self._by_value_from = base if by_value_from is None else by_value_from
-        self._regions = regions
-        rest = regions[1:]
-        self._replica = rest.pop() if spec.mode == "eager" and rest else None
-        self._static = rest.pop() if rest else None
-        self._slots = regions[0]
-        self._ring = SlotRing(self._slots, self.layout, number)
+        self._regions = GenerationRegions.of(self.layout, regions)
+        self._ring = SlotRing(self._regions.slots, self.layout, number)
         self._missing, self._plain = missing, plain
         self._records: dict[int, tuple[int, bytes, dict[int, bytes]]] = {}
 
@@ -65,7 +62,7 @@ class RegionSource:
 
     def intact(self, record: int) -> bool:
         """Whether the bytes of a record are still there."""
-        if record == STATIC or (self._replica is not None and record < self._base):
+        if record == STATIC or (self._regions.replica is not None and record < self._base):
             return True  # the replica stands still until the agent has been told that this is over
         try:
             self._ring.check(record, self.spec.local_ranks)
@@ -78,10 +75,10 @@ class RegionSource:
     def open(self, record: int, part: Part = "all") -> Blob | None:
         """The bytes of a record; None if they are not there any more."""
         if record == STATIC:
-            if self._static is None:
+            if self._regions.static is None:
                 return None
-            everything = (Extent(0, self._static.nbytes),)
-            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._static.map)])
+            everything = (Extent(0, self._regions.static.nbytes),)
+            return Blob(RecordTail(0, b"", {}, everything), [memoryview(self._regions.static.map)])
         if record not in self._records or not self.intact(record):
             return None
         step, meta, rank_states = self._records[record]
@@ -89,7 +86,7 @@ class RegionSource:
         extents: list[Extent] = []
         views: list[memoryview] = []
         if part != "private":
-            if virtual and self._replica is not None:
+            if virtual and self._regions.replica is not None:
                 meta = encode_meta(RecordMeta(record, self._base, True, (), self._missing, self._plain))
                 self._add_from_replica(record, extents, views)
             else:
@@ -109,7 +106,7 @@ class RegionSource:
     def _add_from(self, extents: list[Extent], views: list[memoryview], extent: Extent, start: int) -> None:
         if extent.nbytes:
             extents.append(extent)
-            views.append(memoryview(self._slots.map)[start : start + extent.nbytes])
+            views.append(memoryview(self._regions.slots.map)[start : start + extent.nbytes])
 
     def _add_from_slot(self, record: int, meta: bytes, extents: list[Extent], views: list[memoryview]) -> None:
         for sub_step in decode_meta(meta).sub_steps:
@@ -118,16 +115,15 @@ class RegionSource:
 
     def _add_from_replica(self, record: int, extents: list[Extent], views: list[memoryview]) -> None:
         """A virtual record of the replica's state: the anchors that such a record carries."""
-        assert self._replica is not None
-        source = memoryview(self._replica.map)
+        assert self._regions.replica is not None
+        source = memoryview(self._regions.replica.map)
         for target, start, nbytes in replica_parts(self.layout, record):
             if nbytes:
                 extents.append(Extent(target, nbytes))
                 views.append(source[start : start + nbytes])
 
     def close(self) -> None:
-        for region in self._regions:
-            region.close()
+        self._regions.close()
 
 
 class PartSource:

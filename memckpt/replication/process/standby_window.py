@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from memckpt.errors import DamagedStateError
+from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.protocol.standby import StandbyOpened, StandbyRecord, StandbySkip
@@ -56,11 +57,8 @@ class StandbyWindow:
         owners = read_spec(window.spec)
         self._sizes = sizes_of(owners, private=False)
         self._layout = Layout(opened.spec)
-        self._regions = regions
-        rest = regions[1:]
-        self._slots, self._replica = regions[0], rest.pop()
-        self._static = rest.pop() if rest else None
-        self._ring = SlotRing(self._slots, self._layout, opened.number)
+        self._regions = GenerationRegions.of(self._layout, regions)
+        self._ring = SlotRing(self._regions.slots, self._layout, opened.number)
         self._tell = tell
         #: How many records may be stored and not yet applied when one is acknowledged.
         self._ahead = opened.spec.slots - owners.slots
@@ -80,8 +78,7 @@ class StandbyWindow:
     def close(self) -> None:
         """Close the regions."""
         self._into = None
-        for region in self._regions:
-            region.close()
+        self._regions.close()
 
     def opened_by_owner(self) -> None:
         """Take records from the first: the owner sends all that it has, be it here or not."""
@@ -157,9 +154,9 @@ class StandbyWindow:
         """
         self._next = record, 0
         if record == STATIC:
-            if self._static is None:
+            if self._regions.static is None:
                 raise DamagedStateError("expected a layout with static tensors, found one without")
-            self._into = BlobReader([Room(0, memoryview(self._static.map))])
+            self._into = BlobReader([Room(0, memoryview(self._regions.static.map))])
             return
         if record > self.window.base:
             if self._applied is None:
@@ -169,7 +166,7 @@ class StandbyWindow:
             self._ring.open_for_writing(record, rank)
             if record >= self.window.base:
                 self._ring.open_by_value(record, rank)
-        self._into = BlobReader(rooms_for(self._layout, self._slots.map, record))
+        self._into = BlobReader(rooms_for(self._layout, self._regions.slots.map, record))
 
     def _claim_slot(self, record: int) -> None:
         """Make sure that redo does not need the slot of a record any more.
@@ -223,7 +220,8 @@ class StandbyWindow:
     def _take_anchors(self, record: int) -> None:
         """What a virtual record carries is the state itself."""
         start = self._layout.slot_offset(record)
-        slots, replica = memoryview(self._slots.map), memoryview(self._replica.map)
+        assert self._regions.replica is not None
+        slots, replica = memoryview(self._regions.slots.map), memoryview(self._regions.replica.map)
         for offset, target, nbytes in replica_parts(self._layout, record):
             replica[target : target + nbytes] = slots[start + offset : start + offset + nbytes]
 
