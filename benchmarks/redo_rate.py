@@ -18,10 +18,11 @@ from benchmarks.workloads import OPTIMIZERS, Trainee, best_of, redo_config, scra
 from memckpt.capture.live_state import LiveState, SpecRequest
 from memckpt.config import RedoMode
 from memckpt.state import codec
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
 from memckpt.state.optimizers import hyperparameters, rebuild_like
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.redo import RedoGroup, RedoTarget
+from memckpt.state.spec import StateSpec
 
 TITLE = "Redo rate, and memory per parameter"
 METHOD = """\

@@ -22,8 +22,16 @@ from benchmarks.command import Options, run
 from benchmarks.report import Report, Table
 from benchmarks.workloads import Trainee, scratch_directory
 from memckpt.recovery.from_storage import StoredState
-from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import (
+    OptimizerSpec,
+    OwnerSpec,
+    ParamSpec,
+    Shard,
+    StateSpec,
+    StateTensorSpec,
+    TensorSpec,
+)
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage import dcp as ours
 from memckpt.storage.base import StoredNames, model_name, state_name, write_base

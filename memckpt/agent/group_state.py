@@ -36,8 +36,8 @@ from memckpt.protocol.trainer import (
     Resume,
     SlotsMade,
 )
-from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import Branch, HeldRecords, RankGroup, timeline_of
+from memckpt.state.spec import StateSpec, first_difference
 
 _log = logging.getLogger("memckpt.agent")
 

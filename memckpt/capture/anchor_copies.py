@@ -14,8 +14,9 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.capture.views import Batch, Place
-from memckpt.state.layout import ParamSpec, Piece
+from memckpt.state.layout import Piece
 from memckpt.state.optimizers import dtype_of
+from memckpt.state.spec import ParamSpec
 from memckpt.state.tensors import is_dtensor
 
 #: Keys of a parameter's state, by optimizer.

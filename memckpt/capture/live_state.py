@@ -22,7 +22,6 @@ from memckpt.config import RedoMode
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec
 from memckpt.state.captured import OptimizerCapture
-from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
 from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import (
     DryRuns,
@@ -36,6 +35,7 @@ from memckpt.state.optimizers import (
     is_importable,
     refuse_unsupported,
 )
+from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, OwnerSpec, ParamSpec, Shard, StateSpec, TensorSpec
 from memckpt.state.tensors import is_dtensor, local, shard_of
 
 #: Buffers up to this size are copied with every record, without checking whether they change.

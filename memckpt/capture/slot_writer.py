@@ -19,10 +19,11 @@ from memckpt.memory.landings import Landings
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.state import codec
-from memckpt.state.layout import ITEM_BYTES, Layout, ParamSpec, Piece, StateSpec
+from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import dtype_name, dtype_of, fits_room, fits_slots
 from memckpt.state.records import RecordMeta, SparseGradient, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import ITEM_BYTES, ParamSpec, StateSpec
 from memckpt.state.tensors import local
 
 Missing = tuple[tuple[int, int, str], ...]

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from memckpt.capture.slot_writer import SlotWriter
-from memckpt.state.layout import ITEM_BYTES
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import change_values
+from memckpt.state.spec import ITEM_BYTES
 from memckpt.state.tensors import bits_of, local
 
 #: Elements of each tensor that are compared per record.

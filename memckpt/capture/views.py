@@ -13,9 +13,10 @@ from operator import attrgetter
 
 import torch
 
-from memckpt.state.layout import ITEM_BYTES, aligned
+from memckpt.state.layout import aligned
 from memckpt.state.optimizers import dtype_of
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import ITEM_BYTES
 
 #: Offset (bytes), shape and dtype.
 Place = tuple[int, tuple[int, ...], str]

@@ -14,8 +14,9 @@ from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import (
     LogRecord,
 )
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import Branch, Timeline
+from memckpt.state.spec import StateSpec
 
 if TYPE_CHECKING:
     from memckpt.node.replica import Replica

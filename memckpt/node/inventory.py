@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldRecords, RankGroup
+from memckpt.state.spec import StateSpec
 
 
 def describe(

@@ -12,7 +12,8 @@ from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.node.redo_news import RedoNews
 from memckpt.protocol.trainer import Prepare
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldPieces, RankGroup
+from memckpt.state.spec import StateSpec
 
 
 class PeerKeys(msgspec.Struct, frozen=True, array_like=True):

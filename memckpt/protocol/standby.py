@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RankGroup
+from memckpt.state.spec import StateSpec
 
 
 class OpenStandby(msgspec.Struct, frozen=True, tag="mirror?"):

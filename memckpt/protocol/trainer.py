@@ -9,8 +9,8 @@ from __future__ import annotations
 import msgspec
 
 from memckpt.config import StorageConfig
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, RankGroup, Timeline
+from memckpt.state.spec import StateSpec
 
 #: Bumped whenever a message changes; both sides refuse another one.
 PROTOCOL_VERSION = 19

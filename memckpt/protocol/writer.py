@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import StateSpec
 from memckpt.storage.format import Part
 
 

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 from memckpt.recovery.resharding import Resharding, copy_overlap, refuse_what_cannot_be_cut
 from memckpt.recovery.stored_unit import StoredUnit
 from memckpt.recovery.target import RestoreTarget
-from memckpt.state.layout import Layout, StateSpec, TensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta
 from memckpt.state.redo import GradientSource, OptimizerFactory
+from memckpt.state.spec import StateSpec, TensorSpec
 from memckpt.state.tensors import fill, local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp

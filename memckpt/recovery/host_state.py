@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.state import codec
-from memckpt.state.layout import StateSpec, TensorSpec
 from memckpt.state.optimizers import dtype_of, rebuild_from_spec
+from memckpt.state.spec import StateSpec, TensorSpec
 from memckpt.storage.base import StoredNames
 from memckpt.storage.format import NodeState
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.recovery.comparison import Comparison, Kind
-from memckpt.state.layout import StateSpec
+from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import local
 
 

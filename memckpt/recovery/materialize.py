@@ -8,7 +8,7 @@ import msgspec
 
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.host_state import HostState
-from memckpt.state.layout import ParamSpec, StateSpec, TensorSpec
+from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.base import StoredNames, write_base
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.chain import StoredPoint

@@ -17,9 +17,9 @@ from memckpt.errors import DamagedStateError, UnsupportedError
 from memckpt.recovery.host_state import HostState
 from memckpt.recovery.stored_unit import StoredUnit, plain_state
 from memckpt.recovery.target import RestoreTarget
-from memckpt.state.layout import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.records import RankGroup
 from memckpt.state.redo import OptimizerFactory
+from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp

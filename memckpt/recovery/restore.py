@@ -15,10 +15,11 @@ from memckpt.memory.slots import SlotRing
 from memckpt.recovery.comparison import Comparison, Kind
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
-from memckpt.state.layout import Layout, OwnerSpec, Piece, StateTensorSpec
+from memckpt.state.layout import Layout, Piece
 from memckpt.state.optimizers import rebuild_like
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import OptimizerFactory, RedoGroup, RedoTarget, StagedGradients, tensor_at
+from memckpt.state.spec import OwnerSpec, StateTensorSpec
 from memckpt.state.tensors import fill, local
 
 

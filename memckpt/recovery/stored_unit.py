@@ -10,9 +10,10 @@ import torch
 
 from memckpt.recovery.target import RestoreTarget, progress
 from memckpt.state import codec
-from memckpt.state.layout import Layout, ParamSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import GradientSource, OptimizerFactory, RedoGroup, RedoTarget, chunks
+from memckpt.state.spec import ParamSpec
 from memckpt.state.tensors import local
 from memckpt.storage import batch as batches
 from memckpt.storage import dcp

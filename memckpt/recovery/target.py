@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from memckpt.state.layout import Layout, StateTensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.redo import RedoTarget
+from memckpt.state.spec import StateTensorSpec
 from memckpt.state.tensors import local
 
 #: Bytes from which on a copy takes long enough for a progress bar.

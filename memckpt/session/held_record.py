@@ -17,9 +17,10 @@ from memckpt.recovery.live_copies import LiveCopies
 from memckpt.recovery.restore import Restorer
 from memckpt.session.agent_regions import PreparedRegions
 from memckpt.session.link import AgentLink
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta
 from memckpt.state.redo import GradientSource, StagedGradients
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 

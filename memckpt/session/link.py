@@ -18,9 +18,9 @@ from memckpt.protocol.trainer import PROTOCOL_VERSION, Configure, Hello, Preempt
 from memckpt.session.agent_client import AgentClient, Notice
 from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.ranks import Ranks, find_launcher
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords, Timeline
 from memckpt.state.search_path import user_search_path
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 

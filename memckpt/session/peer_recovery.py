@@ -16,7 +16,8 @@ from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored
 from memckpt.recovery.target import progress
 from memckpt.session.link import AgentLink
 from memckpt.session.ranks import Ranks
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 

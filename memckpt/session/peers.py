@@ -29,8 +29,8 @@ from memckpt.session.link import AgentLink
 from memckpt.session.own_address import own_address
 from memckpt.session.peer_recovery import PeerRecovery
 from memckpt.session.ranks import Ranks
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldPieces, RankGroup
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 

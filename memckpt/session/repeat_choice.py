@@ -16,7 +16,8 @@ from memckpt.session.local_training import LocalTraining
 from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
+from memckpt.state.spec import StateSpec
 
 
 class RepeatChoice:

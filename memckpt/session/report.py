@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memckpt.session.resume_check import ResumeCheck
-from memckpt.state.layout import CAPTURES, Layout, StateSpec
+from memckpt.state.layout import CAPTURES, Layout
+from memckpt.state.spec import StateSpec
 from memckpt.user_messages import short_number
 
 

@@ -15,8 +15,8 @@ from memckpt.session.link import AgentLink
 from memckpt.session.local_training import LocalTraining
 from memckpt.session.peers import Peers
 from memckpt.session.storage_tier import RESHARDING
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldPieces, HeldRecords
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 #: Directory, in the run directory, of the survivors' checkpoint where the run has no storage.

@@ -24,8 +24,8 @@ from memckpt.session.resume_check import ResumeCheck
 from memckpt.session.staging import RestorePoint, Staging
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state import codec, rng
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import HeldRecords
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt")
 

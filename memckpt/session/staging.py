@@ -18,8 +18,8 @@ from memckpt.session.agent_regions import PreparedRegions, SnapshotOrder
 from memckpt.session.changes import Changes
 from memckpt.session.local_training import LocalTraining
 from memckpt.state import codec
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import RecordMeta, encode_meta
+from memckpt.state.spec import StateSpec
 from memckpt.state.tensors import version
 
 _log = logging.getLogger("memckpt")

@@ -14,7 +14,7 @@ from memckpt.session.patience import Patience
 from memckpt.session.ranks import Ranks
 from memckpt.session.store_ownership import StoreOwnership
 from memckpt.state import rng
-from memckpt.state.layout import StateSpec, first_difference
+from memckpt.state.spec import StateSpec, first_difference
 from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of

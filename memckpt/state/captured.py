@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memckpt.state import codec, rng
-from memckpt.state.layout import StateSpec, StateTensorSpec
 from memckpt.state.optimizer_attributes import own_attributes
 from memckpt.state.optimizers import fits_room
+from memckpt.state.spec import StateSpec, StateTensorSpec
 from memckpt.state.tensors import is_dtensor, local
 
 Tree = list[Any]

@@ -19,9 +19,9 @@ from torch.optim import optimizer as _optimizer_module
 
 from memckpt.errors import UnsupportedError
 from memckpt.state import codec, rng
-from memckpt.state.layout import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.no_collectives import without_collectives
 from memckpt.state.optimizer_attributes import private_attributes
+from memckpt.state.spec import ITEM_BYTES, OptimizerSpec, StateTensorSpec
 from memckpt.state.tensors import give_gradient, is_dtensor, local
 
 #: Classes whose update of an element depends on that element alone, so that tensors may be cut and redone in pieces.

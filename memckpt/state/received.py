@@ -6,7 +6,7 @@ from math import prod
 
 import msgspec
 
-from memckpt.state.layout import ITEM_BYTES, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.spec import ITEM_BYTES, StateSpec, StateTensorSpec, TensorSpec
 
 #: Upper bounds beyond any real node: bytes of memory, and counts of anything.
 _MOST_BYTES = 1 << 50

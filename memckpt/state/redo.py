@@ -16,9 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from memckpt.state import codec
-from memckpt.state.layout import ITEM_BYTES, Layout
+from memckpt.state.layout import Layout
 from memckpt.state.optimizers import dtype_of, without_global_hooks
 from memckpt.state.records import GradientOp, RecordMeta, SparseGradient, SubStep
+from memckpt.state.spec import ITEM_BYTES
 from memckpt.state.tensors import give_gradient
 
 OptimizerFactory = Callable[[int, list[dict[str, Any]]], Optimizer]

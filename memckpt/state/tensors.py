@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
-from memckpt.state.layout import Shard
+from memckpt.state.spec import Shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
-from memckpt.state.layout import Layout, ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import ParamSpec, Shard, StateSpec, StateTensorSpec, TensorSpec
 from memckpt.storage import dcp
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part, encode_commit, encode_node_state
 from memckpt.storage.store import Store

@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memckpt.errors import DamagedStateError, MemckptError
-from memckpt.state.layout import Shard
+from memckpt.state.spec import Shard
 from memckpt.storage.format import MERGED
 from memckpt.storage.store import Store, StoredFile
 

@@ -15,7 +15,7 @@ import torch
 
 from memckpt.errors import ConfigurationError, UnsupportedError, UsageError
 from memckpt.state import codec, rng
-from memckpt.state.layout import StateSpec
+from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state

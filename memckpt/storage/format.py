@@ -19,8 +19,8 @@ import msgspec
 import xxhash
 
 from memckpt.errors import DamagedStateError, UnsupportedError
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import StateSpec
 from memckpt.storage.store import StoredFile
 
 #: Incremented whenever an older version would misread the files. Versions before 4 have no owner.

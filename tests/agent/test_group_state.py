@@ -20,8 +20,8 @@ from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.trainer import Commit, Configure, GenerationCommit, Hello, Launcher, Prepare, Resume
 from memckpt.recovery.plan import common_records
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.spec import StateSpec
 from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import Filled, Process, spec_of
 

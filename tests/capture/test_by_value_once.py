@@ -34,10 +34,11 @@ from memckpt.node.generation import Generation
 from memckpt.protocol.storing import SnapshotTaken
 from memckpt.protocol.trainer import Commit, GenerationCommit, Prepare
 from memckpt.recovery.plan import common_records
-from memckpt.state.layout import DIGEST_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.layout import DIGEST_BYTES, Layout
 from memckpt.state.received import read_spec
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from tests.support.cluster.host import QuietHost
 
 # Who shares, and what that takes

@@ -33,9 +33,10 @@ from memckpt.recovery.restore import Restorer
 from memckpt.replication.coding.blob import BlobReader, Extent, Room
 from memckpt.replication.coding.code import Code
 from memckpt.replication.process.source import rooms_for
-from memckpt.state.layout import HEADER_BYTES, Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from tests.support.cluster.peers_records import RANKS, Network, Node, Records, layout_spec
 from tests.support.cluster.reader_lab import check_right, closing_all
 from tests.support.trainings.engine_child import Control, config

@@ -13,9 +13,9 @@ from memckpt.memory.generation_regions import Allowance
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
-from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 
 
 def spec_of(ranks: int, every: int) -> StateSpec:

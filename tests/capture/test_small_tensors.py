@@ -13,9 +13,10 @@ from torch import nn
 
 from memckpt.capture.anchor_copies import AnchorCopies
 from memckpt.capture.views import Place, Places
-from memckpt.state.layout import ITEM_BYTES, OwnerSpec, ParamSpec, Piece, StateTensorSpec, TensorSpec, aligned
+from memckpt.state.layout import Piece, aligned
 from memckpt.state.optimizers import dtype_name
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import ITEM_BYTES, OwnerSpec, ParamSpec, StateTensorSpec, TensorSpec
 from memckpt.state.tensors import Fixed, version
 
 

@@ -18,7 +18,7 @@ from memckpt.checkpointing.schedule import Schedule
 from memckpt.config import StorageConfig
 from memckpt.node.generation import Generation
 from memckpt.protocol.storing import Saved
-from memckpt.state.layout import StateSpec
+from memckpt.state.spec import StateSpec
 from tests.support.cluster.storage_node import Clock, Steps, spec_of
 
 LONE, FIRST, SECOND = spec_of((0,)), spec_of((0,), world_size=2), spec_of((1,), world_size=2)

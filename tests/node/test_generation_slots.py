@@ -18,8 +18,9 @@ from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, Gap, GenerationCommit, Hello, Launcher, NeedSlots, Prepare, SlotsMade
 from memckpt.recovery.plan import common_records
-from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from tests.support.cluster.host import QuietHost
 from tests.support.cluster.storage_node import spec_of
 

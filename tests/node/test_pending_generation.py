@@ -15,8 +15,8 @@ from memckpt.protocol.channel import Channel
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Begin, GenerationCommit, NeedGeneration, Prepare
 from memckpt.session.agent_client import AgentClient
-from memckpt.state.layout import StateSpec, TensorSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import StateSpec, TensorSpec
 from tests.support.cluster.storage_node import spec_of
 
 PLAIN = spec_of((0, 1, 2))

@@ -14,10 +14,10 @@ from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.state import codec
-from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.optimizer_attributes import attributes
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 
 PERIOD = 8
 

@@ -18,8 +18,8 @@ from memckpt.replication.coding.fragments import Fragment, seal_stripe
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import SLOTS, Keeper, Place, Room
 from memckpt.replication.transport.wire import NotStored, Stored, Window
-from memckpt.state.layout import Shard, TensorSpec
 from memckpt.state.records import Branch, Timeline
+from memckpt.state.spec import Shard, TensorSpec
 from tests.support.cluster.peers_records import MemoryRoom, Records, layout_spec
 
 CODE = Code(2, 2)

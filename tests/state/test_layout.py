@@ -10,18 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memckpt.state.layout import (
-    HEADER_BYTES,
+from memckpt.state.layout import HEADER_BYTES, PAGE, Layout, aligned
+from memckpt.state.spec import (
     ITEM_BYTES,
-    PAGE,
-    Layout,
     OptimizerSpec,
     OwnerSpec,
     ParamSpec,
     StateSpec,
     StateTensorSpec,
     TensorSpec,
-    aligned,
     first_difference,
 )
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from memckpt.errors import ConfigurationError, DamagedStateError, StorageError, UnsupportedError
-from memckpt.state.layout import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
 from memckpt.storage.catalog import leftovers, read_catalog, remove, superseded, verify

@@ -16,8 +16,9 @@ from memckpt.errors import MemoryBudgetError, StorageError, StorageFullError
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Saved, SaveFailed
 from memckpt.protocol.writer import Save
-from memckpt.state.layout import Layout, ParamSpec, StateSpec, TensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
+from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.batch import FileTensor, write_batch
 from memckpt.storage.catalog import note_passed, read_catalog, verify
 from memckpt.storage.chain import stored_points

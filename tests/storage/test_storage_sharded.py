@@ -21,8 +21,8 @@ from memckpt.checkpointing.writer import writer
 from memckpt.errors import DamagedStateError, StorageError, UnsupportedError
 from memckpt.recovery.from_storage import StoredState
 from memckpt.recovery.resharding import refuse_what_cannot_be_cut
-from memckpt.state.layout import Shard, StateTensorSpec
 from memckpt.state.records import Timeline
+from memckpt.state.spec import Shard, StateTensorSpec
 from memckpt.storage import dcp
 from memckpt.storage.base import write_files
 from memckpt.storage.catalog import leftovers, read_catalog, remove, verify

@@ -44,8 +44,8 @@ from memckpt.protocol.replication import (
     WatermarkAdvanced,
 )
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
-from memckpt.state.layout import optimizers_of
 from memckpt.state.records import HeldRecords, RankGroup
+from memckpt.state.spec import optimizers_of
 
 _log = logging.getLogger("memckpt.agent")
 #: Seconds without a report after which the replicator stands still; it reports every second.

@@ -23,8 +23,8 @@ from memckpt.protocol.replication import (
     RecoveryProgress,
     WantedState,
 )
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.agent")
 

@@ -11,8 +11,8 @@ from memckpt.node.generation import Generation
 from memckpt.node.inventory import describe
 from memckpt.protocol.standby import OpenStandby, StandbyRecord
 from memckpt.protocol.trainer import Commit, GenerationCommit
-from memckpt.state.layout import StateSpec, first_difference
 from memckpt.state.records import HeldRecords, RankGroup, RecordMeta, decode_meta
+from memckpt.state.spec import StateSpec, first_difference
 
 #: Slots beside those that an owner has: so many records are stored and not yet applied when one is acknowledged. One
 #: more is there where the replica stays a record behind.

@@ -15,9 +15,9 @@ from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.cells import STAMP_BYTES, Cells
 from memckpt.replication.keeping.windows import differing, misfit, sizes_of
 from memckpt.replication.transport.wire import Window
-from memckpt.state.layout import first_difference
 from memckpt.state.received import read_spec
 from memckpt.state.records import HeldPieces
+from memckpt.state.spec import first_difference
 
 #: A window's room for all slots; other rooms have the number of the slot to which they belong.
 SLOTS = -2

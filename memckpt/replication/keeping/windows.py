@@ -8,7 +8,8 @@ from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.transport.wire import Window
-from memckpt.state.layout import CAPTURES, Layout, StateSpec
+from memckpt.state.layout import CAPTURES, Layout
+from memckpt.state.spec import StateSpec
 
 #: Bytes of room for what belongs to a record beside its slot; more is reserved when more comes.
 _TAIL_BYTES = 64 << 10

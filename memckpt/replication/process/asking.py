@@ -8,9 +8,9 @@ from memckpt.protocol.replication import BadSourceSeen, Described, FromNode, Wan
 from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs
-from memckpt.state.layout import StateSpec
 from memckpt.state.received import read_spec
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import StateSpec
 
 
 class Asking:

@@ -19,8 +19,9 @@ from memckpt.replication.process.assembly import Part, Stripe
 from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.source import rooms_for
 from memckpt.replication.transport.wire import AskManifest, Get, Got, GotNone, Manifest
-from memckpt.state.layout import Layout, StateSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import RankGroup
+from memckpt.state.spec import StateSpec
 
 _log = logging.getLogger("memckpt.replicator")
 #: Number of stripes that are asked for ahead of the one that is needed next.

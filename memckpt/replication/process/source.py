@@ -12,8 +12,9 @@ from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.replication.coding.blob import STATIC, Blob, Extent, RecordTail, Room
-from memckpt.state.layout import ITEM_BYTES, Layout, StateSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import RecordMeta, decode_meta, encode_meta
+from memckpt.state.spec import ITEM_BYTES, StateSpec
 
 _log = logging.getLogger("memckpt.replicator")
 #: Bytes of a record: all of them; those of its ranks alone; or those that every replica has.

@@ -18,8 +18,8 @@ import msgspec
 from memckpt.protocol.replication import StateTaken
 from memckpt.replication.coding.blob import Blob, Extent, RecordTail
 from memckpt.replication.keeping.fragment_store import FragmentStore
-from memckpt.state.layout import StateSpec
 from memckpt.state.records import Branch, HeldRecords
+from memckpt.state.spec import StateSpec
 from tests.support.cluster.storage_node import spec_of
 
 Unit = tuple[int, ...]

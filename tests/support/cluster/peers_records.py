@@ -40,8 +40,9 @@ from memckpt.replication.transport.wire import (
     decode,
     encode,
 )
-from memckpt.state.layout import Layout, OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
+from memckpt.state.layout import Layout
 from memckpt.state.records import Branch, RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, StateTensorSpec, TensorSpec
 
 Bytes = bytes | memoryview
 #: A node's answers to a question; a test may change them.

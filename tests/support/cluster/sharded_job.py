@@ -21,8 +21,11 @@ from memckpt.protocol.writer import (
 )
 from memckpt.recovery.from_storage import StoredState
 from memckpt.state import codec, rng
-from memckpt.state.layout import (
-    Layout,
+from memckpt.state.layout import Layout
+from memckpt.state.optimizer_attributes import attributes
+from memckpt.state.optimizers import dtype_name, hyperparameters
+from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
+from memckpt.state.spec import (
     OptimizerSpec,
     OwnerSpec,
     ParamSpec,
@@ -31,9 +34,6 @@ from memckpt.state.layout import (
     StateTensorSpec,
     TensorSpec,
 )
-from memckpt.state.optimizer_attributes import attributes
-from memckpt.state.optimizers import dtype_name, hyperparameters
-from memckpt.state.records import RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage.base import StoredNames, by_value_tensors, state_tensors
 from memckpt.storage.batch import FileTensor, by_value_name, gradient_name, meta_name, rank_state_name, write_batch

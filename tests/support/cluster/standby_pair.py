@@ -40,10 +40,10 @@ from memckpt.replication.process.source import RegionSource
 from memckpt.replication.process.standby_feed import StandbyFeed
 from memckpt.replication.transport.wire import Abandon, NotStored, Open, Put, Stored, Window, WireMessage
 from memckpt.state import codec
-from memckpt.state.layout import StateSpec
 from memckpt.state.optimizers import hyperparameters
 from memckpt.state.records import Branch, HeldRecords, RecordMeta, SubStep, Timeline, encode_meta
 from memckpt.state.redo import tensor_at
+from memckpt.state.spec import StateSpec
 
 HISTORY = (Branch(Timeline(1, "a"), None),)
 PERIOD, SLOTS = 3, 3

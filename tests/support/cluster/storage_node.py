@@ -27,8 +27,8 @@ from memckpt.protocol.writer import (
     Append,
     OpenLog,
 )
-from memckpt.state.layout import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 from memckpt.state.records import RecordMeta, SubStep, encode_meta
+from memckpt.state.spec import OptimizerSpec, OwnerSpec, ParamSpec, StateSpec, TensorSpec
 
 
 class Clock(SimpleNamespace):

@@ -1,0 +1,254 @@
+"""Description of a training state: its tensors, its optimizers, and how it is protected. Torch-free.
+
+Every rank and the agent compute the same :class:`~memckpt.state.layout.Layout` from the same :class:`StateSpec`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import msgspec
+
+from memckpt.config import RedoMode
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """Position of a shard in its whole tensor, as in DCP: offsets of its first element, and the whole shape."""
+
+    offsets: tuple[int, ...]
+    whole: tuple[int, ...]
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, shape and dtype of the part of one tensor that a rank holds.
+
+    Attributes:
+        shape: shape of that part: all of a plain tensor, the local shard of a DTensor.
+        shard: position of the shard; None for a plain tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    shard: Shard | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor; its own if it is not sharded."""
+        return self.shape if self.shard is None else self.shard.whole
+
+
+class StateTensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of an optimizer's state for one parameter.
+
+    `elementwise`: it has the parameter's shape, and is sharded and cut as the parameter is. `on_cpu`: it stays in host
+    memory whatever the parameter's device (Adam's ``step``).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    elementwise: bool
+    on_cpu: bool
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class OwnerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One optimizer that steps a parameter, its state for it, and all keys of that state in order."""
+
+    optimizer: int
+    group: int
+    state: tuple[StateTensorSpec, ...]
+    keys: tuple[str, ...] = ()
+
+
+class ParamSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter that some optimizer steps.
+
+    `whole` forbids cutting it (shape-aware optimizers, sparse gradients, bf16 tails). `sparse_bytes` is the room for
+    one sparse gradient, 0 for a dense one. `other_grad_dtype` is the dtype of its gradients if it differs from its own.
+    """
+
+    tensor: TensorSpec
+    owners: tuple[OwnerSpec, ...]
+    whole: bool
+    sparse_bytes: int
+    other_grad_dtype: str = ""
+
+    @property
+    def grad_dtype(self) -> str:
+        return self.other_grad_dtype or self.tensor.dtype
+
+    @property
+    def dense_grad_bytes(self) -> int:
+        return self.tensor.numel * ITEM_BYTES[self.grad_dtype]
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.sparse_bytes or self.dense_grad_bytes
+
+
+class OptimizerSpec(msgspec.Struct, frozen=True, array_like=True):
+    """An optimizer class by name, with the data needed to build it elsewhere.
+
+    `attributes` is a codec encoding of the instance attributes (including ``defaults``), `group_sizes` the number of
+    parameters in each group, `sub_steps` the number of its steps that one record has room for. `changes_gradients`: a
+    step changes the gradients it is given.
+    """
+
+    module: str
+    qualname: str
+    attributes: bytes
+    group_sizes: tuple[int, ...]
+    sub_steps: int
+    changes_gradients: bool
+
+
+class StateSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that determines a layout.
+
+    `static`: tensors that no optimizer steps (frozen parameters), staged once per generation. `by_value`: tensors
+    (buffers, averaged models) staged with every record by every local rank.
+
+    `every`: N in mode ``"capture"``: records whose number is a multiple of N are captured.
+
+    `local_ranks`: the ranks of this node that hold the same shards and share each record's slot.
+    `replicas`: all ranks of the job that hold these shards, the local ones included; empty: all ranks of the job.
+
+    `aliases` and `outside` relate these names to the model's ``state_dict()``. `aliases`: further keys of a tensor,
+    with its name here (tied weights). `outside`: names that the ``state_dict()`` lacks (non-persistent buffers, modules
+    beside the model).
+
+    `flattened`: parameters are shards of flat parameters (FSDP1), which only the rank itself can interpret.
+
+    `trails`: eager redo, here or on a standby replica, stays one record behind what it could apply, so that the newest
+    record can be repeated.
+
+    `by_value_slots`: number of records whose by-value tensors are held at once; 0: as many as there are slots.
+
+    `shared`: names of by-value tensors that are held once for all local ranks, as long as these agree. `apart`: names
+    of those known to differ between ranks.
+    """
+
+    params: tuple[ParamSpec, ...]
+    optimizers: tuple[OptimizerSpec, ...]
+    static: tuple[TensorSpec, ...]
+    by_value: tuple[TensorSpec, ...]
+    mode: RedoMode
+    period: int
+    slots: int
+    local_ranks: tuple[int, ...]
+    world_size: int
+    aliases: tuple[tuple[str, str], ...] = ()
+    outside: tuple[str, ...] = ()
+    replicas: tuple[int, ...] = ()
+    every: int = 1
+    flattened: bool = False
+    trails: bool = False
+    by_value_slots: int = 0
+    shared: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+
+    @property
+    def serves(self) -> tuple[int, ...]:
+        """The ranks that hold these parameters and this optimizer state, ascending."""
+        return self.replicas or tuple(range(self.world_size))
+
+    @property
+    def full(self) -> bool:
+        """Whether this node's part of a checkpoint contains the tensors: among parts that hold the same, one does."""
+        return self.serves[0] in self.local_ranks
+
+    def digest(self) -> str:
+        """A digest of the whole spec; equal if and only if the layouts are."""
+        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16).hexdigest()
+
+    def content(self) -> str:
+        """A digest of the state's parts, regardless of how they are protected; equal if and only if these are."""
+        how = {"mode": "eager", "period": 1, "slots": 3, "every": 1, "trails": False, "by_value_slots": 0}
+        how |= {"shared": (), "apart": ()}
+        return msgspec.structs.replace(self, **how).digest()
+
+    def structure(self) -> tuple[Any, ...]:
+        """The tensors, and the optimizers that step each parameter."""
+        stepped = tuple((param.tensor, tuple(one.optimizer for one in param.owners)) for param in self.params)
+        return stepped, self.static, self.by_value
+
+    def tensors(self) -> list[TensorSpec]:
+        return [*(param.tensor for param in self.params), *self.static, *self.by_value]
+
+    def fingerprint(self) -> list[str]:
+        """One line per property that must match for a held state to be restored into a model.
+
+        Names, shapes of whole tensors, dtypes and optimizer classes. Not the groups, which change with freezing, nor
+        the sharding.
+        """
+        tensors = sorted(self.tensors(), key=lambda one: one.name)
+        lines = [f"{spec.name} {list(spec.whole_shape)} {spec.dtype}" for spec in tensors]
+        lines += [f"{_OPTIMIZER} {index} {spec.module}.{spec.qualname}" for index, spec in enumerate(self.optimizers)]
+        lines += ["pieces of flat parameters (FSDP1)"] * self.flattened
+        return lines
+
+    def sharding(self) -> str:
+        """A digest of the shards; empty if no tensor is sharded.
+
+        A held state can be restored into a rank with the same sharding directly; for another one it has to be
+        resharded.
+        """
+        pieces = sorted((spec.name, spec.shape, spec.shard) for spec in self.tensors() if spec.shard is not None)
+        if not pieces:
+            return ""
+        return hashlib.blake2b(msgspec.msgpack.encode(pieces), digest_size=16).hexdigest()
+
+
+#: First word of a fingerprint's line that names an optimizer.
+_OPTIMIZER = "optimizer"
+
+
+def optimizers_of(fingerprint: Sequence[str]) -> frozenset[str]:
+    """The optimizer classes, with their modules, in a fingerprint."""
+    lines = (line.split(" ") for line in fingerprint)
+    return frozenset(words[2] for words in lines if len(words) == 3 and words[0] == _OPTIMIZER)
+
+
+def first_difference(held: Sequence[str], live: Sequence[str]) -> str | None:
+    """The first line in which two fingerprints differ, as text; None if they are equal."""
+    for ours, theirs in zip(held, live, strict=False):
+        if ours != theirs:
+            return f"held: {ours}; this run: {theirs}"
+    if len(held) > len(live):
+        return f"held: {held[len(live)]}; this run: nothing in its place"
+    if len(live) > len(held):
+        return f"held: nothing; this run: {live[len(held)]}"
+    return None
