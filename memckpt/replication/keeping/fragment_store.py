@@ -9,6 +9,7 @@ from memckpt.errors import MemckptError
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import Fragment, check
 from memckpt.replication.keeping.kept_window import BeingReservedError, Keeper, KeptWindow, Reserve, Room
+from memckpt.replication.keeping.record_store import RecordStore
 from memckpt.replication.transport.wire import NotStored, Stored, Window
 from memckpt.state.records import HeldPieces, RankGroup
 
@@ -17,7 +18,7 @@ _log = logging.getLogger("memckpt.replicator")
 MOST_WINDOWS = 8
 
 
-class FragmentStore:
+class FragmentStore(RecordStore):
     """All fragments that a node keeps for others. Opens and drops windows as their owners and the watermark say.
 
     Args:
@@ -42,7 +43,6 @@ class FragmentStore:
 
     @property
     def nbytes(self) -> int:
-        """Memory that is reserved."""
         return sum(window.nbytes for window in self._windows.values())
 
     def windows(self) -> list[KeptWindow]:
@@ -54,7 +54,6 @@ class FragmentStore:
     # Attempts
 
     def halt(self) -> None:
-        """The attempt is over: nothing more is taken until another one begins."""
         self._attempt = self._code = None
 
     def adopt(self, window: Window, unit: int, rooms: Mapping[int, Room]) -> None:
@@ -72,16 +71,6 @@ class FragmentStore:
         self._windows[window.owner, window.generation] = kept
 
     def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
-        """An attempt begins; it goes on behind `record`, or uses nothing of what is here (None).
-
-        What is of no use to it stays until all of it is protected: it may end before, and another one find better use.
-
-        Args:
-            attempt: its nonce.
-            record: the record behind which the attempt goes on.
-            code: the code of its pieces; belongs to the caller, and is not used after the attempt.
-            rejoined: the attempt has begun before, with another holder, whose pieces are here.
-        """
         self._attempt, self._code = attempt, code
         self.watermark = record or 0
         if rejoined:
@@ -97,7 +86,6 @@ class FragmentStore:
             self._forget(window)
 
     def leave(self) -> None:
-        """Unmap all that is kept; its keeper keeps it."""
         for window in self.windows():
             window.leave()
         self._windows.clear()
@@ -109,7 +97,6 @@ class FragmentStore:
     # What owners say
 
     def open(self, window: Window) -> NotStored | None:
-        """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
         if window.attempt != self._attempt or self._code is None:
             return NotStored(*key, window.base, "it belongs to another attempt than the one that runs here", True)
@@ -168,7 +155,6 @@ class FragmentStore:
             self._forget(window)
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
-        """Keep a fragment; the answer that its owner is to get, if any."""
         key = fragment.owner, fragment.generation
         window = self._windows.get(key)
         if window is None or window.window.attempt != self._attempt or self._code is None:
@@ -192,7 +178,6 @@ class FragmentStore:
             self._forget(window)  # another state is sent instead
 
     def watermark_advanced(self, watermark: int, whole: bool) -> None:
-        """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self.watermark = max(self.watermark, watermark)
         # Beyond the base: that itself was acknowledged before, where a generation begins because its agent was lost.
         newest = {

@@ -24,6 +24,7 @@ from memckpt.replication.coding.code import Code
 from memckpt.replication.coding.fragments import Fragment
 from memckpt.replication.keeping.fragment_store import MOST_WINDOWS, FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
+from memckpt.replication.keeping.record_store import RecordStore
 from memckpt.replication.keeping.windows import differing, sizes_of
 from memckpt.replication.process.standby_window import Key, StandbyWindow
 from memckpt.replication.transport.wire import NotStored, Stored, Window, WireMessage
@@ -34,10 +35,8 @@ _log = logging.getLogger("memckpt.replicator")
 _BEING_MADE = "memory for its replica is being reserved"
 
 
-class StandbyFeed:
+class StandbyFeed(RecordStore):
     """Keeps what owners send: on standby replicas where it is for these and the agent makes them, else with the holder.
-
-    Belongs to the replicator's loop.
 
     Args:
         fragment_store: keeps pieces and plain copies.
@@ -94,12 +93,11 @@ class StandbyFeed:
     # Attempts
 
     def begin(self, attempt: str, record: int | None, code: Code, rejoined: bool = False) -> None:
-        """Begin an attempt, as :meth:`FragmentStore.begin` does."""
         self._attempt = attempt
         self._fragment_store.begin(attempt, record, code, rejoined)
 
     def halt(self) -> None:
-        """The attempt is over: standby replicas belong to the agent alone from now on."""
+        # Standby replicas belong to the agent alone from now on.
         self._attempt = None
         for standby in self._standbys.values():
             standby.close()
@@ -113,14 +111,12 @@ class StandbyFeed:
         self._fragment_store.close()
 
     def leave(self) -> None:
-        """Unmap everything; the agent keeps it."""
         self.halt()
         self._fragment_store.leave()
 
     # What owners say
 
     def open(self, window: Window) -> NotStored | None:
-        """Make room for a generation; an answer only if there is none."""
         key = window.owner, window.generation
         if not window.standby or key in self._refused or window.attempt != self._attempt:
             return self._fragment_store.open(window)
@@ -164,7 +160,6 @@ class StandbyFeed:
             self._tell(CloseStandby(*key))
 
     def put(self, fragment: Fragment, step: int, payload: memoryview | bytes) -> Stored | NotStored | None:
-        """Take a fragment; the answer that its owner is to get, if any."""
         key = fragment.owner, fragment.generation
         if key in self._asked:
             return None  # on its way when the owner was told to begin anew
@@ -181,7 +176,6 @@ class StandbyFeed:
             self._fragment_store.abandon(owner, generation, record)
 
     def watermark_advanced(self, watermark: int, whole: bool) -> None:
-        """The watermark is known to have got so far; `whole`: every node is protected by this attempt's windows."""
         self._fragment_store.watermark_advanced(watermark, whole)
         for standby in self._standbys.values():
             standby.watermark = self.watermark
