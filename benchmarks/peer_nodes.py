@@ -15,7 +15,7 @@ from benchmarks.peer_ranks import PATIENCE, NodesBlock, Order, Started, Task, ru
 from benchmarks.processes import end_agent
 from benchmarks.turns import TrainingFailed, Worker
 from memckpt.processes.control import ask_status
-from memckpt.protocol.replication import PeersStatus
+from memckpt.protocol.status import PeersStatus
 
 _LOOK_AGAIN_SECONDS = 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")

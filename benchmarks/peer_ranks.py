@@ -28,7 +28,7 @@ from examples.gpt import GPT, SIZES, Corpus
 from memckpt import AgentConfig, MemckptConfig, Session
 from memckpt.errors import MemoryBudgetError
 from memckpt.processes.address import NODE_VARIABLE, AgentAddress
-from memckpt.protocol.replication import Recover, Recovered
+from memckpt.protocol.recovery import Recover, Recovered
 from memckpt.session.agent_client import AgentClient
 from memckpt.state.tensors import local
 

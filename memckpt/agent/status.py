@@ -12,8 +12,7 @@ from memckpt.agent.group_state import GroupState
 from memckpt.agent.lifetime import Lifetime
 from memckpt.node.attempt import TrainerHandle
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.replication import PeersStatus
-from memckpt.protocol.status import Status, StorageStatus
+from memckpt.protocol.status import PeersStatus, Status, StorageStatus
 from memckpt.protocol.trainer import Commit, Drift
 
 #: Weight of a new sample in the average stall.

@@ -15,7 +15,8 @@ from memckpt.errors import AgentError
 from memckpt.node.attempt import Attempt, TrainerHandle
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import TrainerToAgent
-from memckpt.protocol.replication import AskPhases, Join, Listen, Recover
+from memckpt.protocol.peers import AskPhases, Join, Listen
+from memckpt.protocol.recovery import Recover
 from memckpt.protocol.storing import RecordSaved, Saved, SaveFailed, SaveRecord, SnapshotTaken
 from memckpt.protocol.trainer import (
     Advance,

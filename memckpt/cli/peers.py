@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from memckpt.cli.common import count, nbytes_text, seconds_text
-from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
+from memckpt.protocol.status import PeerLinkStatus, PeersStatus
 from memckpt.state.records import RankGroup
 
 #: Seconds of silence from which they are shown.

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from typing import Union
 
+from memckpt.protocol.peers import AskPhases, Join, Listen, Listening, PhasesAre
+from memckpt.protocol.recovery import Describe, Described, Fill, Filled, Recover, Recovered, RecoveryProgress
 from memckpt.protocol.replication import (
-    AskPhases,
-    Describe,
-    Described,
     Deserted,
     Drain,
     Drained,
-    Fill,
-    Filled,
     GivenUp,
     GiveUp,
     Halt,
     Halted,
     Holds,
-    Join,
     KeepRoom,
     LetGoOfRoom,
-    Listen,
-    Listening,
     ListPieces,
-    PeersReport,
-    PhasesAre,
     Pieces,
-    Recover,
-    Recovered,
-    RecoveryProgress,
     ReplicatorLost,
     SendGeneration,
     SendRecord,
@@ -48,7 +37,7 @@ from memckpt.protocol.standby import (
     StandbyRefused,
     StandbySkip,
 )
-from memckpt.protocol.status import Status, StatusRequest, StopRequest
+from memckpt.protocol.status import PeersReport, Status, StatusRequest, StopRequest
 from memckpt.protocol.storing import (
     Logged,
     RecordSaved,

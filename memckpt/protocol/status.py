@@ -4,11 +4,73 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.protocol.replication import PeersStatus
+from memckpt.state.records import RankGroup
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status?"):
     """What the command line asks."""
+
+
+class PeerLinkStatus(msgspec.Struct, frozen=True):
+    """The connection to one other node.
+
+    Attributes:
+        node: its name.
+        connected: whether it answers.
+        behind_bytes: what it has not acknowledged yet.
+        seconds_silent: since it was last heard; None before the first word.
+        problem: why it cannot be used; empty if it can.
+    """
+
+    node: str
+    connected: bool
+    behind_bytes: int
+    seconds_silent: float | None
+    problem: str = ""
+
+
+class PeersStatus(msgspec.Struct, frozen=True):
+    """The peers tier, as its agent sees it.
+
+    Attributes:
+        scheme: ``"erasure code, k=4, m=2"`` or ``"mirror, 2 copies"``.
+        security: ``"curve"`` or ``"plain"``.
+        ack: what is done where peers fall behind, ``"wait"`` or ``"proceed"``.
+        watermark: the newest record that is acknowledged for every node; None before the first.
+        acknowledged: ranks of a set of shards, and its newest acknowledged record.
+        protected: whether the tolerated number of nodes can be lost now.
+        problem: why not, or what else is not as it was configured, in words.
+        held_bytes: of other nodes' records here.
+        kept: node, ranks, and the newest record that is kept of them here.
+        links: to the other nodes.
+        bytes_sent: to all of them since the attempt began.
+        bytes_per_record: of them, for one record; None before the first.
+        rate_limit_bytes_per_second: what may be sent now; None: no limit.
+        pace: what the governor does, in words.
+        refused: messages of strangers, and damaged ones.
+        gap: the records from..to that no peer had, the last such gap; None if there was none.
+        recovering: what is being restored, with progress; empty if nothing is.
+        every: N, where the links do not carry every record and the state after every N-th is sent instead; else 0.
+    """
+
+    scheme: str
+    security: str
+    ack: str
+    watermark: int | None
+    acknowledged: tuple[tuple[RankGroup, int], ...]
+    protected: bool
+    problem: str
+    held_bytes: int
+    kept: tuple[tuple[str, RankGroup, int], ...]
+    links: tuple[PeerLinkStatus, ...]
+    bytes_sent: int
+    bytes_per_record: float | None
+    rate_limit_bytes_per_second: float | None
+    pace: str
+    refused: int
+    gap: tuple[int, int] | None
+    recovering: str = ""
+    every: int = 0
 
 
 class StorageStatus(msgspec.Struct, frozen=True):
@@ -94,3 +156,9 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
     """Leave, and let go of everything that is held."""
 
     reason: str = ""
+
+
+class PeersReport(msgspec.Struct, frozen=True, tag="peers"):
+    """From the replicator, every second or so while something happens."""
+
+    status: PeersStatus

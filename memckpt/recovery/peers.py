@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memckpt.protocol.replication import FromFragments, FromNode
+from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, RankGroup, Timeline, timeline_of
 
 

@@ -14,17 +14,9 @@ from memckpt.memory.region import Region
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.channel import TrainerChannel
 from memckpt.protocol.messages import AgentToTrainer, TrainerToAgent
-from memckpt.protocol.replication import (
-    AskPhases,
-    Listen,
-    Listening,
-    PhasesAre,
-    Recover,
-    Recovered,
-    RecoveryProgress,
-    ReplicatorLost,
-    WatermarkAdvanced,
-)
+from memckpt.protocol.peers import AskPhases, Listen, Listening, PhasesAre
+from memckpt.protocol.recovery import Recover, Recovered, RecoveryProgress
+from memckpt.protocol.replication import ReplicatorLost, WatermarkAdvanced
 from memckpt.protocol.status import Status, StopRequest
 from memckpt.protocol.storing import Logged, RecordSaved, Saved, SaveFailed, SaveRecord, TakeSnapshot
 from memckpt.protocol.trainer import (

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 
 from memckpt.errors import AgentError
-from memckpt.protocol.replication import FromNode, Recover, Recovered, WantedState
+from memckpt.protocol.recovery import FromNode, Recover, Recovered, WantedState
 from memckpt.recovery.peers import BadSource, Fetch, serves
 from memckpt.recovery.plan import Plan, RestoreRecord, RestoreStored
 from memckpt.recovery.target import progress

@@ -14,15 +14,7 @@ from memckpt.capture.recorder import Recorder
 from memckpt.config import AgentConfig, ErasureConfig, MirrorConfig
 from memckpt.errors import ConfigurationError
 from memckpt.memory.phases import PhasesPage, PhaseWriter
-from memckpt.protocol.replication import (
-    Join,
-    Listen,
-    Listening,
-    PeerJob,
-    PeerKeys,
-    PeerNode,
-    PeerUnit,
-)
+from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerKeys, PeerNode, PeerUnit
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import Plan, RestoreRecord, StartOver
 from memckpt.session.link import AgentLink

@@ -26,7 +26,8 @@ from memckpt.processes.handles import ProcessHandle, start_ticks
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import INLINE_BYTES, Channel
 from memckpt.protocol.messages import Message
-from memckpt.protocol.replication import Halt, Halted, ListPieces, PhasesAre, Pieces
+from memckpt.protocol.peers import PhasesAre
+from memckpt.protocol.replication import Halt, Halted, ListPieces, Pieces
 from memckpt.protocol.trainer import Commit, Credit, Goodbye
 from memckpt.state.bits import ulp_distance
 from memckpt.state.layout import Layout

@@ -26,7 +26,7 @@ from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import Message
-from memckpt.protocol.replication import FromNode, WantedState
+from memckpt.protocol.recovery import FromNode, WantedState
 from memckpt.protocol.trainer import Commit, GenerationCommit
 from memckpt.protocol.writer import Append, LogRecord, OpenLog
 from memckpt.recovery.restore import Restorer

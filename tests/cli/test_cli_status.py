@@ -19,8 +19,7 @@ from memckpt.cli.status import Looker, Stored, View, render
 from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.processes.address import AgentAddress
-from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
-from memckpt.protocol.status import Status, StorageStatus
+from memckpt.protocol.status import PeerLinkStatus, PeersStatus, Status, StorageStatus
 from memckpt.storage.store import LocalStore
 from tests.storage.test_storage import part_of, write
 from tests.storage.test_storage_runs import BEFORE_5, until_stored

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memckpt.errors import ForeignStateError, NothingHeldError
-from memckpt.protocol.replication import FromFragments, FromNode
+from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import BadSource, Fetch, newest_history, serves
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan, must_reshard
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline

@@ -11,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from memckpt.node.generation import branch_off
-from memckpt.protocol.replication import FromFragments, FromNode
+from memckpt.protocol.recovery import FromFragments, FromNode
 from memckpt.recovery.peers import serves
 from memckpt.recovery.plan import RestoreRecord, StartOver, make_plan
 from memckpt.state.records import Branch, HeldPieces, HeldRecords, Timeline

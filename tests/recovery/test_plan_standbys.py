@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from memckpt.protocol.replication import FromNode
+from memckpt.protocol.recovery import FromNode
 from memckpt.recovery.peers import BadSource
 from memckpt.recovery.plan import RestoreRecord, RestoreStored, StartOver, make_plan
 from memckpt.state.records import HeldRecords

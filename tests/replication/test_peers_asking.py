@@ -7,13 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memckpt.protocol.replication import (
-    BadSourceSeen,
-    Described,
-    FromFragments,
-    FromNode,
-    WantedState,
-)
+from memckpt.protocol.recovery import BadSourceSeen, Described, FromFragments, FromNode, WantedState
 from memckpt.replication.process.asking import Asking
 from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS

@@ -14,7 +14,7 @@ import pytest
 from memckpt.config import AgentConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.protocol.replication import PeersStatus
+from memckpt.protocol.status import PeersStatus
 from memckpt.session import agent_client as client
 from tests.support.cluster import netns
 from tests.support.cluster.netns import Network

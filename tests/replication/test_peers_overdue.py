@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from memckpt.memory.life import LifePage, LifeWatch
-from memckpt.protocol.replication import Deserted, Join, SendRecord, WatermarkAdvanced
+from memckpt.protocol.peers import Join
+from memckpt.protocol.replication import Deserted, SendRecord, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.pacing.overdue import LOST_LIMITS, Absence, Overdue
 from memckpt.replication.process.node_status import describe

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import xxhash
 
-from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
+from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.code import Code
 from memckpt.replication.transport.wire import GotNone, WireMessage
 from tests.support.cluster.peers_records import RANKS, Answers, Bend, Bytes, Network, Node, Records, layout_spec, spread

@@ -16,15 +16,14 @@ from memckpt.agent.replication.recovery import Recovery
 from memckpt.config import AgentConfig, ErasureConfig
 from memckpt.errors import AgentError, AgentGoneError
 from memckpt.protocol.channel import Channel
-from memckpt.protocol.replication import (
+from memckpt.protocol.peers import Join, PeerNode
+from memckpt.protocol.recovery import (
     BadSourceSeen,
     Describe,
     Described,
     Fill,
     Filled,
     FromFragments,
-    Join,
-    PeerNode,
     Recover,
     Recovered,
     RecoveryProgress,

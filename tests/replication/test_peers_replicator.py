@@ -12,17 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memckpt.errors import MemoryBudgetError
-from memckpt.protocol.replication import (
-    BadSourceSeen,
-    Describe,
-    Fill,
-    Filled,
-    FromFragments,
-    Holds,
-    Join,
-    WantedState,
-    WatermarkAdvanced,
-)
+from memckpt.protocol.peers import Join
+from memckpt.protocol.recovery import BadSourceSeen, Describe, Fill, Filled, FromFragments, WantedState
+from memckpt.protocol.replication import Holds, WatermarkAdvanced
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import STRIPE_BYTES
 from memckpt.replication.coding.fragments import Fragment

@@ -24,22 +24,15 @@ from memckpt.processes import helper_process
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.protocol.channel import Channel
+from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PeerNode
+from memckpt.protocol.recovery import Described, Filled, Recover, RecoveryProgress
 from memckpt.protocol.replication import (
-    Described,
-    Filled,
     GiveUp,
     Halt,
     Halted,
     Holds,
-    Join,
-    Listen,
-    Listening,
     ListPieces,
-    PeerJob,
-    PeerNode,
     Pieces,
-    Recover,
-    RecoveryProgress,
     SendGeneration,
     WatermarkAdvanced,
 )

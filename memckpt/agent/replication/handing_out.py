@@ -9,7 +9,8 @@ from memckpt.agent.replication.standbys import StandbyReplicas
 from memckpt.checkpointing.snapshots import Snapshot
 from memckpt.errors import AgentError
 from memckpt.node.generation import Generation
-from memckpt.protocol.replication import Recover, SendGeneration, StateTaken
+from memckpt.protocol.recovery import Recover
+from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.protocol.standby import CloseStandby
 from memckpt.state.records import Branch, RankGroup
 

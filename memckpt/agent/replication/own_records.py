@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from memckpt.agent.group_state import GroupState
 from memckpt.agent.replication.handing_out import announce
-from memckpt.protocol.replication import PeerJob, SendGeneration, SendRecord
+from memckpt.protocol.peers import PeerJob
+from memckpt.protocol.replication import SendGeneration, SendRecord
 from memckpt.state.records import RankGroup
 
 _log = logging.getLogger("memckpt.agent")

@@ -16,19 +16,8 @@ from memckpt.memory.life import LifePage
 from memckpt.processes.backoff import Backoff
 from memckpt.processes.helper_process import ReplicatorProcess
 from memckpt.protocol.messages import AgentToReplicator, ReplicatorToAgent
-from memckpt.protocol.replication import (
-    Drain,
-    Drained,
-    Halt,
-    Halted,
-    Holds,
-    KeepRoom,
-    LetGoOfRoom,
-    Listen,
-    Listening,
-    ListPieces,
-    Pieces,
-)
+from memckpt.protocol.peers import Listen, Listening
+from memckpt.protocol.replication import Drain, Drained, Halt, Halted, Holds, KeepRoom, LetGoOfRoom, ListPieces, Pieces
 from memckpt.state.records import HeldPieces
 
 _log = logging.getLogger("memckpt.agent")

@@ -22,28 +22,11 @@ from memckpt.memory.life import LifePage
 from memckpt.memory.phases import PhasesPage
 from memckpt.node.redo_news import RedoNews
 from memckpt.protocol.messages import ReplicatorToAgent
-from memckpt.protocol.replication import (
-    BadSourceSeen,
-    Described,
-    Deserted,
-    Filled,
-    GivenUp,
-    GiveUp,
-    Join,
-    Listen,
-    Listening,
-    PeerJob,
-    PeersReport,
-    PeersStatus,
-    PhasesAre,
-    Recover,
-    Recovered,
-    RecoveryProgress,
-    StateMissed,
-    TakeState,
-    WatermarkAdvanced,
-)
+from memckpt.protocol.peers import Join, Listen, Listening, PeerJob, PhasesAre
+from memckpt.protocol.recovery import BadSourceSeen, Described, Filled, Recover, Recovered, RecoveryProgress
+from memckpt.protocol.replication import Deserted, GivenUp, GiveUp, StateMissed, TakeState, WatermarkAdvanced
 from memckpt.protocol.standby import CloseStandby, OpenStandby, StandbyRecord, StandbySkip
+from memckpt.protocol.status import PeersReport, PeersStatus
 from memckpt.state.records import HeldRecords, RankGroup
 from memckpt.state.spec import optimizers_of
 

@@ -12,7 +12,7 @@ from memckpt.agent.group_state import GroupState
 from memckpt.errors import AgentError, MemckptError
 from memckpt.node.generation import Generation
 from memckpt.protocol.messages import AgentToReplicator
-from memckpt.protocol.replication import (
+from memckpt.protocol.recovery import (
     BadSourceSeen,
     Describe,
     Described,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from memckpt.protocol.replication import BadSourceSeen, Described, FromNode, WantedState
+from memckpt.protocol.recovery import BadSourceSeen, Described, FromNode, WantedState
 from memckpt.replication.process.questions import Questions
 from memckpt.replication.process.reader import LIVE_ALL, LIVE_SHARED, PATIENCE_SECONDS
 from memckpt.replication.transport.wire import AskWindow, Got, GotNone, Manifest, WindowIs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import Describe, Described, Fill, Filled, RecoveryProgress
+from memckpt.protocol.recovery import Describe, Described, Fill, Filled, RecoveryProgress
 from memckpt.replication.coding.code import Code
 from memckpt.replication.process.asking import Asking
 from memckpt.replication.process.mail import Mail

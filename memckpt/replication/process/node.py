@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import GiveUp, PeerJob, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
+from memckpt.protocol.peers import PeerJob
+from memckpt.protocol.replication import GiveUp, SendGeneration, SendRecord, TakeState, WatermarkAdvanced
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.keeping.watermark import Leader

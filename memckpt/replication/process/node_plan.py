@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from memckpt.protocol.replication import PeerJob, SendGeneration, StateTaken
+from memckpt.protocol.peers import PeerJob
+from memckpt.protocol.replication import SendGeneration, StateTaken
 from memckpt.replication.coding.placement import place
 from memckpt.replication.keeping.windows import sizes_of
 from memckpt.replication.transport.wire import (

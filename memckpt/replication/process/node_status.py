@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memckpt.protocol.replication import PeerLinkStatus, PeersStatus
+from memckpt.protocol.status import PeerLinkStatus, PeersStatus
 from memckpt.replication.keeping.sender import Sender
 from memckpt.replication.process.node import ReplicationNode
 

@@ -11,7 +11,7 @@ import xxhash
 from memckpt.errors import DamagedPiecesError, DamagedStateError
 from memckpt.memory.generation_regions import GenerationRegions
 from memckpt.memory.region import Region
-from memckpt.protocol.replication import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
+from memckpt.protocol.recovery import BadSourceSeen, Filled, FromFragments, FromNode, WantedState
 from memckpt.replication.coding.blob import MOST_TAIL_BYTES, STATIC, BlobReader, RecordTail, Room
 from memckpt.replication.coding.code import STRIPE_BYTES, Code
 from memckpt.replication.coding.fragments import decode_stripe

@@ -19,25 +19,19 @@ from memckpt.memory.phases import PhaseReader, PhasesPage
 from memckpt.memory.region import Region
 from memckpt.protocol.channel import ReplicatorChannel
 from memckpt.protocol.messages import AgentToReplicator
+from memckpt.protocol.peers import Join, Listen, Listening, PhasesAre
+from memckpt.protocol.recovery import Describe, Fill, FromFragments
 from memckpt.protocol.replication import (
-    Describe,
     Deserted,
     Drain,
     Drained,
-    Fill,
-    FromFragments,
     GivenUp,
     GiveUp,
     Halt,
     Halted,
     Holds,
-    Join,
     KeepRoom,
-    Listen,
-    Listening,
     ListPieces,
-    PeersReport,
-    PhasesAre,
     Pieces,
     SendGeneration,
     SendRecord,
@@ -46,6 +40,7 @@ from memckpt.protocol.replication import (
     WatermarkAdvanced,
 )
 from memckpt.protocol.standby import OpenStandby, StandbyApplied, StandbyFailed, StandbyOpened, StandbyRefused
+from memckpt.protocol.status import PeersReport
 from memckpt.replication.keeping.fragment_store import FragmentStore
 from memckpt.replication.keeping.kept_window import KeptWindow
 from memckpt.replication.process.answering import MOST_QUESTIONS, Answering

@@ -19,7 +19,7 @@ from typing import Any
 from memckpt.config import ErasureConfig, MemckptConfig, MirrorConfig
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
-from memckpt.protocol.replication import Recover, Recovered
+from memckpt.protocol.recovery import Recover, Recovered
 from memckpt.session.peer_recovery import PeerRecovery
 from tests.support.cluster.netns import Network
 from tests.support.cluster.peers_harness import wait_for

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 
 from memckpt.node.generation import branch_off
-from memckpt.protocol.replication import FromFragments, GiveUp, PeerJob, PeerNode, PeerUnit, StateTaken, TakeState
+from memckpt.protocol.peers import PeerJob, PeerNode, PeerUnit
+from memckpt.protocol.recovery import FromFragments
+from memckpt.protocol.replication import GiveUp, StateTaken, TakeState
 from memckpt.recovery.peers import Fetch
 from memckpt.recovery.plan import RestoreRecord, make_plan
 from memckpt.replication.coding.blob import BlobReader, Room

@@ -13,7 +13,8 @@ import msgspec
 
 from memckpt.memory.region import Region
 from memckpt.memory.slots import SlotRing
-from memckpt.protocol.replication import Filled, SendGeneration, WantedState
+from memckpt.protocol.recovery import Filled, WantedState
+from memckpt.protocol.replication import SendGeneration
 from memckpt.replication.coding.blob import Blob
 from memckpt.replication.coding.code import Code
 from memckpt.replication.keeping.fragment_store import FragmentStore

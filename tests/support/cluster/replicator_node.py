@@ -8,13 +8,8 @@ from typing import Any
 
 import msgspec
 
-from memckpt.protocol.replication import (
-    Join,
-    PeerJob,
-    PeerNode,
-    PeerUnit,
-    SendGeneration,
-)
+from memckpt.protocol.peers import Join, PeerJob, PeerNode, PeerUnit
+from memckpt.protocol.replication import SendGeneration
 from memckpt.protocol.standby import OpenStandby
 from memckpt.replication.coding.blob import STATIC
 from memckpt.replication.coding.code import Code

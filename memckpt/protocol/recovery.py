@@ -1,0 +1,149 @@
+"""How a state is fetched from peers' memory: messages of trainers, their agent and its replicator."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memckpt.state.records import Branch, RankGroup
+from memckpt.state.spec import StateSpec
+
+
+class FromNode(msgspec.Struct, frozen=True, tag="node"):
+    """Source of a state: all of it from a node that holds it, its own or as a standby replica."""
+
+    node: str
+
+
+class FromFragments(msgspec.Struct, frozen=True, tag="fragments"):
+    """Source of a state: decoded from fragments, and what these leave out from a replica.
+
+    Attributes:
+        generation: generation of the fragments.
+        pieces: (node, index) of all fragments that hold some of what is needed, ascending; more than are needed, so
+            that damaged ones can be skipped.
+        data: k, the number of different fragments needed.
+        period: T, the number of records that make a state; 1 where there is a replica.
+        replica: node and ranks of a replica with the state that is shared with it: only what is private to the ranks is
+            decoded then. None: all is decoded.
+    """
+
+    generation: str
+    pieces: tuple[tuple[str, int], ...]
+    data: int
+    period: int
+    replica: tuple[str, RankGroup] | None = None
+
+
+class WantedState(msgspec.Struct, frozen=True):
+    """State of some ranks after a record, to be fetched. `before`: the state before that record is wanted, too."""
+
+    ranks: RankGroup
+    record: int
+    source: FromNode | FromFragments
+    before: bool = False
+
+
+class Recover(msgspec.Struct, frozen=True, tag="recover"):
+    """From a trainer, for its node: fetch what is missing here, hand out what others miss. Answer: Recovered.
+
+    Attributes:
+        record: the one that the plan chose.
+        serve: sets of ranks whose state after it is handed out from here.
+        fetch: what this node is to get.
+        memory_budget_bytes: the configured limit.
+        history: timelines up to that record, oldest first.
+        before: hand out the state before it as well.
+        adopt: what is fetched may be of ranks that this attempt does not have: it goes to storage from here.
+    """
+
+    record: int
+    serve: tuple[RankGroup, ...]
+    fetch: tuple[WantedState, ...]
+    memory_budget_bytes: int | None
+    history: tuple[Branch, ...] = ()
+    before: bool = False
+    adopt: bool = False
+
+
+class BadSourceSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A source from which nothing, or nothing right, could be read.
+
+    Attributes:
+        node, ranks, generation: as in BadSource.
+        silent: it has not answered, and may do so later.
+    """
+
+    node: str
+    ranks: RankGroup
+    generation: str
+    silent: bool = False
+
+
+class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
+    """Answer to Recover. `problem`: why it failed, in words; `bad`: sources to be left out when it is tried again.
+
+    With a problem and nothing bad the reason lies in the node itself, and no source is to blame.
+    """
+
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class RecoveryProgress(msgspec.Struct, frozen=True, tag="progress"):
+    """From the replicator, passed on to the trainers: bytes more of what is missing are here."""
+
+    nbytes: int
+
+
+class Describe(msgspec.Struct, frozen=True, tag="describe"):
+    """To the replicator: report the layout of a state. Answer: Described.
+
+    `recovery` numbers the recoveries of an agent: when a new one begins, reads of earlier ones are given up.
+    """
+
+    wanted: WantedState
+    recovery: int = 0
+
+
+class Described(msgspec.Struct, frozen=True, tag="described"):
+    """Answer to Describe; `problem`: why there is no answer."""
+
+    ranks: RankGroup
+    spec: StateSpec | None = None
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+    recovery: int = 0
+
+
+class Fill(msgspec.Struct, frozen=True, tag="fill"):
+    """To the replicator: fetch a state into the regions that come along: slots, then static. Answer: Filled."""
+
+    wanted: WantedState
+    spec: StateSpec
+    recovery: int = 0
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """Answer to Fill: the records that make the state, by number.
+
+    Attributes:
+        metas: their scalars.
+        step: of the record itself.
+        rank_states: after it.
+        before: step and rank states of the record before it; None where that was not asked for.
+        nbytes: that were read.
+        problem, bad: as in Recovered.
+        recovery: for which it was read, as in Describe.
+    """
+
+    ranks: RankGroup
+    metas: dict[int, bytes] = {}
+    step: int = 0
+    rank_states: dict[int, bytes] = {}
+    nbytes: int = 0
+    problem: str = ""
+    bad: tuple[BadSourceSeen, ...] = ()
+    recovery: int = 0
+    before: tuple[int, dict[int, bytes]] | None = None
