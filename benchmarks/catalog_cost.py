@@ -14,7 +14,8 @@ from benchmarks.workloads import scratch_directory
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import FORMAT_VERSION, MERGED, Batch, Part, encode_commit
-from memckpt.storage.store import LocalStore, StoredFile
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import StoredFile
 
 TITLE = "Looking through a store of many nodes"
 METHOD = """\

@@ -38,7 +38,7 @@ from memckpt.storage.base import StoredNames, model_name, state_name, write_base
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 
 TITLE = "Restoring a sharded checkpoint into another number of ranks"
 METHOD = """\

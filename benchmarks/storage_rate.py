@@ -23,10 +23,12 @@ from memckpt.config import StorageMode
 from memckpt.recovery.from_storage import StoredState
 from memckpt.storage import dcp as ours
 from memckpt.storage.base import model_name, state_name
-from memckpt.storage.catalog import read_back, read_catalog, verify_files
+from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import decode_node_state
-from memckpt.storage.store import LocalStore, Store, StoredFile
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.verification import read_back, verify_files
 
 MODES: tuple[StorageMode, ...] = ("replica", "log")
 TITLE = "The storage tier: writing, resuming, and what a checkpoint takes of the training thread"

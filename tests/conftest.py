@@ -170,6 +170,6 @@ PLACES: dict[str, Callable[[pytest.FixtureRequest], str]] = {
 @pytest.fixture(params=PLACES)
 def store(request: pytest.FixtureRequest) -> Store:
     """An empty store, of every kind."""
-    from memckpt.storage.store import open_store
+    from memckpt.storage.urls import open_store
 
     return open_store(PLACES[request.param](request))

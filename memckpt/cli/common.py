@@ -17,7 +17,8 @@ from memckpt.config.arguments import config_from_environment
 from memckpt.errors import ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.storage.owner import kept_url
-from memckpt.storage.store import Store, open_store
+from memckpt.storage.store import Store
+from memckpt.storage.urls import open_store
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -17,7 +17,8 @@ from memckpt.cli.common import AsJson, Url, count, directory_only, out, place_of
 from memckpt.errors import ConfigurationError
 from memckpt.memory.budget import available_bytes
 from memckpt.memory.cgroup import cpu_quota, memory_limits
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.urls import open_store
 
 if TYPE_CHECKING:  # imported only when doctor runs, so that other commands start fast
     from memckpt.cli.checks import Check

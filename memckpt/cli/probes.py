@@ -21,9 +21,10 @@ from memckpt.processes.control import ask_status
 from memckpt.processes.handles import start_ticks
 from memckpt.protocol.status import Status
 from memckpt.storage.chain import stored_points
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.presence import without
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.store import Store
 
 _CHUNK_BYTES = 4 << 20
 #: Share of the free bytes that a trial of a disk takes at most: a training may need the rest meanwhile.

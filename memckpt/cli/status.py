@@ -39,9 +39,11 @@ from memckpt.processes.control import ask_status, stop_agent
 from memckpt.protocol.status import Status, StorageStatus
 from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.chain import stored_points
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other
 from memckpt.storage.presence import missing_data, without
-from memckpt.storage.store import LocalStore, Store, open_store
+from memckpt.storage.store import Store
+from memckpt.storage.urls import open_store
 
 Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
 MemoryOnly = Annotated[bool, typer.Option("--memory", help="Ask the agent only, and do not read storage: for probes.")]

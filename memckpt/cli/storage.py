@@ -47,19 +47,19 @@ from memckpt.storage.catalog import (
     Catalog,
     Checkpoint,
     Key,
-    examine,
     move_aside,
     note_passed,
     read_catalog,
     still_there,
-    verify_files,
 )
 from memckpt.storage.chain import StoredPoint, stored_points
 from memckpt.storage.format import Batch, place_of
+from memckpt.storage.local_store import LocalStore, sync_directory
 from memckpt.storage.owner import CLAIM, INSIDE, keep_run, kept_run, original_of, read_kept, refuse_other, url_outside
 from memckpt.storage.presence import missing_data, without
-from memckpt.storage.store import LocalStore, Store, sync_directory
+from memckpt.storage.store import Store
 from memckpt.storage.tidying import PINNED, read_pins
+from memckpt.storage.verification import examine, verify_files
 
 Repair = Annotated[bool, typer.Option(help="Move damaged files into a directory of the store.")]
 Adopt = Annotated[

@@ -15,8 +15,9 @@ from memckpt.errors import MemckptError, NothingHeldError, UsageError
 from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import Catalog, Checkpoint, remove, still_there
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import kept_run, refuse_other, url_outside
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.store import Store
 from memckpt.storage.tidying import delete, find_garbage, only_on, read_pins, write_pins
 
 OfStep = Annotated[int, typer.Argument(help="The step of a checkpoint, as `memckpt ls` shows it.")]

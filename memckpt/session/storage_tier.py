@@ -19,7 +19,9 @@ from memckpt.storage.catalog import PASSED, Catalog, Key, note_passed, read_cata
 from memckpt.storage.chain import StoredPoint, point_before, stored_points
 from memckpt.storage.format import directory_key, place_of
 from memckpt.storage.owner import Kept, is_current, keep_run, original_of, read_kept
-from memckpt.storage.store import Store, StoredFile, matches, open_store
+from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import matches
 
 _log = logging.getLogger("memckpt")
 #: Name of the store of a run without storage: the survivors' checkpoint, from which other ranks take their shards.

@@ -20,9 +20,9 @@ from memckpt.errors import DamagedStateError, StorageError
 from memckpt.state.layout import HEADER_BYTES, Layout
 from memckpt.state.records import RecordMeta, SubStep
 from memckpt.state.spec import ITEM_BYTES, StateSpec
-from memckpt.storage.catalog import read_back
 from memckpt.storage.format import Batch, encode_commit
 from memckpt.storage.store import Store
+from memckpt.storage.verification import read_back
 
 if TYPE_CHECKING:
     import torch

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -24,7 +23,7 @@ from memckpt.storage.format import (
     place_of,
 )
 from memckpt.storage.owner import CLAIM, read_claim
-from memckpt.storage.store import Store, StoredFile, finished_name, is_missing, matches
+from memckpt.storage.store import Store, StoredFile, finished_name, is_missing
 
 #: Sort key of checkpoints and batches: number and nonce of the attempt, then the (last) record.
 Key = tuple[int, str, int]
@@ -268,64 +267,6 @@ def note_passed(store: Store, catalog: Catalog, add: Iterable[Key] = (), drop: I
         store.delete(PASSED)
 
 
-class Examined(NamedTuple):
-    """Problems of examined files: those proved damaged, and those that could not be read and may be good."""
-
-    damaged: list[str]
-    unreadable: list[str]
-
-
-def examine(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> Examined:
-    """Read files and compare sizes and checksums. `progress` is called with the bytes read since its last call."""
-    found = Examined([], [])
-    for file in files:
-        try:
-            problem = matches(store, file, progress)
-        except StorageError as error:
-            found.unreadable.append(str(error))
-            continue
-        if problem is not None:
-            found.damaged.append(problem)
-    return found
-
-
-def verify(store: Store, checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read all files of a checkpoint and compare them with its commit files. Returns the problems.
-
-    `progress` is called with the bytes read since its last call.
-
-    Raises:
-        StorageError: a file cannot be read.
-    """
-    problems = [] if checkpoint.complete else ["parts are missing"]
-    return problems + verify_files(store, checkpoint.part_files, progress)
-
-
-def verify_files(store: Store, files: Iterable[StoredFile], progress: Callable[[int], None] | None = None) -> list[str]:
-    """Read files and compare sizes and checksums. Returns the problems.
-
-    Raises:
-        StorageError: a file cannot be read.
-    """
-    found = examine(store, files, progress)
-    if found.unreadable:
-        raise StorageError("; ".join(found.unreadable))
-    return found.damaged
-
-
-def read_back(store: Store, files: Sequence[StoredFile]) -> None:
-    """Verify files that have just been written, and drop them from the page cache.
-
-    Raises:
-        StorageError: a file differs from what was written.
-    """
-    problems = verify_files(store, files)
-    if problems:
-        raise StorageError(f"files just written cannot be read back: {'; '.join(problems)}")
-    for file in files:
-        store.let_go(file.path)
-
-
 def still_there(store: Store, checkpoint: Checkpoint) -> bool:
     """Whether all commit files of a checkpoint still exist."""
     directories = {part.commit_path.rpartition("/")[0] for part in checkpoint.parts.values()}
@@ -350,51 +291,6 @@ def remove_batch(store: Store, batch: Batch) -> None:
     store.delete(batch.log_path)
 
 
-def leftovers(catalog: Catalog, node: str, abandoned: Sequence[Part]) -> list[str]:
-    """Uncommitted files of dead writers, which may be deleted.
-
-    These are: files of `abandoned` parts; the node's own files of checkpoints older than the newest complete one; and
-    any node's files of earlier attempts. Other nodes' files of the current attempt may still be written, and so may
-    newer ones: an agent that was told to leave saves while its successor is already running.
-
-    Args:
-        catalog: contents of the store.
-        node: the node whose writer asks; it is not writing now.
-        abandoned: parts whose writer is known to be dead.
-    """
-    newest = next(iter(catalog.complete), None)
-    dead = {place_of(part.commit_path) for part in abandoned}
-    return [
-        path
-        for path, place in uncommitted(catalog).items()
-        if place in dead or (newest is not None and _outlived(place, newest, node))
-    ]
-
-
-def uncommitted(catalog: Catalog) -> dict[str, Place]:
-    """Files without a commit file, being written or abandoned, and the checkpoint or batch they belong to."""
-    committed = {place_of(path) for path in catalog.files if path.startswith(COMMITS) and path == finished_name(path)}
-    keys = {place.key for place in committed if place is not None and place.first is None}
-    found = {}
-    for path in catalog.files:
-        finished = finished_name(path)
-        place = place_of(finished)
-        if place is None or (path == finished and (place in committed or (not place.node and place.key in keys))):
-            continue
-        if catalog.hides(path):
-            continue
-        found[path] = place
-    return found
-
-
-def _outlived(place: Place, newest: Checkpoint, node: str) -> bool:
-    if place.first is not None:
-        # Batches are written by another process, which may be writing this one.
-        return place.number < newest.timeline.number
-    # Merged metadata is written by the last node to finish: no node still writes an older checkpoint.
-    return place.key < newest.key and (place.node in (node, "") or place.number < newest.timeline.number)
-
-
 def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: str) -> None:
     """Move all files of checkpoints or batches, commit files last, so that none ever looks uncommitted.
 
@@ -412,40 +308,3 @@ def move_aside(store: Store, catalog: Catalog, places: Collection[Place], to: st
             paths.append(path)
     for path in sorted(paths, key=lambda path: path.startswith(f"{COMMITS}/")):
         store.move(path, f"{to}/{path}")
-
-
-def superseded(
-    checkpoints: Sequence[Checkpoint],
-    keep_last: int,
-    keep_every_steps: int | None,
-    called_for: Part | None = None,
-    unsure: Collection[Key] = (),
-) -> list[Checkpoint]:
-    """The checkpoints that retention deletes.
-
-    Retention keeps the last `keep_last` complete checkpoints; those at multiples of `keep_every_steps`; incomplete ones
-    newer than the newest complete one, whose other parts may still be written; the one of `called_for`, however old its
-    attempt is; and those in `unsure`, which do not count as any of the former.
-
-    Args:
-        checkpoints: newest first; the newest complete one has been verified.
-        keep_last: number of checkpoints.
-        keep_every_steps: interval in steps; None: none are kept for their step.
-        called_for: a part that has just been committed.
-        unsure: keys of checkpoints that could not be read and may be complete.
-    """
-    kept = 0
-    gone = []
-    for one in checkpoints:
-        if called_for is not None and one.parts.get(called_for.node) == called_for:
-            kept += one.complete
-        elif one.key in unsure:
-            continue
-        elif one.complete:
-            kept += 1
-            marked = bool(keep_every_steps) and one.step % (keep_every_steps or 1) == 0
-            if kept > keep_last and not marked:
-                gone.append(one)
-        elif kept:
-            gone.append(one)
-    return gone

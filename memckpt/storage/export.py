@@ -19,7 +19,8 @@ from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
-from memckpt.storage.store import Store, sync_directory
+from memckpt.storage.local_store import sync_directory
+from memckpt.storage.store import Store
 
 Writer = Callable[[Store, Checkpoint, Path], None]
 

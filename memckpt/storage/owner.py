@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from memckpt.errors import DamagedStateError, ForeignStateError, StorageError
-from memckpt.storage.store import LocalStore, Store, is_missing
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store, is_missing
 
 _log = logging.getLogger("memckpt.storage")
 #: File in a store that names the owning run.

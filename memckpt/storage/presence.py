@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from memckpt.storage.catalog import Catalog, Checkpoint
 from memckpt.storage.format import Batch, Part
-from memckpt.storage.store import LocalStore, Store, StoredFile
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store, StoredFile
 
 
 def missing_data(store: Store, catalog: Catalog) -> dict[str, str]:

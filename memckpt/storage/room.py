@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from memckpt.errors import DamagedStateError, StorageError, StorageFullError
-from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, examine, remove, remove_batch, superseded
+from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, remove, remove_batch
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
 from memckpt.storage.format import Batch, Part
+from memckpt.storage.retention import superseded
 from memckpt.storage.store import Store
 from memckpt.storage.tidying import read_pins
+from memckpt.storage.verification import examine
 
 _log = logging.getLogger("memckpt.storage")
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from memckpt.errors import DamagedStateError, StorageError
-from memckpt.storage.catalog import Catalog, Checkpoint, Key, leftovers, remove, remove_batch, uncommitted
+from memckpt.storage.catalog import Catalog, Checkpoint, Key, remove, remove_batch
 from memckpt.storage.chain import stored_points, unneeded_batches
 from memckpt.storage.format import Batch
+from memckpt.storage.retention import leftovers, uncommitted
 from memckpt.storage.store import Store, is_missing
 
 #: File in a store with the keys of pinned checkpoints, which retention keeps.

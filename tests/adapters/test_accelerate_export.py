@@ -18,7 +18,7 @@ from memckpt.errors import ForeignStateError
 from memckpt.storage import export as export_module
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import ExportedState, export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.faults.frozen import differences, freeze
 from tests.support.trainings.accelerate_cases import PLAIN
 from tests.support.trainings.accelerate_runs import attempt, entries, in_child, result

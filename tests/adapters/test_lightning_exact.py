@@ -19,7 +19,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import ask_status, stop_agent
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.faults.check_lines import unproved
 from tests.support.trainings import fake_session
 from tests.support.trainings.lightning_cases import Kill

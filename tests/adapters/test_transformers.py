@@ -18,7 +18,7 @@ import pytest
 from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError, UsageError
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.trainings.engine_harness import Lab
 from tests.support.trainings.transformers_cases import Attempt, Case, Kill, Trainings, make_trainer, settings
 from transformers_memckpt import MemCheckpointTrainerCallback, protect

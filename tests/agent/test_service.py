@@ -14,7 +14,7 @@ from memckpt.processes.address import NODE_VARIABLE, AgentAddress
 from memckpt.processes.control import ask_status
 from memckpt.processes.sd_notify import READY, ServiceManager
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.storage.test_storage_runs import until
 from tests.support.cluster.service_harness import Home, Service
 from tests.support.cluster.service_job import SETTINGS

@@ -19,7 +19,8 @@ from memckpt.storage.batch import RecordReader, gradient_name, meta_name
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")

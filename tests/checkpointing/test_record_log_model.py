@@ -25,10 +25,12 @@ from memckpt.node.generation import branch_off
 from memckpt.processes.helper_process import HelperProcess
 from memckpt.state.records import Branch, Timeline, decode_meta, timeline_of
 from memckpt.storage.batch import RecordReader, gradient_name, meta_name, rank_state_name
-from memckpt.storage.catalog import read_catalog, remove, remove_batch, superseded
+from memckpt.storage.catalog import read_catalog, remove, remove_batch
 from memckpt.storage.chain import StoredPoint, stored_points, unneeded_batches
 from memckpt.storage.format import FORMAT_VERSION, Part, encode_commit
-from memckpt.storage.store import Store, open_store
+from memckpt.storage.retention import superseded
+from memckpt.storage.store import Store
+from memckpt.storage.urls import open_store
 from tests.support.cluster.storage_node import Clock, Filled, RecordsProcess, spec_of
 
 TIMEOUT_SECONDS = 1800.0

@@ -22,7 +22,9 @@ from memckpt.protocol.writer import (
 )
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore, Store, open_store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store
+from memckpt.storage.urls import open_store
 from tests.support.cluster.storage_node import Clock, Filled, Process
 
 SECONDS = 10.0

@@ -14,7 +14,7 @@ import memckpt
 from memckpt.checkpointing.writer import priority
 from memckpt.config import StorageConfig
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.storage.test_storage_runs import until
 from tests.support.trainings.engine_cases import PLAIN
 from tests.support.trainings.engine_child import config

@@ -22,8 +22,9 @@ from memckpt.errors import AgentError, ConfigurationError
 from memckpt.memory import cgroup
 from memckpt.processes.address import AgentAddress
 from memckpt.session import policy as choice
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import keep_run
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.storage.urls import open_store
 from memckpt.user_messages import short_number
 from tests.cli.test_cli_status import an_agent, some_peers
 from tests.storage.test_storage import part_of, write

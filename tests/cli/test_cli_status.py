@@ -20,7 +20,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import AgentGoneError, AgentNotFoundError, ConfigurationError
 from memckpt.processes.address import AgentAddress
 from memckpt.protocol.status import PeerLinkStatus, PeersStatus, Status, StorageStatus
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.storage.test_storage import part_of, write
 from tests.storage.test_storage_runs import BEFORE_5, until_stored
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json

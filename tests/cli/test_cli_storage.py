@@ -22,8 +22,11 @@ from memckpt.errors import (
     StorageFullError,
     UsageError,
 )
-from memckpt.storage.catalog import Checkpoint, Examined, read_catalog, remove
-from memckpt.storage.store import LocalStore, Store, StoredFile, open_store
+from memckpt.storage.catalog import Checkpoint, read_catalog, remove
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import Examined
 from tests.conftest import Bucket
 from tests.storage.test_storage import part_of, write
 from tests.support.trainings.cli_harness import exit_status, invoke, invoke_json

@@ -20,8 +20,9 @@ from memckpt.state.records import Timeline
 from memckpt.storage import presence
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import FORMAT_VERSION, Batch, encode_commit
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, keep_run, kept_url
-from memckpt.storage.store import LocalStore, Store, StoredFile
+from memckpt.storage.store import Store, StoredFile
 from memckpt.storage.tidying import PINNED, read_pins
 from tests.cli.test_cli_status import an_agent
 from tests.storage.test_storage import part_of, some_state, write

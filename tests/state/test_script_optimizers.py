@@ -18,7 +18,7 @@ from memckpt.processes.address import AgentAddress
 from memckpt.processes.control import stop_agent
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.trainings.engine_harness import Lab
 
 STEPS = 12

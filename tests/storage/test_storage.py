@@ -22,9 +22,14 @@ from memckpt.state.records import Timeline
 from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
-from memckpt.storage.catalog import leftovers, read_catalog, remove, superseded, verify
+from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.format import FORMAT_VERSION, Batch, NodeState, Part, decode_commit, encode_commit
-from memckpt.storage.store import LocalStore, ObjectStore, Store, matches, open_store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.object_store import ObjectStore
+from memckpt.storage.retention import leftovers, superseded
+from memckpt.storage.store import Store
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import matches, verify
 
 
 def part_of(

@@ -20,8 +20,8 @@ from memckpt.session.storage_tier import StorageTier
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.storage.catalog import read_catalog
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, kept_run, read_kept
-from memckpt.storage.store import LocalStore
 from tests.storage.test_storage import part_of, write
 from tests.storage.test_storage_tier import on_ranks
 from tests.support.cluster.storage_node import spec_of

@@ -13,10 +13,11 @@ from memckpt.checkpointing.storage_mode import Measured, Pace, choose_mode
 from memckpt.errors import DamagedStateError
 from memckpt.state.records import Timeline
 from memckpt.storage.batch import FileTensor, RecordReader, write_batch
-from memckpt.storage.catalog import Catalog, Checkpoint, leftovers, read_catalog, superseded
+from memckpt.storage.catalog import Catalog, Checkpoint, read_catalog
 from memckpt.storage.chain import StoredPoint, point_before, stored_points, unneeded_batches
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part, decode_commit, encode_commit, place_of
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.retention import leftovers, superseded
 
 T1, T2, T3 = Timeline(1, "a"), Timeline(2, "b"), Timeline(3, "c")
 

@@ -20,9 +20,10 @@ from memckpt.memory.region import Region
 from memckpt.protocol.writer import (
     Save,
 )
-from memckpt.storage.catalog import read_catalog, verify
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM
-from memckpt.storage.store import LocalStore
+from memckpt.storage.verification import verify
 from tests.conftest import Bucket
 from tests.storage.test_storage import part_of, some_state, write
 from tests.storage.test_storage_runs import (
@@ -220,7 +221,7 @@ import contextlib, os, signal, sys
 from pathlib import Path
 
 if "memckpt.checkpointing.writer" in sys.orig_argv:
-    from memckpt.storage.store import LocalStore
+    from memckpt.storage.local_store import LocalStore
 
     order = Path(__file__).with_name("order")
     replacing = LocalStore._replacing

@@ -22,7 +22,7 @@ from memckpt.protocol.status import Status, StatusRequest
 from memckpt.protocol.storing import Saved, SaveTo
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import read_state
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.storage.test_storage_runs import catalog_of, until, until_ordered
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import differences, outcome

@@ -12,7 +12,7 @@ from memckpt.config import MemckptConfig, StorageConfig
 from memckpt.processes.control import ask_status
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
-from memckpt.storage.store import open_store
+from memckpt.storage.urls import open_store
 from tests.conftest import Bucket
 from tests.storage.test_storage_runs import catalog_of, until, until_ordered
 from tests.support.cluster.processes import kill_and_wait

@@ -17,8 +17,8 @@ from memckpt.memory.region import Region
 from memckpt.protocol.writer import Save
 from memckpt.storage import drain
 from memckpt.storage.catalog import read_catalog, remove
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import claim
-from memckpt.storage.store import LocalStore
 from tests.storage.test_storage import part_of, some_state, write
 
 

@@ -18,9 +18,11 @@ from memckpt.processes.address import AgentAddress
 from memckpt.protocol.writer import Save
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state.records import Timeline
-from memckpt.storage.catalog import leftovers, read_catalog, superseded
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.owner import CLAIM, claim, keep_run, kept_run, new_run, read_claim
-from memckpt.storage.store import LocalStore, Store
+from memckpt.storage.retention import leftovers, superseded
+from memckpt.storage.store import Store
 from tests.storage.test_storage import part_of, some_state, write
 from tests.storage.test_storage_runs import stored, until_ordered, until_stored
 from tests.storage.test_storage_tier import on_ranks

@@ -19,10 +19,11 @@ from memckpt.errors import StorageError
 from memckpt.memory.region import Region
 from memckpt.protocol.storing import Saved
 from memckpt.protocol.writer import Save
-from memckpt.storage import store as store_module
+from memckpt.storage import local_store
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.format import Part
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.urls import open_store
 from tests.storage.test_storage import part_of, some_state, write
 
 
@@ -154,7 +155,7 @@ def test_a_listing_that_fails_is_an_error_and_no_empty_store(tmp_path: Path, fla
 
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_unsynced", set(), raising=False)
+    monkeypatch.setattr(local_store, "_unsynced", set())
 
 
 def refuse_to_sync(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -20,11 +20,12 @@ from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.spec import ParamSpec, StateSpec, TensorSpec
 from memckpt.storage.batch import FileTensor, write_batch
-from memckpt.storage.catalog import note_passed, read_catalog, verify
+from memckpt.storage.catalog import note_passed, read_catalog
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import FORMAT_VERSION, Batch, Part
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from memckpt.storage.tidying import PINNED, write_pins
+from memckpt.storage.verification import verify
 from tests.support.cluster.storage_node import spec_of
 from tests.support.faults.full_disk import LimitedDisk
 

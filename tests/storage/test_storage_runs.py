@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from memckpt.checkpointing import job_maker
 from memckpt.config import StorageConfig
 from memckpt.errors import MemoryBudgetError, UsageError
-from memckpt.storage.catalog import Catalog, read_catalog, verify
+from memckpt.storage.catalog import Catalog, read_catalog
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore, open_store
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import verify
 from tests.conftest import Bucket
 from tests.support.cluster.processes import kill_and_wait
 from tests.support.faults.frozen import differences, outcome

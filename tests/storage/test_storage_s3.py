@@ -12,8 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from memckpt.errors import StorageError
-from memckpt.storage.catalog import read_catalog, verify
-from memckpt.storage.store import matches, open_store
+from memckpt.storage.catalog import read_catalog
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import matches, verify
 from tests.conftest import Bucket
 from tests.storage.test_storage import part_of, write
 

@@ -25,10 +25,13 @@ from memckpt.state.records import Timeline
 from memckpt.state.spec import Shard, StateTensorSpec
 from memckpt.storage import dcp
 from memckpt.storage.base import write_files
-from memckpt.storage.catalog import leftovers, read_catalog, remove, verify
+from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.chain import stored_points
 from memckpt.storage.format import MERGED, Part, place_of
-from memckpt.storage.store import LocalStore, Store, matches
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.retention import leftovers
+from memckpt.storage.store import Store
+from memckpt.storage.verification import matches, verify
 from tests.support.cluster.mesh import all_empty, mesh_of
 from tests.support.cluster.sharded_job import (
     TIMELINE,

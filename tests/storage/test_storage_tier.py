@@ -14,7 +14,9 @@ from memckpt.config import StorageConfig
 from memckpt.errors import DamagedStateError
 from memckpt.session import storage_tier
 from memckpt.session.storage_tier import StorageTier
-from memckpt.storage.store import LocalStore, Store, StoredFile, matches
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.store import Store, StoredFile
+from memckpt.storage.verification import matches
 from tests.support.cluster.sharded_job import Live, check, plain, rows, train
 
 

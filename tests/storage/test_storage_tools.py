@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 from memckpt.state.tensors import local, shard_of
 from memckpt.storage import dcp
-from memckpt.storage.catalog import Checkpoint, read_catalog, verify
+from memckpt.storage.catalog import Checkpoint, read_catalog
 from memckpt.storage.format import Part
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.verification import verify
 from tests.support.cluster.mesh import all_empty
 from tests.support.cluster.sharded_job import PARAMS, WHOLE, Box, Stored, check, plain, rows, train
 from tests.support.trainings.cli_harness import invoke, invoke_json

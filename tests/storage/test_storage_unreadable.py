@@ -24,8 +24,11 @@ from memckpt.session.patience import Patience
 from memckpt.session.patient_plan import plan_patiently
 from memckpt.session.storage_tier import StorageTier
 from memckpt.state.records import Timeline
-from memckpt.storage.catalog import PASSED, leftovers, read_catalog, superseded, verify_files
-from memckpt.storage.store import LocalStore, Store, matches
+from memckpt.storage.catalog import PASSED, read_catalog
+from memckpt.storage.local_store import LocalStore
+from memckpt.storage.retention import leftovers, superseded
+from memckpt.storage.store import Store
+from memckpt.storage.verification import matches, verify_files
 from tests.storage.test_storage import part_of, some_state, write
 from tests.storage.test_storage_tier import on_ranks
 from tests.support.cluster.sharded_job import plain, rows, train

@@ -13,7 +13,7 @@ from memckpt.config import StorageConfig
 from memckpt.errors import UnsupportedError
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.export import export
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.trainings.ddp_cases import Death, check_verdicts, fresh_directory, results
 from tests.support.trainings.engine_child import config
 from tests.support.trainings.engine_harness import Lab

@@ -30,23 +30,16 @@ from memckpt.state.records import Timeline
 from memckpt.state.search_path import extend_search_path
 from memckpt.storage import dcp
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
-from memckpt.storage.catalog import (
-    PASSED,
-    Catalog,
-    Checkpoint,
-    leftovers,
-    read_back,
-    read_catalog,
-    remove,
-    remove_batch,
-    superseded,
-)
+from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, read_catalog, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
+from memckpt.storage.retention import leftovers, superseded
 from memckpt.storage.room import keep_room, let_go_blindly, make_room, no_room
-from memckpt.storage.store import Store, is_missing, open_store, store_is_away
+from memckpt.storage.store import Store, is_missing, store_is_away
 from memckpt.storage.tidying import read_pins
+from memckpt.storage.urls import open_store
+from memckpt.storage.verification import read_back
 
 _log = logging.getLogger("memckpt.writer")
 #: The file that names the record after which the first rank's node will take a checkpoint.

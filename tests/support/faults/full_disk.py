@@ -11,7 +11,7 @@ from typing import IO, Any, cast
 
 import pytest
 
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 
 
 class LimitedDisk:

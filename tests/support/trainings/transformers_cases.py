@@ -38,7 +38,7 @@ from transformers import (
 from memckpt import Session, dataloader
 from memckpt.config import AgentConfig, MemckptConfig, StorageConfig
 from memckpt.storage.catalog import read_catalog
-from memckpt.storage.store import LocalStore
+from memckpt.storage.local_store import LocalStore
 from tests.support.cluster.processes import die_after, live_on
 from tests.support.faults.check_lines import unproved
 from tests.support.faults.frozen import differences, freeze
