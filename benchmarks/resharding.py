@@ -33,10 +33,10 @@ from memckpt.state.spec import (
     TensorSpec,
 )
 from memckpt.state.tensors import local, shard_of
-from memckpt.storage import dcp as ours
 from memckpt.storage.base import StoredNames, model_name, state_name, write_base
 from memckpt.storage.catalog import read_catalog
 from memckpt.storage.chain import stored_points
+from memckpt.storage.dcp_metadata import write_merged
 from memckpt.storage.format import FORMAT_VERSION, NodeState, Part
 from memckpt.storage.local_store import LocalStore
 
@@ -90,7 +90,7 @@ def write_checkpoint(store: LocalStore, params: dict[str, Tensor]) -> None:
         )  # fmt: skip
         write_base(store, part, NodeState(spec, (), b"", {rank: b""}), tensors)
     (checkpoint,) = read_catalog(store).complete
-    ours.write_merged(store, checkpoint.directory, checkpoint.tensor_nodes)
+    write_merged(store, checkpoint.directory, checkpoint.tensor_nodes)
 
 
 def read_as(rank: int, world_size: int, directory: Path, size: str, repetitions: int, results: Any) -> None:

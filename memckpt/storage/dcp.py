@@ -1,19 +1,14 @@
 """Tensors in a store in the format of torch.distributed.checkpoint, which stock tools read.
 
 A rank may hold a shard of a tensor. It is written and read at its offset in the whole, as DCP does for a DTensor, but
-by one process without communication. Merging the metadata of several such processes makes one checkpoint.
-
-DCP's ``.metadata`` is a pickle. It is read through an allow-list: a file that names anything else is refused before any
-of it is executed. Tensors are read with ``weights_only=True``.
+by one process without communication. Tensors are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -23,7 +18,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -47,58 +41,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from memckpt.errors import DamagedStateError, MemckptError
 from memckpt.state.spec import Shard
+from memckpt.storage.dcp_metadata import merged, read_metadata
 from memckpt.storage.format import MERGED
 from memckpt.storage.store import Store, StoredFile
-
-_DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-_ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", *_DTYPES},
-    "collections": {"OrderedDict"},
-}
-
-
-def _member(of: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """The member of the one enumeration that metadata have, in place of `getattr`.
-
-    Python 3.11.0 to 3.11.3 pickle members as `getattr(class, name)`.
-    """
-    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
-        raise DamagedStateError(f"expected the metadata of a checkpoint, found attribute {name!r} of {of!r} in it")
-    return _MEM_FORMAT_ENCODING.__members__[name]
-
-
-class _Metadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        if name not in _ALLOWED.get(module, ()):
-            raise DamagedStateError(f"expected the metadata of a checkpoint, found {module}.{name} in it")
-        return super().find_class(module, name)
-
-
-def read_metadata(data: bytes) -> Metadata:
-    """Decode a ``.metadata`` file. Raises DamagedStateError for any other content."""
-    try:
-        metadata = _Metadata(io.BytesIO(data)).load()
-    except DamagedStateError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise DamagedStateError(f"the metadata cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise DamagedStateError(f"expected the metadata of a checkpoint, found a {type(metadata).__name__}")
-    return metadata
 
 
 class _StoreFiles(FileSystemBase):
@@ -172,51 +117,6 @@ class _Reader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
-
-
-def merged(store: Store, directory: str, below: Sequence[str]) -> Metadata:
-    """The merged metadata of the directories `below`, as of a checkpoint written at once.
-
-    If several directories have the same shard, the first one's counts.
-
-    Raises:
-        DamagedStateError: the directories do not belong to one checkpoint.
-        StorageError: a file cannot be read.
-    """
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
-    planner_data: dict[str, Any] = {}
-    for name in below:
-        metadata = read_metadata(store.read(f"{directory}/{name}/{MERGED}"))
-        planner_data |= metadata.planner_data or {}
-        for tensor, entry in metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedStateError(f"{directory}/{name}: expected tensors only, found {tensor}, which is not one")
-            known = tensors.setdefault(tensor, TensorStorageMetadata(entry.properties, entry.size, []))
-            if (known.size, known.properties.dtype) != (entry.size, entry.properties.dtype):
-                raise DamagedStateError(
-                    f"{directory}/{name}: expected {tensor} of {known.properties.dtype} and shape {list(known.size)}, "
-                    f"as others have it, found {entry.properties.dtype} and {list(entry.size)}"
-                )
-            for chunk in entry.chunks:
-                index = MetadataIndex(tensor, chunk.offsets)
-                if index not in places:
-                    info = (metadata.storage_data or {}).get(index)
-                    if info is None:
-                        raise DamagedStateError(f"{directory}/{name}: expected the position of {tensor}, found none")
-                    known.chunks.append(chunk)
-                    places[index] = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
-    return Metadata(tensors, planner_data, places)
-
-
-def encode_metadata(metadata: Metadata) -> bytes:
-    """Encode a ``.metadata`` file."""
-    return pickle.dumps(metadata)
-
-
-def write_merged(store: Store, directory: str, below: Sequence[str]) -> StoredFile:
-    """Write merged metadata, so that stock tools read one checkpoint. Every process writes the same content."""
-    return store.write(f"{directory}/{MERGED}", encode_metadata(merged(store, directory, below)))
 
 
 def _chunk(tensor: torch.Tensor, shard: Shard | None) -> ChunkStorageMetadata:

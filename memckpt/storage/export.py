@@ -18,6 +18,7 @@ from memckpt.state import codec, rng
 from memckpt.state.spec import StateSpec
 from memckpt.storage import dcp
 from memckpt.storage.catalog import Checkpoint
+from memckpt.storage.dcp_metadata import encode_metadata, merged
 from memckpt.storage.format import MERGED, NodeState, decode_node_state
 from memckpt.storage.local_store import sync_directory
 from memckpt.storage.store import Store
@@ -195,7 +196,7 @@ def _write_with(entry: EntryPoint, store: Store, checkpoint: Checkpoint, target:
 def _write_dcp(store: Store, checkpoint: Checkpoint, target: Path) -> None:
     target.mkdir()
     nodes = checkpoint.tensor_nodes
-    (target / MERGED).write_bytes(dcp.encode_metadata(dcp.merged(store, checkpoint.directory, nodes)))
+    (target / MERGED).write_bytes(encode_metadata(merged(store, checkpoint.directory, nodes)))
     for node in nodes:
         part = checkpoint.parts[node]
         (target / node).mkdir()

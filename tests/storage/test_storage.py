@@ -23,6 +23,7 @@ from memckpt.state.spec import OptimizerSpec, StateSpec, TensorSpec
 from memckpt.storage import dcp as our_dcp
 from memckpt.storage.base import write_base
 from memckpt.storage.catalog import read_catalog, remove
+from memckpt.storage.dcp_metadata import read_metadata
 from memckpt.storage.format import FORMAT_VERSION, Batch, NodeState, Part, decode_commit, encode_commit
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.object_store import ObjectStore
@@ -394,15 +395,15 @@ def test_metadata_of_any_python_can_be_read(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     part = write(store, part_of(1))
     path = f"{part.base_directory}/.metadata"
-    expected = our_dcp.read_metadata(store.read(path))
+    expected = read_metadata(store.read(path))
     with io.BytesIO() as file:
         _AsGetattr(file).dump(expected)
         written = file.getvalue()
     assert b"getattr" in written
-    assert our_dcp.read_metadata(written) == expected
+    assert read_metadata(written) == expected
     for of, name in ((torch.Size, "__init__"), (expected, "planner_data")):
         with pytest.raises(DamagedStateError, match=r"found attribute"):
-            our_dcp.read_metadata(pickle.dumps(Attribute(of, name)))
+            read_metadata(pickle.dumps(Attribute(of, name)))
 
 
 # Reading it with stock tools

@@ -27,6 +27,7 @@ from memckpt.storage import dcp
 from memckpt.storage.base import write_files
 from memckpt.storage.catalog import read_catalog, remove
 from memckpt.storage.chain import stored_points
+from memckpt.storage.dcp_metadata import merged, write_merged
 from memckpt.storage.format import MERGED, Part, place_of
 from memckpt.storage.local_store import LocalStore
 from memckpt.storage.retention import leftovers
@@ -90,7 +91,7 @@ def test_any_piece_is_put_together_from_any_others(
         room = torch.empty(wanted.sizes, dtype=whole.dtype)
         dcp.load_into(store, "base", {"t": room}, {"t": Shard(wanted.offsets, shape)}, nodes)
         assert torch.equal(room, wanted.of(whole))
-        dcp.write_merged(store, "base", nodes)
+        write_merged(store, "base", nodes)
         found = torch.empty_like(whole)
         stock.load({"t": found}, checkpoint_id=f"{directory}/base", no_dist=True)
         assert torch.equal(found, whole)
@@ -124,7 +125,7 @@ def test_pieces_of_different_tensors_are_not_put_together(here: LocalStore) -> N
     dcp.save(here, "base/a", {"t": torch.zeros(2)}, {"t": Shard((0,), (4,))})
     dcp.save(here, "base/b", {"t": torch.zeros(2)}, {"t": Shard((2,), (5,))})
     with pytest.raises(DamagedStateError, match=r"expected t of torch.float32 and shape \[4\].*found.*\[5\]"):
-        dcp.merged(here, "base", ["a", "b"])
+        merged(here, "base", ["a", "b"])
 
 
 # Whole states

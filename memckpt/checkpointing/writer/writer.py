@@ -28,10 +28,10 @@ from memckpt.recovery.restore import Restorer
 from memckpt.state.layout import Layout
 from memckpt.state.records import Timeline
 from memckpt.state.search_path import extend_search_path
-from memckpt.storage import dcp
 from memckpt.storage.base import by_value_tensors, state_tensors, write_commit, write_files
 from memckpt.storage.catalog import PASSED, Catalog, Checkpoint, read_catalog, remove, remove_batch
 from memckpt.storage.chain import unneeded_batches
+from memckpt.storage.dcp_metadata import write_merged
 from memckpt.storage.format import Batch, NodeState, Part, decode_commit, encode_node_state
 from memckpt.storage.owner import CLAIM, read_claim, refuse_other
 from memckpt.storage.retention import leftovers, superseded
@@ -322,7 +322,7 @@ def _tidy_up(store: Store, part: Part, job: Save, untidy: Untidy) -> None:
     for one in catalog.complete:  # not only this one: a writer may have been killed before it came to it
         if one.merged_path not in catalog.files and one not in gone:
             with untidy:
-                dcp.write_merged(store, one.directory, one.tensor_nodes)
+                write_merged(store, one.directory, one.tensor_nodes)
     for one in gone:
         with untidy:
             remove(store, one)
